@@ -1,7 +1,5 @@
 """The interface of all implementations of the collectives."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any, Protocol

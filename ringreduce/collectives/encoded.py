@@ -7,8 +7,6 @@ results are encoded once more, and gathered:
     encode -> all-to-all -> decode, reduce, divide -> encode -> all-gather -> decode
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -13,8 +13,6 @@ Each byte crosses between hosts as often as with one rank per host, in several f
 rounded once more.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ringreduce.collectives.base import Collectives, parts_of

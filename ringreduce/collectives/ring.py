@@ -7,8 +7,6 @@ next sequence number.
 What travels encoded, 16-bit floats among it, does not go round (`ringreduce.collectives.encoded`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial

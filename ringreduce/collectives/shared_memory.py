@@ -6,8 +6,6 @@ element, in rank order, so results are bit-identical everywhere. 16-bit floats a
 and rounded once.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

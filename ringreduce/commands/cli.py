@@ -1,7 +1,5 @@
 """The command line: ``ringreduce run -n 4 train.py``, also as ``python -m ringreduce``."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

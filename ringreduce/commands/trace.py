@@ -1,7 +1,5 @@
 """``ringreduce trace``: which ranks were late, in words, and what all did, as a drawing."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ rendezvous, or, for a group, to its parent's ranks. Then all members choose alik
 announced, without another message.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Groups: sessions of a part of another session's ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

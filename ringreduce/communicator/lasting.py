@@ -1,7 +1,5 @@
 """What of a communicator outlives its sessions, as when its ring is formed anew."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Protocol
 

@@ -15,8 +15,6 @@ The first error is kept for good: a session that leaves may still break, and the
 goodbye.
 """
 
-from __future__ import annotations
-
 import enum
 import threading
 

@@ -1,7 +1,5 @@
 """The calls of a `Communicator` that move arrays between ranks and compute nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

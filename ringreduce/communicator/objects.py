@@ -1,7 +1,5 @@
 """The calls of a `Communicator` on objects, which travel as MessagePack."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

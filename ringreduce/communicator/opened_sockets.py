@@ -1,7 +1,5 @@
 """What a rank opens before it meets others: sockets, and memory to share where that is possible."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

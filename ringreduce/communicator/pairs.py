@@ -1,7 +1,5 @@
 """The calls of a `Communicator` between two ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The process's own communicator: what ``ringreduce.init()`` makes and ``rank()`` asks."""
 
-from __future__ import annotations
-
 import threading
 from inspect import signature
 

@@ -4,8 +4,6 @@ A function and not a context manager: Python runs the body of a `with` on every 
 forgotten `if` would do the work once per rank without an error.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar

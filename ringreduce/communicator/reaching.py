@@ -1,7 +1,5 @@
 """Before ranks connect: each finds the addresses at which it reaches those that it sends to."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Errors of calls that may not begin, or end without a fault of the ring; copies to raise."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What a communicator has done, as numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ringreduce.pure.slowness import SlowLink, SlowRank

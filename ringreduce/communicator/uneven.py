@@ -1,7 +1,5 @@
 """Collectives to which ranks may give different amounts: first the lengths go round, then data."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any

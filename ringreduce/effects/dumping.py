@@ -1,7 +1,5 @@
 """Writes the flight record to disk, when a communicator breaks and on SIGUSR1."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import logging

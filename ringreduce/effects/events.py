@@ -7,8 +7,6 @@ one C function that runs no Python: so a reader in any thread sees whole records
 calls are written so too, but those of the native queue under its own lock: see `decode_parts`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

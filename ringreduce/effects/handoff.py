@@ -4,8 +4,6 @@
 gradients there without running Python. `PlainQueue`, where that is missing, holds only jobs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections import deque

@@ -4,8 +4,6 @@ It is built when the package is installed, if there is a compiler. Everything wo
 slower. Modules declare the functions that they use with `functions`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import re

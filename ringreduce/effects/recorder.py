@@ -1,7 +1,5 @@
 """The flight recorder: reads the last calls of a session and its present state from its events."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ the signal is ignored: a late one must neither kill a job that saves its model n
 code.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The stacks of this process's threads, as frames for a flight record."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

@@ -1,7 +1,5 @@
 """Appends what a communicator records to a file, while its job is traced."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys

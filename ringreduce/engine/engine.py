@@ -5,8 +5,6 @@ same order: so the order in which work is submitted must not differ between rank
 at the queue, without the GIL, and ends in `close`, at the latest when Python exits.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

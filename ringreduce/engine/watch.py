@@ -6,8 +6,6 @@ clock and the log. Only this thread uses the control channel; other threads queu
 and wake it. It never waits for the communicator's lock.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

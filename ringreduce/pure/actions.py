@@ -1,7 +1,5 @@
 """What a watcher decides to do; `ringreduce.engine.watch` does it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ringreduce.pure.watcher_messages import Listening

@@ -12,8 +12,6 @@ and put the finding into their own words. The order of suspicion:
 6. ranks in different calls that have the same number.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from collections.abc import Collection, Sequence

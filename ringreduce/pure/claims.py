@@ -4,8 +4,6 @@ A rank sends each value to its neighbours when it has it; whoever has both compa
 costs no collective, and ranks may be at different points of their programs.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 # Values that wait for the other rank's; those of a rank that never makes its own are dropped.

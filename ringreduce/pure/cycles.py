@@ -4,8 +4,6 @@ Whether they would wait for ever cannot be known: a thread of a program may yet 
 one receives. So such a wait ends at ``timeout_s``, as one for a silent rank does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Ranks that keep this one waiting: when to warn of them. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Collection
 

@@ -6,8 +6,6 @@ as Keras's epochs do. All follows from the seed and the epoch's number, so that 
 again at an epoch reads what it would have read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

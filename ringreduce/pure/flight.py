@@ -4,8 +4,6 @@ A reader may find a truncated file, one of another program or one made to harm: 
 typed records with limits, or refused.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

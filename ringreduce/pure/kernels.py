@@ -8,8 +8,6 @@ No fastmath: a NaN or an infinity in a gradient must stay one. 16-bit floats are
 reduced there, and rounded once (`widen`, `narrow`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

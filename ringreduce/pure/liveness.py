@@ -12,8 +12,6 @@ a common clock (`PeerTable`). A rank that waits can then name the rank that hold
 - elsewhere: it is in another operation, where this rank's call should be.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

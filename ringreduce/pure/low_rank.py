@@ -9,8 +9,6 @@ optimization", NeurIPS 2019. Arrays are float32 and contiguous. Q is stored tran
 order and without contraction, so all ranks get equal bits from equal bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Addresses are numeric text; a network is an address with its prefix, ``10.0.0.4/24``.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import ipaddress
 from collections.abc import Mapping, Sequence

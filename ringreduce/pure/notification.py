@@ -1,7 +1,5 @@
 """Why a rank aborts, as bytes for the others, and the errors they raise for that or a leave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

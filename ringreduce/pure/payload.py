@@ -1,7 +1,5 @@
 """What collectives accept: arrays as flat views, objects as bytes, roots, other ranks' lengths."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Sequence

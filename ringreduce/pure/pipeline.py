@@ -20,8 +20,6 @@ See: Narayanan and others, "PipeDream: generalized pipeline parallelism for DNN 
 2019; "Memory-efficient pipeline-parallel DNN training", ICML 2021.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -10,8 +10,6 @@ The first `lanes` ranks of each host each form a ring with the ranks of the same
 hosts, so that the links between hosts carry several flows at once.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections import deque
 from collections.abc import Sequence

@@ -26,8 +26,6 @@ JPDC 2009; Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for al
 communications in multiport message-passing systems", IEEE TPDS 1997.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

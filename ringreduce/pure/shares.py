@@ -1,7 +1,5 @@
 """How the rows of a global batch are divided among ranks that compute at different speeds. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 # Of all weights that follow from measured times; integers, so that no rank rounds differently.

@@ -8,8 +8,6 @@ In a ring every link waits for the slowest. It alone always has data to send; th
 theirs soon, so the kernel's time in which a connection had data under way tells them apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -15,8 +15,6 @@ fixed place. Times are in seconds on CLOCK_MONOTONIC, which is `time.monotonic`.
        192  slots      the last `PARTS_KEPT`
 """
 
-from __future__ import annotations
-
 import enum
 import struct
 from collections.abc import Iterator

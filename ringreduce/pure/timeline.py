@@ -6,8 +6,6 @@ part, so spans that overlap are in several tracks of one name.
 See: Duca and Sinclair, "Trace Event Format", 2016.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

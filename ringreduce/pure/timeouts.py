@@ -1,7 +1,5 @@
 """How long a call may wait: longer for a rank that is alive and in user code. Pure: no clock."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ringreduce.vocabulary.errors import PeerTimeoutError

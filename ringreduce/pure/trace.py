@@ -3,8 +3,6 @@
 A file is a line of JSON, and records as they are in memory (`ringreduce.pure.spans`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Messages that were sent and never received, for a warning when a rank closes. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

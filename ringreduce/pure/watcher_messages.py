@@ -1,7 +1,5 @@
 """The messages that ranks exchange beside the data, as MessagePack."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

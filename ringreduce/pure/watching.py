@@ -3,8 +3,6 @@
 `ringreduce.engine.watch` supplies the facts and carries out the actions returned here.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 from typing import Any

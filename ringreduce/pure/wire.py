@@ -15,8 +15,6 @@ each time that it forms its ring anew, an epoch begins, and a frame of another e
 frames are encrypted and authenticated says `ringreduce.transport.frames`.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 from collections.abc import Callable

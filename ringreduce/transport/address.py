@@ -1,7 +1,5 @@
 """Addresses of ranks: resolve names, write them as libzmq does, recognise loopback."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

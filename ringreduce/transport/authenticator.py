@@ -4,8 +4,6 @@ libzmq asks it over ZAP (https://rfc.zeromq.org/spec/27). Once it is closed, lib
 further connections (ZAP_ENFORCE_DOMAIN). Nothing here logs, shows or raises a key or a password.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import logging

@@ -5,8 +5,6 @@ use the sockets by address; frames pass through Python only when a call ends bad
 in common with others of their context does `ringreduce.transport.sockets`, which makes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket as sockets

@@ -11,8 +11,6 @@ The thread that forms the ring makes and connects it, then the watcher's alone u
 (`ringreduce.engine.watch`); `wake` may be called from any thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket as sockets
 import time

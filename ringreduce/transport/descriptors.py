@@ -1,7 +1,5 @@
 """File descriptors: ensured before a ring forms, since without them libzmq aborts; and borrowed."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The errors of calls that another rank holds up or that do not fit, over whatever link."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ more than the copy, and no borrowed memory has to be awaited. As in the ring, se
 and the function returns when it needs a decision.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

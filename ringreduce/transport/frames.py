@@ -15,8 +15,6 @@ free callback counts in the channel's `released` when it has written one. Sendin
 outgoing queue is unbounded.
 """
 
-from __future__ import annotations
-
 import errno
 from typing import Any
 

@@ -5,8 +5,6 @@ parent (a worker of a data pipeline, say) kept a copy, the other ranks would not
 died. Children started by exec inherit nothing: all descriptors here and libzmq's are close-on-exec.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

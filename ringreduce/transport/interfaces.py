@@ -1,7 +1,5 @@
 """The addresses at which ranks of other hosts may reach this one."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import logging

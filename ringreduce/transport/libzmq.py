@@ -7,8 +7,6 @@ every platform that has wheels. Compiled functions and Python share sockets by a
 (``Socket.underlying``).
 """
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import os

@@ -1,7 +1,5 @@
 """The calls that a collective hands to a link over sockets."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Sequence

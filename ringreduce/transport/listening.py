@@ -1,7 +1,5 @@
 """Listening sockets of a rank: the same port at each of its addresses, from the range if any."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket

@@ -24,8 +24,6 @@ was due. `ringreduce.transport.zeromq` handles deadlines, signals and errors, an
 continue from the state in the link's record.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

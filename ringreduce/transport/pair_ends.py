@@ -1,7 +1,5 @@
 """One direction of a pair of ranks over ZeroMQ: its socket, its records, how far it has come."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 

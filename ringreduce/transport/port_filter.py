@@ -5,8 +5,6 @@ filter on the listening socket makes the kernel drop every packet for it; accept
 sockets without that filter. Attempts to connect get no answer and cost this process nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import struct

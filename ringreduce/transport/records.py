@@ -7,8 +7,6 @@ pair of sockets; a kind of call owns a `PassRecord` or an `ExchangeRecord`, and 
 Each direction of a pair of ranks has a `LinkRecord` of one channel, and a `TransferRecord`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ connections. One is closed as soon as it is there, without a byte: a port that l
 visitor that leaves. No thread is started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

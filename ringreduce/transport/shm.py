@@ -5,8 +5,6 @@ rank is slow, lost, stopped, or in another call. Threads: none. Memory: every ra
 other's segment; the caller owns its arrays again when `run` returns.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """The ranks of a host that share memory: how calls in C wait for them, what errors say of them."""
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections.abc import Sequence

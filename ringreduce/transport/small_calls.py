@@ -5,8 +5,6 @@ Memory: what was taught lives as long as the `SmallCalls`; the caller owns the a
 `run` returns. Threads: one call at a time, by a lock or the caller's care; `close` from any thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

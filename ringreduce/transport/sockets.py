@@ -4,8 +4,6 @@ Threads: `io_threads` of libzmq and the authenticator's, in a context of their o
 `close`. One thread at a time calls the methods.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import zmq

@@ -5,8 +5,6 @@ S. Lucas, "The AEGIS Family of Authenticated Encryption Algorithms", draft-irtf-
 H. Wu, B. Preneel, "AEGIS: A Fast Authenticated Encryption Algorithm", 2013.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -5,8 +5,6 @@ on `finish` has the call: it continues it, and decides meanwhile whether that ra
 and whether the ring has ended.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol

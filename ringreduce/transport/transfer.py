@@ -9,8 +9,6 @@ returns when it is done or needs a decision. Of sealed segments only some have t
 memory at a time: more are sealed when libzmq has written some, also while segments arrive.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

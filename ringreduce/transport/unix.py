@@ -5,8 +5,6 @@ connected with every other rank of its host; the kernel names the user at the ot
 users are refused. They carry nothing afterwards: one that ends shows that its rank has gone.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import select

@@ -12,8 +12,6 @@ fails, libzmq may still hold pieces of it, so the link keeps the array alive unt
 closed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence

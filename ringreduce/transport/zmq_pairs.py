@@ -12,8 +12,6 @@ Threads: one at a time uses each direction of a pair for messages, and one the p
 `found`, `traffic` and `flow` may be called from any thread.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

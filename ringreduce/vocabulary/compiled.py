@@ -7,8 +7,6 @@ contains constants, record layouts and functions of other files: after an update
 would read and write the wrong memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

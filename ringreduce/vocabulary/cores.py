@@ -3,8 +3,6 @@
 Containers limit time, not cores: all of the host's are there, for a part of each period.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

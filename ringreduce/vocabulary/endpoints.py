@@ -1,7 +1,5 @@
 """Addresses, ports and networks as users write them in settings."""
 
-from __future__ import annotations
-
 import fnmatch
 import ipaddress
 from dataclasses import dataclass

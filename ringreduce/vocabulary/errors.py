@@ -20,8 +20,6 @@ NumericsError and their subclasses break the communicator: each later call raise
 at once. Close it and form a new one.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Completes settings by what another launcher than ours says, and logs what a user should know."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -13,8 +13,6 @@ Few launchers give an address where ranks can meet. What is used instead:
 - RINGREDUCE_RENDEZVOUS comes before all that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Slurm's short forms: the first of a list of hosts, and the count of one of them."""
 
-from __future__ import annotations
-
 import re
 
 from ringreduce.vocabulary.errors import ConfigError

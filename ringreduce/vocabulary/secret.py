@@ -1,7 +1,5 @@
 """Checks a job's secret, and reads it from a file. It is never shown."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

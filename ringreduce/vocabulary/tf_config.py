@@ -1,7 +1,5 @@
 """Reads TF_CONFIG, in which TensorFlow's launchers describe a cluster and one task in it."""
 
-from __future__ import annotations
-
 import json
 
 from ringreduce.vocabulary.errors import ConfigError

@@ -1,7 +1,5 @@
 """Reduction operators and element types, and their codes on the wire."""
 
-from __future__ import annotations
-
 import enum
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Words that many messages share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _NAMED_MAX = 16

@@ -1,7 +1,5 @@
 """The environment that workers get, here and on other hosts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 

@@ -1,7 +1,5 @@
 """What the ranks of ``ringreduce doctor`` have found out, and what follows from it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """Prints what ``ringreduce doctor`` has found: what the ranks have, links, what to change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import mean
 

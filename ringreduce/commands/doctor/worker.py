@@ -1,7 +1,5 @@
 """A rank of ``ringreduce doctor``: looks around and measures; rank 0 prints what all have found."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import platform

@@ -4,8 +4,6 @@ Standard input and output are the connection (`exchange`). When that ends, howev
 ranks are killed, with their children: the launcher ended, or nobody can see them any more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

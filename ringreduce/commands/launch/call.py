@@ -6,8 +6,6 @@ caller's `sys.path`. Both files are of the same user's parent and child; nothing
 unpickled.
 """
 
-from __future__ import annotations
-
 import linecache
 import mmap
 import os

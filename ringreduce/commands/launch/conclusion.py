@@ -1,7 +1,5 @@
 """Words the end of a job that failed: the cause in full, a line for every other rank. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from ringreduce.commands.launch.failure import Cause, Failure

@@ -6,8 +6,6 @@
 The agent's first bytes are `MAGIC`, since a login shell may have written something before.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

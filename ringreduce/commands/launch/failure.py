@@ -6,8 +6,6 @@ any time, and the earliest of the others is the cause (`pure.blame`). A worker f
 which exception ends it, or when it ends without saying so.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A frame is its length in four bytes and its data.
 """
 
-from __future__ import annotations
-
 from typing import Any, Generic, TypeVar
 
 import msgspec

@@ -6,8 +6,6 @@ result to such a file of its own. Files, not pipes: nobody must read while anoth
 process that a worker leaves behind can hold an end open.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import operator

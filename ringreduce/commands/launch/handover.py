@@ -1,7 +1,5 @@
 """A worker's side of the pipe to its launcher, and of what it says of an exception."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

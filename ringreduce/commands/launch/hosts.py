@@ -4,8 +4,6 @@
 them. A host without a number has one slot; an IPv6 address stands in brackets.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ One loop in one thread waits for output, signals and exits together, of the rank
 agents on others.
 """
 
-from __future__ import annotations
-
 import secrets
 import selectors
 import signal

@@ -1,7 +1,5 @@
 """The ranks of one host as processes: started, read and ended."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

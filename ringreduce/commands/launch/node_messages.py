@@ -9,8 +9,6 @@ launcher that knows the secret can make for this connection, direction and frame
 encrypted: they hold no secret, and no text of a program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from typing import Any

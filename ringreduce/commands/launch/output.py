@@ -4,8 +4,6 @@ Programs redraw a line with ``\r`` and ``\b``, as progress bars do: of such a li
 counts. Keras draws so into a pipe too.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """What a job runs, where, and how it is shown and ended."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

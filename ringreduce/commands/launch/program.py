@@ -1,7 +1,5 @@
 """The program that workers are to run: whether there is one, and how Python runs it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

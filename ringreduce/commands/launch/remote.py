@@ -4,8 +4,6 @@ All that crosses is in `exchange`; ssh carries and encrypts it. The secret and t
 over standard input, since every user of a host can read the arguments of its processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -4,8 +4,6 @@ On a terminal the last row may be a live line: one that a worker has not ended y
 are written above it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

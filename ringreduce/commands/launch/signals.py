@@ -1,7 +1,5 @@
 """Signals to the launcher wait in a queue, in the order in which they came."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The hosts of a job that are reached through ssh: how, as the user's options say it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -5,8 +5,6 @@ path, or ``-m`` and a module's name, and the program's own. The program's except
 Python, which ends as ever; but its traceback is the launcher's to show.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """Runs a job, again after a failure if that is wanted."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from dataclasses import replace

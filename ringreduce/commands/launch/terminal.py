@@ -5,8 +5,6 @@ debuggers work. The launcher passes on each key; what the worker writes comes ba
 rank, as other output does. Job control keeps a worker from the launcher's own terminal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

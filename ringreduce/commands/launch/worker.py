@@ -1,7 +1,5 @@
 """What the launcher knows of a worker, on whichever host: what it told, and how it ended."""
 
-from __future__ import annotations
-
 import signal
 import time
 

@@ -4,8 +4,6 @@ In frames, over a pipe that only the two have (`handover`); an agent passes them
 the last one as a result.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 

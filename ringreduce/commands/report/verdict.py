@@ -1,7 +1,5 @@
 """The paragraph of ``ringreduce report``: the culprit, and what each rank was doing. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """Prints ``ringreduce report``: one paragraph, and a table with a row for each rank."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
