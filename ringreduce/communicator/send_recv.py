@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from ringreduce.communicator.refusals import interrupted
+from ringreduce.effects.handoff import PlainQueue
 from ringreduce.engine.engine import Executor
 from ringreduce.pure.payload import TAG_MAX, checked_lengths
 from ringreduce.pure.spans import SpanKind
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from ringreduce.communicator.session import Session
 
 _Result = TypeVar("_Result")
-# Distinct messages remembered for each direction; a pipeline has a few.
-_KEPT = 64
+_KEPT = 64  # distinct messages remembered for each direction; a pipeline has a few
 
 
 class _Direction:
@@ -56,7 +56,6 @@ class _Direction:
         self.described = lru_cache(_KEPT)(self._describe)
 
     def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
-        """Send `flat`, contiguous, or receive into it."""
         header, _ = self.described(kind, flat.dtype, flat.size, tag)
         self._pass(self._place, header, flat)
 
@@ -113,10 +112,10 @@ class _Direction:
         return _Described(header, Pending(self._sends, self.peer, tag))
 
     def background(self) -> Executor:
-        """The thread for calls in the background."""
         if self.executor is None:
             config, what = self._session.config, f"{'to' if self._sends else 'from'} {self.peer}"
-            self.executor = Executor(f"ringreduce {what} {config.rank}/{config.size}")
+            name = f"ringreduce {what} {config.rank}/{config.size}"
+            self.executor = Executor(name, PlainQueue())
         return self.executor
 
     def close(self) -> None:

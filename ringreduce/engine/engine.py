@@ -6,22 +6,14 @@ at the queue, without the GIL, and ends in `close`, at the latest when Python ex
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from ringreduce.effects import handoff
 from ringreduce.effects.events import Events
-from ringreduce.effects.handoff import (
-    COMPLAINT,
-    BucketItem,
-    NativeQueue,
-    Queue,
-    RoundFailed,
-    open_queue,
-)
 from ringreduce.pure.spans import SpanKind
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
@@ -86,8 +78,7 @@ class Work(Generic[_Result]):
         try:
             self._result = self._run()
         except BaseException as error:
-            # Raised by `wait`.
-            self._error, self._traceback = error, error.__traceback__
+            self._error, self._traceback = error, error.__traceback__  # Raised by `wait`.
         self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -101,12 +92,14 @@ class Work(Generic[_Result]):
 
 
 class Executor:
-    """A thread, named `name`, that runs work in order until `close`; from any thread."""
+    """A thread, named `name`, that runs work of `queue` in order until `close`; from any thread."""
 
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._unfinished, self._is_closed = 0, False
+    _noun, _this = "send or recv", "call"  # what errors call its work
+
+    def __init__(self, name: str, queue: handoff.Queue) -> None:
+        self._queue, self._lock = queue, threading.Lock()
+        self._work: dict[int, Work[Any]] = {}
+        self._posted, self._is_closed = 0, False
         self.dropped = 0  # calls that had not ended when it was closed, and never will
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -114,38 +107,63 @@ class Executor:
     def submit(self, run: Callable[[], _Result]) -> Work[_Result]:
         """Have the thread call `run`, after all earlier work; ClosedError after `close`."""
         work = Work(run)
-        with self._changed:
-            if self._is_closed:
-                raise ClosedError("called a send or recv after close()")
-            self._unfinished += 1
-            self._queue.put(work)
+        with self._lock:
+            number = self._posted
+            self._posted += 1
+            self._work[number] = work
+        if not self._queue.post(number):
+            with self._lock:
+                self._work.pop(number, None)
+            raise ClosedError(f"called a {self._noun} after close()")
         return work
 
     def drain(self) -> None:
         """Return once all work is done; at once in the thread itself."""
-        if threading.current_thread() is not self._thread:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._unfinished)
+        if threading.current_thread() is self._thread:
+            return
+        while not self._queue.wait_idle(TIMES.poll_s):
+            pass
 
-    def close(self) -> None:
-        """End the thread once the work that runs has ended; work not begun fails."""
-        with self._changed:
-            self._is_closed = True
-        self._queue.put(None)
+    def close(self, why: str = "") -> None:
+        """End the thread; work not begun fails with ClosedError.
+
+        Call it once a running call has been interrupted, and not in a forked child, since the
+        thread and the waiting callers are its parent's.
+        """
+        self._is_closed = True
+        if threading.current_thread() is self._thread:
+            self._queue.finish()  # Callers that learn of the end may reuse the memory.
+        self._queue.close(why)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        with self._lock:
+            left, self._work = self._work, {}
+        self.dropped += len(left)
+        for work in left.values():
+            work.fail(ClosedError(f"was closed before this {self._this} had begun"))
 
     def _loop(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if self._is_closed:
-                work.fail(ClosedError("was closed before this call had begun"))
-            else:
-                work.do()
-            self.dropped += self._is_closed and work.has_failed
-            del work
-            with self._changed:
-                self._unfinished -= 1
-                self._changed.notify_all()
+        while (item := self._queue.take()) is not None:
+            failed: handoff.RoundFailed | None = None
+            try:
+                failed = self._do(item)
+            finally:
+                self._queue.finish(failed)
+                self._tidy()
+
+    def _do(self, item: Any) -> handoff.RoundFailed | None:
+        with self._lock:
+            work = self._work.pop(item)
+        self._begin(work)
+        work.do()
+        self.dropped += self._is_closed and work.has_failed
+        return None
+
+    def _begin(self, work: Work[Any]) -> None:
+        """Called before each work; and `_tidy` once nothing is in progress."""
+
+    def _tidy(self) -> None:
+        pass
 
 
 class Owner(Protocol):
@@ -158,22 +176,19 @@ class Owner(Protocol):
         """The ring has ended with `error`, and the other ranks know. Takes no lock."""
 
 
-class Engine:
+class Engine(Executor):
     """The background thread of one communicator, which outlives its sessions.
 
     `events` get how long work waited, and what happens to buckets; `owner` is notified of errors.
     """
 
+    _noun = _this = "collective"
+
     def __init__(self, name: str, owner: Owner, events: Events) -> None:
-        self._queue: Queue = open_queue(events)
         self._owner, self._events = owner, events
-        self._lock = threading.Lock()
-        self._work: dict[int, Work[Any]] = {}
-        self._plans: dict[int, Callable[[BucketItem], None]] = {}
+        self._plans: dict[int, Callable[[handoff.BucketItem], None]] = {}
         self._unwanted: set[int] = set()
-        self._posted = 0
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        super().__init__(name, handoff.open_queue(events))
 
     def follow(self, owner: Owner) -> None:
         """Work, with the same plans, for a session in place of one that was left; see `let_go`."""
@@ -187,29 +202,15 @@ class Engine:
 
     @property
     def thread(self) -> int:
-        """The identity of its thread."""
         assert self._thread.ident is not None
         return self._thread.ident
 
     @property
-    def native(self) -> NativeQueue | None:
+    def native(self) -> handoff.NativeQueue | None:
         """The queue, if a framework's threads can put buckets into it."""
-        return self._queue if isinstance(self._queue, NativeQueue) else None
+        return self._queue if isinstance(self._queue, handoff.NativeQueue) else None
 
-    def submit(self, run: Callable[[], _Result]) -> Work[_Result]:
-        """Have the thread call `run`, after all earlier work; ClosedError after `close`."""
-        work = Work(run)
-        with self._lock:
-            number = self._posted
-            self._posted += 1
-            self._work[number] = work
-        if not self._queue.post(number):
-            with self._lock:
-                self._work.pop(number, None)
-            raise ClosedError("called a collective after close()")
-        return work
-
-    def serve(self, plan: int, reduce: Callable[[BucketItem], None]) -> None:
+    def serve(self, plan: int, reduce: Callable[[handoff.BucketItem], None]) -> None:
         """Have the thread call `reduce` for each packed bucket of a plan.
 
         The thread that waits for the bucket receives its `RoundFailed`; other errors break the
@@ -220,66 +221,40 @@ class Engine:
     def forget(self, plan: int) -> None:
         """Remove a plan that is no longer used, once none of its buckets is in progress."""
         self._unwanted.add(plan)
-        self._forget_unwanted()
+        self._tidy()
 
-    def _forget_unwanted(self) -> None:
+    def _tidy(self) -> None:
         for plan in self._unwanted.copy():
             if self.native is None or self.native.unregister(plan):
                 self._unwanted.discard(plan)
                 self._plans.pop(plan, None)
 
-    def drain(self) -> None:
-        """Return once all work is done; at once in the engine's own thread."""
-        if threading.current_thread() is self._thread:
-            return
-        while not self._queue.wait_idle(TIMES.poll_s):
-            pass
-
     def fail(self, owner: Owner, error: RingReduceError) -> None:
         """Fail every bucket with `error` of the session `owner`, unless another has its place."""
         if owner is self._owner:
             self._queue.fail(str(error))
-            self._forget_unwanted()
+            self._tidy()
 
-    def close(self, why: str) -> None:
-        """End the thread; work not begun fails with ClosedError.
-
-        Call it once a running call has been interrupted, and not in a forked child, since the
-        thread and the waiting callers are its parent's.
-        """
-        if threading.current_thread() is self._thread:
-            self._queue.finish()  # Callers that learn of the end may reuse the memory.
-        self._queue.close(why)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        with self._lock:
-            left, self._work = self._work, {}
-        for work in left.values():
-            work.fail(ClosedError("was closed before this collective had begun"))
+    def close(self, why: str = "") -> None:
+        """As `Executor`; all waits for buckets end with the error `why`."""
+        super().close(why)
         self._plans.clear()
 
-    def _loop(self) -> None:
-        while (item := self._queue.take()) is not None:
-            failed: RoundFailed | None = None
-            try:
-                if isinstance(item, int):
-                    with self._lock:
-                        work = self._work.pop(item)
-                    self._events.part(SpanKind.QUEUE, work.submitted_s, time.monotonic())
-                    work.do()
-                elif isinstance(item, BucketItem):
-                    failed = self._reduce(item)
-                elif item == COMPLAINT:
-                    self._give_up(_out_of_step())
-            finally:
-                self._queue.finish(failed)
-                if self._unwanted:
-                    self._forget_unwanted()
+    def _begin(self, work: Work[Any]) -> None:
+        self._events.part(SpanKind.QUEUE, work.submitted_s, time.monotonic())
 
-    def _reduce(self, item: BucketItem) -> RoundFailed | None:
+    def _do(self, item: Any) -> handoff.RoundFailed | None:
+        if isinstance(item, handoff.BucketItem):
+            return self._reduce(item)
+        if item != handoff.COMPLAINT:
+            return super()._do(item)
+        self._give_up(_out_of_step())
+        return None
+
+    def _reduce(self, item: handoff.BucketItem) -> handoff.RoundFailed | None:
         try:
             self._plans[item.plan](item)
-        except RoundFailed as failed:
+        except handoff.RoundFailed as failed:
             return failed
         except RingReduceError as error:
             self._give_up(error)
