@@ -4,7 +4,7 @@ It must cost little beside a collective of a few microseconds: no lock, no forma
 monotonic clock. Calls of one communicator exclude each other: there is one writer at a time.
 What writes or reads a call holds the GIL, and a record is written, and all of the memory copied, by
 one C function that runs no Python: so a reader in any thread sees whole records only. Parts of
-calls are written so too, but those of the native queue under its own lock: see `decode_parts`.
+calls are written so too, but those of the native queue under its own lock: see `unchanged`.
 """
 
 import ctypes
@@ -128,10 +128,8 @@ class Events:
 
     def parts(self) -> list[spans.Span]:
         """The last parts of calls, by their beginnings; from any thread."""
-        first = bytes(self._memory)
-        with self._parts:  # In this order, on any processor.
-            second = bytes(self._memory)
-        return spans.decode_parts(first, second)
+        found = spans.decode_spans(b"".join(self.added(ring, 0)[1] for ring in (1, 2)))
+        return sorted(found, key=lambda span: span.began_s)
 
     def added(self, ring: int, seen: int) -> tuple[int, bytes]:
         """How many records a ring of `spans.RECORDS` has had; and those after `seen` of them, raw.
@@ -143,11 +141,9 @@ class Events:
         numbers = range(max(seen, count - kept), count)
         slots = [slots_at + number % kept * _SPAN_BYTES for number in numbers]
         first = [bytes(self._memory[slot : slot + _SPAN_BYTES]) for slot in slots]
-        with self._parts:  # In this order, as in `parts`.
-            second = [self._memory[slot : slot + _SPAN_BYTES] for slot in slots]
-        stamps = [spans.COUNT.pack(number + 1) for number in numbers]
-        copies = zip(stamps, first, second, strict=True)
-        return count, b"".join(a for stamp, a, b in copies if a == b and a.startswith(stamp))
+        with self._parts:  # In this order, on any processor.
+            second = [bytes(self._memory[slot : slot + _SPAN_BYTES]) for slot in slots]
+        return count, spans.unchanged(numbers, first, second)
 
     def current_call(self) -> spans.Present:
         """The call that runs, and totals of those before; from any thread, never raises."""
@@ -157,9 +153,8 @@ class Events:
         """The last calls, oldest first, the running one included; from any thread."""
         copy = bytes(memoryview(self._memory)[: spans.OURS_AT])
         now = spans.decode_standing(copy)
-        found = {
-            span.number: span for span in spans.decode_spans(copy[spans.CALLS_AT : spans.OURS_AT])
-        }
+        ended = spans.decode_spans(copy[spans.CALLS_AT : spans.OURS_AT])
+        found = {span.number: span for span in ended}
         if now.operation is not None and now.number not in found:  # Else it ends at this moment.
             began = now.number, now.nbytes, now.thread, now.since_s
             found[now.number] = spans.Span(spans.SpanKind.CALL, now.operation, 0, *began, None)

@@ -17,7 +17,7 @@ fixed place. Times are in seconds on CLOCK_MONOTONIC, which is `time.monotonic`.
 
 import enum
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ringreduce.pure.wire import Kind
@@ -45,8 +45,7 @@ SPAN = struct.Struct("=QHHiQQQdd8x")
 # operation (0: none runs), nbytes, identity of the thread, when that call began or the last one
 # ended
 STANDING = struct.Struct("=QQddQQQd")
-# The last four of these.
-RUNNING = struct.Struct("=QQQd")
+RUNNING = struct.Struct("=QQQd")  # the last four of these
 RUNNING_AT = STANDING.size - RUNNING.size
 COUNT, SECONDS = struct.Struct("=Q"), struct.Struct("=d")
 
@@ -123,27 +122,18 @@ def total_s(memory: bytes | bytearray, kind: SpanKind) -> float:
     return seconds
 
 
-def decode_parts(first: bytes, second: bytes) -> list[Span]:
-    """The parts, by their beginnings, from two copies of all memory, taken one after the other.
+def unchanged(numbers: Sequence[int], first: Sequence[bytes], second: Sequence[bytes]) -> bytes:
+    """The records of these numbers, from two copies of their slots, taken one after the other.
 
-    A part that was written meanwhile may be half an old and half a new one in the first copy, but
-    not with the same stamp in the second. Such parts are left out.
+    One that was written meanwhile may be half an old and half a new one in the first copy, but not
+    with the same stamp in the second. Such records are left out.
     """
-    spans: list[Span] = []
-    for at in RINGS_AT:
-        start, end = at + SPANS_AT, at + PARTS_BYTES
-        for slot in range(start, end, SPAN_BYTES):
-            record = first[slot : slot + SPAN_BYTES]
-            if record == second[slot : slot + SPAN_BYTES]:
-                spans += decode_spans(record)
-    return sorted(spans, key=lambda span: span.began_s)
+    copies = zip([COUNT.pack(number + 1) for number in numbers], first, second, strict=True)
+    return b"".join(one for stamp, one, two in copies if one == two and one.startswith(stamp))
 
 
 def decode_spans(memory: bytes) -> Iterator[Span]:
     """The spans in whole slots, in the order of the slots."""
-    for stamp, kind, code, other, number, nbytes, thread, began_s, ended_s in SPAN.iter_unpack(
-        memory
-    ):
+    for stamp, kind, code, *rest in SPAN.iter_unpack(memory):
         if stamp:
-            name = operation_name(code)
-            yield Span(kind, name, other, number, nbytes, thread, began_s, ended_s)
+            yield Span(kind, operation_name(code), *rest)

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 from ringreduce.effects.events import Events
 from ringreduce.pure.spans import (
-    EVENTS_BYTES,
     PARTS_KEPT,
-    QUEUED_AT,
     SPAN,
-    SPANS_AT,
     SpanKind,
-    decode_parts,
+    decode_spans,
+    unchanged,
 )
 from ringreduce.pure.wire import Kind
 
@@ -80,10 +78,8 @@ def test_a_part_that_is_being_written_is_not_seen(first_words, second_words) -> 
             return new
         return empty + new[8 : 8 + words] + old[8 + words :]
 
-    copies = [bytearray(EVENTS_BYTES) for _ in range(2)]
-    for copy, words in zip(copies, sorted((first_words, second_words)), strict=True):
-        copy[QUEUED_AT + SPANS_AT : QUEUED_AT + SPANS_AT + 64] = written(words)
-    found = decode_parts(*map(bytes, copies))
-    assert [span.number for span in found] in ([], [7], [8])
-    if found:
-        assert found[0].nbytes == 10 * found[0].number
+    first, second = ([written(words)] for words in sorted((first_words, second_words)))
+    for number, called in ((0, 7), (PARTS_KEPT, 8)):
+        found = list(decode_spans(unchanged([number], first, second)))
+        assert [span.number for span in found] in ([], [called])
+        assert all(span.nbytes == 10 * called for span in found)
