@@ -1,10 +1,10 @@
 """The interface of all implementations of the collectives."""
 
 import itertools
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy import ndarray
 
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.liveness import Flow
@@ -19,6 +19,8 @@ from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
+
+Bounds = tuple[int, ...]  # where chunks of an array begin, and where the last one ends
 
 
 class Collectives(Protocol):
@@ -44,38 +46,31 @@ class Collectives(Protocol):
     _membership: Membership
 
     def all_reduce(
-        self, flat: np.ndarray, op: ReduceOp, signature: int = 0, coding: Coding | None = None
+        self, flat: ndarray, op: ReduceOp, signature: int = 0, coding: Coding | None = None
     ) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place.
 
         With `coding` it is float32, and encoded where it travels between hosts.
         """
 
-    def teach(self, array: np.ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
+    def teach(self, array: ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
         """Have `small` all-reduce arrays like this one when called with `option`.
 
         That means `op` and `signature`. Not while a call runs.
         """
         return  # No such calls here.
 
-    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
+    def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
 
-    def all_gather(
-        self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
-    ) -> None:
+    def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
+    def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
 
     def all_to_all(
-        self,
-        kind: Kind,
-        source: np.ndarray,
-        target: np.ndarray,
-        counts: np.ndarray,
-        signature: int = 0,
+        self, kind: Kind, source: ndarray, target: ndarray, counts: ndarray, signature: int = 0
     ) -> None:
         """Send a part of `source` to each rank, and fill `target` with the parts that it is sent.
 
@@ -87,7 +82,7 @@ class Collectives(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
-    def empty(self, nbytes: int) -> np.ndarray | None:
+    def empty(self, nbytes: int) -> ndarray | None:
         """Registered memory, dtype uint8, that is reduced without a copy; None for none."""
         return None
 
@@ -113,7 +108,6 @@ class Collectives(Protocol):
         return [message for each in ways for message in each.unreceived]
 
     def traffic(self) -> Traffic:
-        """What this rank has sent and received so far."""
         found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
         return Traffic(*map(sum, zip(*found, strict=True)))
 
@@ -148,12 +142,12 @@ class Collectives(Protocol):
         if self.pairs is None:
             return flow
         pairs = self.pairs.flow()
-        return replace(flow, sent=flow.sent + pairs.sent, overdue=flow.overdue + pairs.overdue)
+        return flow._replace(sent=flow.sent + pairs.sent, overdue=flow.overdue + pairs.overdue)
 
 
 def parts_of(
-    own: int, counts: np.ndarray, source: np.ndarray, target: np.ndarray
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    own: int, counts: ndarray, source: ndarray, target: ndarray
+) -> tuple[list[ndarray], list[ndarray]]:
     """What group rank `own` sends in an all-to-all, and what it receives, by group rank."""
     sent, received = bounds_of(counts[own].tolist()), bounds_of(counts[:, own].tolist())
     return (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import ALIGNMENT
@@ -44,7 +45,7 @@ class EncodedReduction:
         self,
         rank: int,
         size: int,
-        swap: Callable[[Said, Sequence[np.ndarray], Sequence[np.ndarray]], None],
+        swap: Callable[[Said, Sequence[ndarray], Sequence[ndarray]], None],
         gather: Callable[..., None],
         reduction: Callable[[ReduceOp, np.dtype], Reduction],
     ) -> None:
@@ -55,13 +56,7 @@ class EncodedReduction:
         self._rows = np.empty(size * BLOCK, np.float32)
 
     def all_reduce(
-        self,
-        flat: np.ndarray,
-        op: ReduceOp,
-        signature: int,
-        coding: Coding,
-        kind: Kind,
-        called: Any,
+        self, flat: ndarray, op: ReduceOp, signature: int, coding: Coding, kind: Kind, called: Any
     ) -> None:
         """Reduce `flat`, float32 or of 16 bits, to what every rank decodes from the results."""
         for start in range(0, flat.size, SPAN):
@@ -72,7 +67,7 @@ class EncodedReduction:
             if wide is not span:
                 kernels.narrow(wide, span)
 
-    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int) -> np.ndarray:
+    def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int) -> ndarray:
         """Reduce `flat`, of 16 bits; return the view of it that holds this rank's chunk."""
         encoding, wide = Half(flat.dtype.name), kernels.widened(flat)
         bounds = chunk_bounds(flat.size, self._size)
@@ -89,20 +84,19 @@ class EncodedReduction:
         kernels.narrow(chunks[self._rank], own)
         return own
 
-    def _all_reduce(self, flat: np.ndarray, said: Said, coding: Coding) -> None:
+    def _all_reduce(self, flat: ndarray, said: Said, coding: Coding) -> None:
         encoding, residuals = coding
         rank, bounds = self._rank, chunk_bounds(flat.size, self._size)
         chunks = cut(flat, bounds)
         own = chunks[rank]
         ends = bounds_of([_nbytes(encoding, chunk.size) for chunk in chunks])
         kept = () if residuals is None else (flat.nbytes, own.nbytes)
-        whole, arriving, *before = self._take(
-            ends[-1], self._size * _nbytes(encoding, own.size), *kept
-        )
+        came = self._size * _nbytes(encoding, own.size)
+        whole, arriving, *before = self._take(ends[-1], came, *kept)
         pieces = cut(whole, ends)
         # Residuals as they were, and stay where a result is not finite.
-        lefts: Sequence[np.ndarray | None] = [None] * self._size
-        olds: Sequence[np.ndarray | None] = lefts
+        lefts: Sequence[ndarray | None] = [None] * self._size
+        olds: Sequence[ndarray | None] = lefts
         left_of_own = old_of_own = None
         if residuals is not None:
             first, old_of_own = (each.view(np.float32) for each in before)
@@ -130,9 +124,9 @@ class EncodedReduction:
         self,
         said: Said,
         encoding: Encoding,
-        own: np.ndarray,
-        pieces: Sequence[np.ndarray],
-        arriving: np.ndarray,
+        own: ndarray,
+        pieces: Sequence[ndarray],
+        arriving: ndarray,
     ) -> Iterator[tuple[slice, slice]]:
         """Reduce `own`, this rank's chunk of float32, to that of all ranks, block by block.
 
@@ -155,7 +149,7 @@ class EncodedReduction:
             )
             yield part, place
 
-    def _take(self, *nbytes: int) -> list[np.ndarray]:
+    def _take(self, *nbytes: int) -> list[ndarray]:
         """Memory until the next call, uint8."""
         ends = bounds_of([each + -each % ALIGNMENT for each in nbytes])
         if self._memory.size < ends[-1]:
@@ -178,11 +172,7 @@ def _nbytes(encoding: Encoding, count: int) -> int:
 
 
 def _encode(
-    encoding: Encoding,
-    values: np.ndarray,
-    out: np.ndarray,
-    left: np.ndarray | None,
-    old: np.ndarray | None,
+    encoding: Encoding, values: ndarray, out: ndarray, left: ndarray | None, old: ndarray | None
 ) -> None:
     """Encode with the residuals `left`, if there are some; `old` gets what they were."""
     for part, place in _blocks(encoding, values.size):
@@ -191,6 +181,6 @@ def _encode(
         encoding.encode(values[part], out[place], None if left is None else left[part])
 
 
-def cut(array: np.ndarray, bounds: Sequence[int]) -> list[np.ndarray]:
+def cut(array: ndarray, bounds: Sequence[int]) -> list[ndarray]:
     """The parts of `array` between `bounds`."""
     return [array[start:end] for start, end in itertools.pairwise(bounds)]

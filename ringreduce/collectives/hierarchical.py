@@ -14,8 +14,9 @@ rounded once more.
 """
 
 import numpy as np
+from numpy import ndarray
 
-from ringreduce.collectives.base import Collectives, parts_of
+from ringreduce.collectives.base import Bounds, Collectives, parts_of
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
@@ -29,10 +30,8 @@ from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
-# Elements of a 16-bit buffer that are widened at a time.
-BLOCK = 1 << 22
-# A smaller buffer uses one lane: more would only add messages.
-SLICE_BYTES_MIN = 16384
+BLOCK = 1 << 22  # elements of a 16-bit buffer that are widened at a time
+SLICE_BYTES_MIN = 16384  # a smaller buffer uses one lane: more would only add messages
 
 
 class HierarchicalCollectives(Collectives):
@@ -61,12 +60,11 @@ class HierarchicalCollectives(Collectives):
         self._host_rank = self._members.index(rank)
         self._rank, self._size = rank, sum(len(host) for host in self._hosts)
         self._membership, self._job = membership, job
-        # Number of all-to-alls so far.
-        self._exchanges = 0
+        self._exchanges = 0  # number of all-to-alls so far
 
     def all_reduce(
         self,
-        flat: np.ndarray,
+        flat: ndarray,
         op: ReduceOp,
         signature: int = 0,
         coding: Coding | None = None,
@@ -84,7 +82,7 @@ class HierarchicalCollectives(Collectives):
 
     def _all_reduce(
         self,
-        flat: np.ndarray,
+        flat: ndarray,
         op: ReduceOp,
         signature: int,
         coding: Coding | None,
@@ -103,23 +101,15 @@ class HierarchicalCollectives(Collectives):
             self._ring.all_reduce(own, op, signature, coding, (kind, called))
         self._host.all_gather(kind, flat, slices, signature)
 
-    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
-        """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk.
-
-        As an all-reduce: chunks of one host's ranks need not be adjacent, so that sending less
-        between hosts would require sorting them first.
-        """
+    def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
+        # As an all-reduce: chunks of one host's ranks need not be adjacent, so that sending less
+        # between hosts would require sorting them first.
         self.all_reduce(flat, op, signature, kind=Kind.REDUCE_SCATTER)
         bounds = chunk_bounds(flat.size, self._size)
         return flat[bounds[self._rank] : bounds[self._rank + 1]]
 
-    def all_gather(
-        self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
-    ) -> None:
-        """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's.
-
-        Chunks travel sorted by host, since the ranks of one host need not be consecutive.
-        """
+    def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
+        # Chunks travel sorted by host, since the ranks of one host need not be consecutive.
         lengths = [bounds[rank + 1] - bounds[rank] for rank in range(self._size)]
         blocks = [sum(lengths[rank] for rank in host) for host in self._hosts]
         # 1. This host's block: its ranks' chunks, end to end.
@@ -156,8 +146,7 @@ class HierarchicalCollectives(Collectives):
                 flat[bounds[rank] : bounds[rank + 1]] = whole[at : at + lengths[rank]]
                 at += lengths[rank]
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
-        """Fill `flat` on every rank with that of `root`."""
+    def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
         source = next(index for index, host in enumerate(self._hosts) if root in host)
         # Any rank of the source's host may be the root, so ranks compare it too.
         agreed = signature_of("root", root, signature)
@@ -171,12 +160,7 @@ class HierarchicalCollectives(Collectives):
             self._host.all_gather(kind, flat, slices, agreed)
 
     def all_to_all(
-        self,
-        kind: Kind,
-        source: np.ndarray,
-        target: np.ndarray,
-        counts: np.ndarray,
-        signature: int = 0,
+        self, kind: Kind, source: ndarray, target: ndarray, counts: ndarray, signature: int = 0
     ) -> None:
         """Send each rank its part of `source`: in shared memory, or over the pairs."""
         members = self._members
@@ -200,28 +184,25 @@ class HierarchicalCollectives(Collectives):
         self.pairs.exchange(header, self._exchanges - 1, sent, received, compare)
 
     def pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
-        """What sends to the rank at `group_rank` and receives from it, and its place there."""
         if group_rank in self._members:
             return self._host.pairs_with(self._members.index(group_rank))
         return super().pairs_with(group_rank)
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
         self._host.barrier()
         if self._ring is not None and self._host_rank == 0:
             self._ring.barrier()
         self._host.barrier()
 
-    def empty(self, nbytes: int) -> np.ndarray | None:
-        """Memory that every rank of this host reaches; None when there is no room."""
+    def empty(self, nbytes: int) -> ndarray | None:
         return self._host.empty(nbytes)
 
-    def _slices(self, flat: np.ndarray) -> tuple[int, ...]:
+    def _slices(self, flat: ndarray) -> Bounds:
         """Where the lanes' slices of `flat` begin; one chunk for each rank of this host."""
         small = flat.nbytes < SLICE_BYTES_MIN * self._lanes
         lanes = 1 if small else self._lanes
         return self._padded(chunk_bounds(flat.size, lanes))
 
-    def _padded(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
+    def _padded(self, bounds: Bounds) -> Bounds:
         """`bounds` of the first ranks here, with empty chunks for the others."""
         return bounds + (bounds[-1],) * (len(self._members) + 1 - len(bounds))

@@ -8,13 +8,14 @@ What travels encoded, 16-bit floats among it, does not go round (`ringreduce.col
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
-from ringreduce.collectives.base import Collectives, parts_of
+from ringreduce.collectives.base import Bounds, Collectives, parts_of
 from ringreduce.collectives.encoded import EncodedReduction, Said, cut
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.encodings import Coding, Half
@@ -37,8 +38,7 @@ SMALL_BYTES_MAX_OF_TWO = 1 << 18
 _CALLS_KEPT, _EXCHANGES_KEPT = 256, 64
 
 
-@dataclass(frozen=True, eq=False)
-class _Exchange:
+class _Exchange(NamedTuple):
     """Memory and call of one kind of exchange; the ring owns and reuses it.
 
     Attributes:
@@ -49,9 +49,9 @@ class _Exchange:
     """
 
     call: ExchangeCall
-    rows: np.ndarray
-    bytes: np.ndarray
-    wide: np.ndarray | None
+    rows: ndarray
+    bytes: ndarray
+    wide: ndarray | None
     reduction: Reduction
 
 
@@ -90,7 +90,7 @@ class Ring(Collectives):
 
     def all_reduce(
         self,
-        flat: np.ndarray,
+        flat: ndarray,
         op: ReduceOp,
         signature: int = 0,
         coding: Coding | None = None,
@@ -112,7 +112,7 @@ class Ring(Collectives):
             self._run(call, flat)
 
     def _all_reduce_small(
-        self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
+        self, flat: ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
     ) -> None:
         """Give every rank all ranks' buffers and let it reduce them, in rank order."""
         own = self._exchanging(kind, flat.dtype, called, flat.size, op, signature)
@@ -127,18 +127,14 @@ class Ring(Collectives):
         if own.wide is not None:
             kernels.narrow(own.wide[self._rank], flat)
 
-    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
-        """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
+    def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         if is_half(dtype_code(flat.dtype)):
             return self._encoded.reduce_scatter(flat, op, signature)
         kind, named = Kind.REDUCE_SCATTER, flat.dtype
         self._run(self._reducing(kind, named, kind, named, flat.size, op, signature), flat)
         return cut(flat, schedule.chunk_bounds(flat.size, self._size))[self._rank]
 
-    def all_gather(
-        self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
-    ) -> None:
-        """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
+    def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         count = bounds[1]
         is_even = all(bound == count * rank for rank, bound in enumerate(bounds))
         if is_even and self._is_small(count * flat.itemsize):
@@ -151,20 +147,13 @@ class Ring(Collectives):
             return
         self._run(self._moving(kind, flat.dtype, bounds, None, signature), flat)
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
-        """Fill `flat` on every rank with that of `root`."""
+    def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
         agreed = signature_of("root", root, signature)
         self._run(self._moving(kind, flat.dtype, (0, flat.size), root, agreed), flat)
 
     def all_to_all(
-        self,
-        kind: Kind,
-        source: np.ndarray,
-        target: np.ndarray,
-        counts: np.ndarray,
-        signature: int = 0,
+        self, kind: Kind, source: ndarray, target: ndarray, counts: ndarray, signature: int = 0
     ) -> None:
-        """Send each rank its part of `source`, over the pairs; see `Collectives`."""
         own, size, count = self._rank, self._size, int(counts[0, 0])
         if (
             source.nbytes <= SMALL_BYTES_MAX
@@ -183,7 +172,7 @@ class Ring(Collectives):
         self._exchange_parts((kind, source.dtype, 0, signature, 0), sent, received)
 
     def _exchange_parts(
-        self, said: Said, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
+        self, said: Said, sent: Sequence[ndarray], received: Sequence[ndarray]
     ) -> None:
         """Send each part in `sent` to its rank, and receive as many; see `ZmqPairs.exchange`."""
         # By places: those of other ranks than the ring's stay empty.
@@ -200,12 +189,10 @@ class Ring(Collectives):
         self._exchange(self._comparing(kind, dtype, count, signature, op))
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
         self.compare(Kind.BARRIER, _NOTHING.dtype, 0, 0)
 
-    def _run(self, call: RingCall, flat: np.ndarray) -> None:
-        # Counted before the first byte is sent: a failed pass keeps its number.
-        self._sequence += 1
+    def _run(self, call: RingCall, flat: ndarray) -> None:
+        self._sequence += 1  # Counted before the first byte is sent: a failed pass keeps its number
         self._link.run(call, flat, self._sequence - 1)
 
     def _exchange(self, own: _Exchange) -> None:
@@ -240,7 +227,7 @@ class Ring(Collectives):
         )
 
     def _make_moving(
-        self, kind: Kind, dtype: np.dtype, bounds: tuple[int, ...], root: int | None, signature: int
+        self, kind: Kind, dtype: np.dtype, bounds: Bounds, root: int | None, signature: int
     ) -> RingCall:
         """The pass of a broadcast from `root`, or of an all-gather."""
         if root is None:

@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
-from ringreduce.collectives.base import Collectives
+from ringreduce.collectives.base import Bounds, Collectives
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
@@ -21,8 +22,7 @@ from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
-# Distinct calls remembered; a model has as many as it has buckets.
-_CALLS_KEPT = 256
+_CALLS_KEPT = 256  # distinct calls remembered; a model has as many as it has buckets
 # Fewer of those that hold a matrix of counts, which may be another one each time.
 _ALL_TO_ALLS_KEPT = 32
 _ALONE = whole(1)
@@ -53,20 +53,18 @@ class SharedMemoryCollectives(Collectives):
         self._all_to_all = lru_cache(_ALL_TO_ALLS_KEPT)(self._make_all_to_all)
 
     def all_reduce(
-        self, flat: np.ndarray, op: ReduceOp, signature: int = 0, coding: Coding | None = None
+        self, flat: ndarray, op: ReduceOp, signature: int = 0, coding: Coding | None = None
     ) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place; here nothing is encoded."""
         self._run(Kind.ALL_REDUCE, Action.ALL_REDUCE, flat, None, op, signature)
 
-    def teach(self, array: np.ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
-        """Have `small` all-reduce arrays like this one when called with `option`."""
+    def teach(self, array: ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
         assert self.small is not None
         kind, action = Kind.ALL_REDUCE, Action.ALL_REDUCE
         call = self._call(kind, action, array.dtype, array.size, None, op, signature, None)
         self.small.teach(array, option, call.address, call)
 
-    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
-        """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
+    def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         bounds = chunk_bounds(flat.size, self._size)
         self.reduce_chunks(Kind.REDUCE_SCATTER, flat, bounds, op, signature)
         return flat[bounds[self._rank] : bounds[self._rank + 1]]
@@ -74,8 +72,8 @@ class SharedMemoryCollectives(Collectives):
     def reduce_chunks(
         self,
         kind: Kind,
-        flat: np.ndarray,
-        bounds: tuple[int, ...],
+        flat: ndarray,
+        bounds: Bounds,
         op: ReduceOp,
         signature: int = 0,
         called: tuple[np.dtype, ReduceOp] | None = None,
@@ -86,18 +84,15 @@ class SharedMemoryCollectives(Collectives):
         """
         self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature, called)
 
-    def all_gather(
-        self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
-    ) -> None:
-        """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
+    def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         self._run(kind, Action.ALL_GATHER, flat, bounds, 0, signature)
 
     def _run(
         self,
         kind: Kind,
         action: Action,
-        flat: np.ndarray,
-        bounds: tuple[int, ...] | None,
+        flat: ndarray,
+        bounds: Bounds | None,
         op: int,
         signature: int,
         called: tuple[np.dtype, ReduceOp] | None = None,
@@ -106,24 +101,15 @@ class SharedMemoryCollectives(Collectives):
             call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature, called)
             self._link.run(call, flat)
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
+    def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`: an all-gather of one chunk, root's."""
         bounds = (0,) * (root + 1) + (flat.size,) * (self._size - root)
         self.all_gather(kind, flat, bounds, signature_of("root", root, signature))
 
     def all_to_all(
-        self,
-        kind: Kind,
-        source: np.ndarray,
-        target: np.ndarray,
-        counts: np.ndarray,
-        signature: int = 0,
+        self, kind: Kind, source: ndarray, target: ndarray, counts: ndarray, signature: int = 0
     ) -> None:
-        """Send a part of `source` to each rank, and fill `target` with the parts that it is sent.
-
-        As `Collectives.all_to_all`. One copy of each element where a rank's `source` is registered
-        memory, else two.
-        """
+        # One copy of each element where a rank's `source` is registered memory, else two.
         if self._link is None:
             target[:] = source
             return
@@ -132,7 +118,6 @@ class SharedMemoryCollectives(Collectives):
         self._link.run(call, source, target)
 
     def pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
-        """What sends to the rank at `group_rank` and receives from it, and its place there."""
         assert self._link is not None
         assert self._link.pairs is not None
         return self._link.pairs, group_rank
@@ -141,8 +126,7 @@ class SharedMemoryCollectives(Collectives):
         """Return once every rank has called it: an all-gather of nothing."""
         self.all_gather(Kind.BARRIER, _NOTHING, (0,) * (self._size + 1))
 
-    def empty(self, nbytes: int) -> np.ndarray | None:
-        """Memory that every rank of the host reaches; None when there is no room."""
+    def empty(self, nbytes: int) -> ndarray | None:
         return None if self._link is None else self._link.empty(nbytes)
 
     # The calls are cached: a training loop repeats the same few.
@@ -153,7 +137,7 @@ class SharedMemoryCollectives(Collectives):
         action: Action,
         dtype: np.dtype,
         count: int,
-        bounds: tuple[int, ...] | None,
+        bounds: Bounds | None,
         op: int,
         signature: int,
         called: tuple[np.dtype, ReduceOp] | None,

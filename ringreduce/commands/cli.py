@@ -4,7 +4,6 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def _setting(name: str, metavar: str = "", help: str = "", *flags: str) -> Any:
     setting, default = SETTINGS[name], getattr(Config, name)
     shown = f"{default:g}" if isinstance(default, float) else default or "none"
     help = help or f"{setting.help[0].upper()}{setting.help[1:]}."
-    return _option(replace(setting, help=help), metavar, *flags, shown=shown)
+    return _option(setting._replace(help=help), metavar, *flags, shown=shown)
 
 
 # Options for jobs of several hosts.
@@ -107,9 +106,7 @@ _RENDEZVOUS = _of_hosts(
     shown="the first host's name, any free port",
 )
 _SSH = _of_hosts(
-    "COMMAND",
-    "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
-    shown="ssh",
+    "COMMAND", "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.", shown="ssh"
 )
 _PYTHON = _of_hosts("PROGRAM", "Python on the hosts.", shown="this one's path")
 
@@ -331,7 +328,7 @@ def report(folder: Path = typer.Argument(metavar="DIR", help="What --log-dir was
 @app.command(
     help="Form a ring, and say what would stop or slow a job here: versions, libraries, limits, "
     "and each link's speed beside that of the network or memory alone.\n\n"
-    "The exit code is 0, or 1 if there is a problem; if no ring forms, that of the failure.",
+    "The exit code is 0, or 1 if there is a problem; if no ring forms, that of the failure."
 )
 def doctor(
     workers: int | None = _number(
@@ -360,8 +357,7 @@ def doctor(
         options = ("--ssh", ssh), ("--python", python), ("--rendezvous", rendezvous)
         _refuse("only with", *options)
     program, printed = ["-m", "ringreduce.commands.doctor.worker"], io.StringIO()
-    # Workers that import nothing else meet sooner than others.
-    choices = {"join_timeout_s": 60.0}
+    choices = {"join_timeout_s": 60.0}  # workers that import nothing else meet sooner than others
     plan = Plan(program, size, choices, variables=forwarded_environment(), spread=spread)
     code = supervise(plan, stdout=printed).conclude()
     raise typer.Exit(code or show(printed.getvalue(), as_json=as_json))

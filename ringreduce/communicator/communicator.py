@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -133,10 +134,8 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         found = None if self.closed or nbytes == 0 else session.collectives.empty(nbytes)
         if found is None:
             if session.shares_memory and nbytes and not self.closed and not self.failure:
-                _log.warning(
-                    "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used",
-                    *(self.rank, self.size, nbytes),
-                )
+                text = "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used"
+                _log.warning(text, self.rank, self.size, nbytes)
             whole = np.empty(nbytes + ALIGNMENT, np.uint8)
             start = -whole.__array_interface__["data"][0] % ALIGNMENT
             found = whole[start : start + nbytes]
@@ -189,9 +188,8 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         run: Any = session.collectives.all_reduce
         if coding is not None:
             if flat.dtype != np.float32:
-                raise ArrayError(
-                    f"cannot encode {flat.dtype.name}", remedy="Encode float32, or nothing."
-                )
+                problem = f"cannot encode {flat.dtype.name}"
+                raise ArrayError(problem, remedy="Encode float32, or nothing.")
             run = functools.partial(run, coding=coding)
             # A caller's signature covers the encoding too.
             signature = signature or signature_of(coding.encoding.name)
@@ -250,13 +248,11 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
             RendezvousError: a rank could not open what it needs.
             As `all_reduce` and `Communicator`.
         """
-        if not (color is None or isinstance(color, (int, str))) or not isinstance(
-            key, (int, type(None))
-        ):
-            raise ArrayError(
+        nothing = type(None)
+        if not isinstance(color, (int, str, nothing)) or not isinstance(key, (int, nothing)):
+            raise self._refused(
                 f"cannot split by color {color!r} and key {key!r}",
-                **self._config.who,
-                remedy="Pass whole numbers; a color may also be text, or None to take no part.",
+                "Pass whole numbers; a color may also be text, or None to take no part.",
             )
         session = groups.split(self._session, color, key or 0)
         if session is None:
@@ -313,7 +309,9 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
 
         `reducing_s`: how long that took, in any thread; None: the step did it itself.
         """
-        self._session.blocked_for(seconds, reducing_s)
+        now, done_s = time.monotonic(), seconds if reducing_s is None else reducing_s
+        self._session.events.part(SpanKind.BLOCKED, now - seconds, now)
+        self._session.events.part(SpanKind.REDUCE, now - done_s, now)
 
     def stepped(self, began_s: float, ended_s: float) -> None:
         """Record a training step, by `time.monotonic`; for integrations."""
@@ -355,9 +353,6 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         how, flat = reduce_op(op), flat_view(array, operation)
         dtype = flat.dtype
         if how is ReduceOp.MEAN and dtype.kind in "iu" and self.size > np.iinfo(dtype).max:
-            raise ArrayError(
-                f"cannot divide {dtype.name} by {self.size} ranks",
-                **self._config.who,
-                remedy="Convert the array to a wider dtype.",
-            )
+            problem = f"cannot divide {dtype.name} by {self.size} ranks"
+            raise self._refused(problem, "Convert the array to a wider dtype.")
         return how, flat

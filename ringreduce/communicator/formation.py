@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ringreduce.bootstrap.hello import Table
 from ringreduce.bootstrap.rendezvous import Rendezvous
@@ -62,7 +63,6 @@ class Job:
     flight: FlightFile | None = None
 
     def ranks_here(self, rank: int) -> int:
-        """How many ranks share the host of `rank`."""
         return self.hosts.count(self.hosts[rank])
 
     def place(self, membership: Membership) -> Placement:
@@ -74,8 +74,7 @@ class Job:
         return in_ring_order(placed, [self.routes.networks[member] for member in members])
 
 
-@dataclass(frozen=True)
-class Formed:
+class Formed(NamedTuple):
     """What `form` has made, connected."""
 
     job: Job

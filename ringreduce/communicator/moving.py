@@ -8,7 +8,6 @@ import numpy as np
 from ringreduce.communicator.session import Handle
 from ringreduce.pure.payload import checked_counts, checked_root, flat_view
 from ringreduce.pure.wire import Kind
-from ringreduce.vocabulary.errors import ArrayError
 
 
 class MovingCalls(Handle):
@@ -168,9 +167,7 @@ class MovingCalls(Handle):
         whole, parts = np.empty(0, np.uint8), [0] * self.size
         if self.rank == root:
             if not isinstance(array, np.ndarray) or not array.shape:
-                what = (
-                    type(array).__name__ if array is None or not hasattr(array, "shape") else "()"
-                )
+                what = "()" if hasattr(array, "shape") else type(array).__name__
                 raise self._refused(
                     f"scatter got {what} on its root", "Pass a numpy array with rows there."
                 )
@@ -179,6 +176,3 @@ class MovingCalls(Handle):
         flat = flat_view(whole, "scatter", writable=False)
         arguments = self._session.uneven.scatter, whole, flat, parts, root
         return self._session.calls.run("scatter", whole, signature, async_op, *arguments)
-
-    def _refused(self, problem: str, remedy: str) -> ArrayError:
-        return ArrayError(problem, **self._config.who, remedy=remedy)

@@ -87,10 +87,9 @@ class ObjectCalls(Handle):
         if self.rank == root:
             if values is None or len(values) != self.size:
                 count = "None" if values is None else f"{len(values)} objects"
-                raise ArrayError(
+                raise self._refused(
                     f"scatter_object got {count} on its root",
-                    **who,
-                    remedy=f"Pass a list of {self.size}, one for each rank, there.",
+                    f"Pass a list of {self.size}, one for each rank, there.",
                 )
             try:
                 payloads = [encode(value) for value in values]

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ringreduce.effects.native import library
@@ -32,8 +31,7 @@ class Announced(NamedTuple):
     memory: str
 
 
-@dataclass(frozen=True)
-class OpenedSockets:
+class OpenedSockets(NamedTuple):
     """What a rank has opened; `link` and `shared` only where they are needed and possible."""
 
     waiting: Waiting
@@ -50,7 +48,6 @@ class OpenedSockets:
         return Announced(address, self.control.address, self.shared.name if self.shared else "")
 
     def read_events(self) -> None:
-        """Process the events of all connections."""
         if self.link is not None:
             self.link.sockets.read_events()
         self.control.sockets.read_events()
@@ -96,10 +93,7 @@ def open_sockets(
         )
         undo.callback(link.close)
     control = Control(
-        bind=bind,
-        link_timeout_s=config.link_timeout_s,
-        security=security,
-        membership=membership,
+        bind=bind, link_timeout_s=config.link_timeout_s, security=security, membership=membership
     )
     undo.callback(control.close)
     return OpenedSockets(waiting, shared, link, control, security, bind)
@@ -113,8 +107,7 @@ def _shared_memory(config: Config, waiting: Waiting) -> ShmLink | None:
     """
     if config.transport == "zmq":
         return None
-    # A library that cannot be used is an error; one that is missing is not.
-    library()
+    library()  # A library that cannot be used is an error; one that is missing is not.
     try:
         if sys.platform != "linux":
             raise NativeError("shared memory needs Linux (memfd, futex)")
@@ -129,8 +122,6 @@ def _shared_memory(config: Config, waiting: Waiting) -> ShmLink | None:
                 **config.who,
                 remedy="Free some memory, or use RINGREDUCE_TRANSPORT=zmq.",
             ) from error
-        _log.warning(
-            "[%d/%d] has no memory to share (%s); it is reached over sockets instead",
-            *(config.rank, config.size, error.strerror),
-        )
+        text = "[%d/%d] has no memory to share (%s); it is reached over sockets instead"
+        _log.warning(text, config.rank, config.size, error.strerror)
     return None

@@ -101,7 +101,5 @@ def _ahead(config: Config, membership: Membership, placement: Placement) -> list
     if placement.transport == "shm" or lane >= placement.lanes:
         return []
     ring = [membership.members[other] for other in placement.lane(lane)]
-    here = ring.index(config.rank)
-    return [
-        ring[(here + each) % len(ring)] for each in channel_distances(len(ring), config.streams)
-    ]
+    here, distances = ring.index(config.rank), channel_distances(len(ring), config.streams)
+    return [ring[(here + each) % len(ring)] for each in distances]

@@ -12,7 +12,6 @@ import atexit
 import functools
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,12 +44,11 @@ from ringreduce.pure.wire import Kind
 from ringreduce.transport import inherited
 from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import MismatchError, PeerLostError, RingReduceError
+from ringreduce.vocabulary.errors import ArrayError, MismatchError, PeerLostError, RingReduceError
 
 _log = logging.getLogger(__name__)
 
-# Why a step ends whose ring is formed anew meanwhile.
-FORMED_ANEW = "the ring is formed anew"
+FORMED_ANEW = "the ring is formed anew"  # why a step ends whose ring is formed anew meanwhile
 
 # Of this process, to be closed when Python ends.
 _opened: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -161,8 +159,7 @@ class Session:
             # Else a group of one host, whose ranks are known to be connected.
             if formed.rendezvous is not None or formed.link is not None:
                 self.calls.call("barrier", 0, self.collectives.barrier)
-            # Ranks start at different times, and some compile.
-            self.events.formed()
+            self.events.formed()  # Ranks start at different times, and some compile.
         except BaseException:
             self.leave("", gives_way=True)
             if self.membership.epoch == 0:  # Else it may be tried again.
@@ -173,7 +170,6 @@ class Session:
 
     @property
     def failure(self) -> RingReduceError | None:
-        """The error that has broken it; None while it works."""
         return self._life.failure
 
     @property
@@ -183,7 +179,6 @@ class Session:
 
     @property
     def is_working(self) -> bool:
-        """Whether calls may begin."""
         return self._life.is_working
 
     @property
@@ -220,7 +215,6 @@ class Session:
             self._watcher.post(claim)
 
     def statistics(self, *, with_norm: bool = True) -> Statistics:
-        """A snapshot of what this session has done so far."""
         traffic, current = self.collectives.traffic(), self.events.current_call()
         heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
         residuals = self.lasting.residuals if with_norm else ()
@@ -241,12 +235,6 @@ class Session:
             ),
             residual_norm=sum(each.squared_norm() for each in residuals) ** 0.5,
         )
-
-    def blocked_for(self, seconds: float, reducing_s: float | None = None) -> None:
-        """Add time that a training step was blocked, and in which that work was done."""
-        now, done_s = time.monotonic(), seconds if reducing_s is None else reducing_s
-        self.events.part(SpanKind.BLOCKED, now - seconds, now)
-        self.events.part(SpanKind.REDUCE, now - done_s, now)
 
     # --- Failure --------------------------------------------------------------------------------
 
@@ -288,8 +276,7 @@ class Session:
         if (engine := self.lasting.engine) is not None:
             engine.fail(self, first)
         if self._recorder.current_call().operation is None:
-            # In user code no call fails, so it is recorded here.
-            self._record(first)
+            self._record(first)  # In user code no call fails, so it is recorded here.
 
     def broke(self, error: RingReduceError) -> None:
         """Notify all ranks and threads of the first error, once; under the calls' lock."""
@@ -411,10 +398,8 @@ class Session:
             self._close_flight()
             _formed.discard(self)
             if self.size > 1:
-                _log.info(
-                    "[%d/%d] ring closed after %s",
-                    *(self.config.rank, self.config.size, self.statistics()),
-                )
+                text = "[%d/%d] ring closed after %s"
+                _log.info(text, self.config.rank, self.config.size, self.statistics())
 
 
 class Handle:
@@ -423,6 +408,9 @@ class Handle:
     def _use(self, session: Session) -> None:
         self._session, self._config = session, session.config
         self._rank, self._size = session.group_rank, session.size
+
+    def _refused(self, problem: str, remedy: str) -> ArrayError:
+        return ArrayError(problem, **self._config.who, remedy=remedy)
 
     @property
     def rank(self) -> int:

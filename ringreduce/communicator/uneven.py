@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.pure.payload import bounds_of, checked_lengths, decode, encode
@@ -12,10 +13,8 @@ from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import dtype_code, dtype_named
 
-# Of the all-to-alls of equal parts; a model has a few.
-_KEPT = 16
-# Of each object, sent along with its length: most need no second exchange then.
-_FIRST_BYTES = 504
+_KEPT = 16  # of the all-to-alls of equal parts; a model has a few
+_FIRST_BYTES = 504  # of each object, sent along with its length: most need no second exchange then
 _LENGTH_BYTES = 8
 
 
@@ -30,7 +29,7 @@ class Uneven:
     def __init__(self, collectives: Collectives, rank: int, size: int, who: dict[str, Any]) -> None:
         self._collectives, self._rank, self._size, self._who = collectives, rank, size, who
 
-    def all_gather(self, array: np.ndarray, flat: np.ndarray, given: int) -> np.ndarray:
+    def all_gather(self, array: ndarray, flat: ndarray, given: int) -> ndarray:
         """The arrays of all ranks, joined along the first dimension."""
         rest = array.shape[1:]
         width = math.prod(rest)
@@ -44,9 +43,7 @@ class Uneven:
         self._collectives.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
         return gathered.reshape(sum(rows), *rest)
 
-    def all_to_all(
-        self, array: np.ndarray, flat: np.ndarray, out: np.ndarray | None, given: int
-    ) -> np.ndarray:
+    def all_to_all(self, array: ndarray, flat: ndarray, out: ndarray | None, given: int) -> ndarray:
         """The parts of all ranks' arrays for this one, where all are cut into equal parts."""
         code = dtype_code(array.dtype)
         signature, elements = _equal_parts(code, array.shape, self._size, given)
@@ -57,12 +54,12 @@ class Uneven:
 
     def all_to_all_uneven(
         self,
-        array: np.ndarray,
-        flat: np.ndarray,
-        out: np.ndarray | None,
-        counts: list[int] | np.ndarray,
+        array: ndarray,
+        flat: ndarray,
+        out: ndarray | None,
+        counts: list[int] | ndarray,
         given: int,
-    ) -> tuple[np.ndarray, list[int]]:
+    ) -> tuple[ndarray, list[int]]:
         """The parts of all ranks' arrays for this one, and the rows of each.
 
         `counts` are this rank's, or of all ranks, shape (size, size), which are not exchanged then.
@@ -71,7 +68,7 @@ class Uneven:
         rank, size = self._rank, self._size
         rest = array.shape[1:]
         signature = signature_of("all_to_all", "uneven", dtype_code(array.dtype), rest, given)
-        if isinstance(counts, np.ndarray):
+        if isinstance(counts, ndarray):
             rows = counts
             signature = signature_of("all_to_all", "known", signature, rows.tobytes())
         else:
@@ -93,7 +90,7 @@ class Uneven:
         self._collectives.all_to_all(Kind.ALL_TO_ALL, flat, target, elements, signature)
         return result, received
 
-    def gather(self, array: np.ndarray, flat: np.ndarray, root: int, given: int) -> np.ndarray:
+    def gather(self, array: ndarray, flat: ndarray, root: int, given: int) -> ndarray:
         """The arrays of all ranks, joined along the first dimension, on `root`; else no rows."""
         rest = array.shape[1:]
         signature = signature_of("gather", dtype_code(array.dtype), rest, root, given)
@@ -107,8 +104,8 @@ class Uneven:
         return result
 
     def scatter(
-        self, array: np.ndarray, flat: np.ndarray, counts: list[int], root: int, given: int
-    ) -> np.ndarray:
+        self, array: ndarray, flat: ndarray, counts: list[int], root: int, given: int
+    ) -> ndarray:
         """This rank's part of the array of `root`, which cuts it into `counts` rows."""
         described = encode([array.dtype.name, array.shape[1:], counts])
         name, rest, rows = decode(self.broadcast(Kind.SCATTER, described, root, given))
@@ -121,7 +118,7 @@ class Uneven:
         self._collectives.all_to_all(Kind.SCATTER, source, target, elements, signature)
         return result
 
-    def broadcast(self, kind: Kind, payload: np.ndarray, root: int, signature: int) -> np.ndarray:
+    def broadcast(self, kind: Kind, payload: ndarray, root: int, signature: int) -> ndarray:
         """The payload of rank `root`, dtype uint8, whose length the others do not know."""
         length = np.array([payload.size], np.int64)
         self._collectives.broadcast(kind, length, root, signature)
@@ -130,7 +127,7 @@ class Uneven:
         self._collectives.broadcast(kind, received, root, signature)
         return received
 
-    def gather_object(self, payload: np.ndarray, root: int) -> list[np.ndarray]:
+    def gather_object(self, payload: ndarray, root: int) -> list[ndarray]:
         """The payloads of all ranks, dtype uint8, in rank order, on `root`; elsewhere empty."""
         kind, signature = Kind.GATHER_OBJECT, signature_of("root", root)
         lengths = self._gather_counts(kind, payload.size, signature)
@@ -141,7 +138,7 @@ class Uneven:
         self._collectives.all_to_all(kind, payload, gathered, elements, signature)
         return [gathered[bounds[each] : bounds[each + 1]] for each in range(self._size)]
 
-    def scatter_object(self, payloads: list[np.ndarray], root: int) -> np.ndarray:
+    def scatter_object(self, payloads: list[ndarray], root: int) -> ndarray:
         """This rank's one of the payloads of `root`, dtype uint8."""
         kind, signature = Kind.SCATTER_OBJECT, signature_of("root", root)
         elements = np.zeros((self._size, self._size), np.int64)
@@ -154,9 +151,7 @@ class Uneven:
         self._collectives.all_to_all(kind, source, own, elements, signature)
         return own
 
-    def all_gather_object(
-        self, kind: Kind, payload: np.ndarray, signature: int
-    ) -> list[np.ndarray]:
+    def all_gather_object(self, kind: Kind, payload: ndarray, signature: int) -> list[ndarray]:
         """The payloads of all ranks, dtype uint8, in rank order; `kind` is the caller's call."""
         rank, size = self._rank, self._size
         rows = np.zeros((size, _LENGTH_BYTES + _FIRST_BYTES), np.uint8)
@@ -183,11 +178,11 @@ class Uneven:
         self._check_received(counts)
         return [int(number) for number in counts]
 
-    def _check_received(self, counts: np.ndarray) -> None:
+    def _check_received(self, counts: ndarray) -> None:
         if counts.min() < 0:
             raise MismatchError(f"received the lengths {counts.tolist()}", **self._who)
 
-    def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> ndarray:
         """An array for what other ranks send; ArrayError when it does not fit in memory."""
         try:
             return np.empty(shape, dtype)
@@ -199,9 +194,7 @@ class Uneven:
 
 # Remembered, since they cost as much as the call of a small array.
 @lru_cache(_KEPT)
-def _equal_parts(
-    dtype: int, shape: tuple[int, ...], size: int, given: int
-) -> tuple[int, np.ndarray]:
+def _equal_parts(dtype: int, shape: tuple[int, ...], size: int, given: int) -> tuple[int, ndarray]:
     """The signature and counts of an all-to-all of equal parts."""
     counts = np.full((size, size), math.prod(shape) // size, np.int64)
     counts.flags.writeable = False

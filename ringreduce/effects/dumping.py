@@ -37,8 +37,7 @@ class FlightFile:
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
         self._config, self._recorder = config, recorder
-        # By numbers; those that broke stay.
-        self._groups: dict[int, Recorder] = {}
+        self._groups: dict[int, Recorder] = {}  # by numbers; those that broke stay
         self._process = os.getpid()
         # Several threads may dump at once: the latest record has to stay. Reentrant, since a signal
         # handler may dump within a dump; then the outer one, a moment older, stays.
@@ -152,18 +151,15 @@ def _failure(recorder: Recorder, wall: float) -> flight.Failure | None:
     if first_error is None:
         return None
     error = first_error.error
-    failure = flight.Failure(
+    names = ("peer", "origin", "operation", "sequence", "step")
+    return flight.Failure(
         kind=type(error).__name__,
         text=flight.cut(str(error)),
         when=wall + first_error.when_s,
         in_call=first_error.call.operation,
         trace=trace(error),
+        **{name: getattr(error, name) for name in names if isinstance(error, RingReduceError)},
     )
-    if isinstance(error, RingReduceError):
-        failure.peer, failure.origin = error.peer, error.origin
-        failure.operation, failure.sequence = error.operation, error.sequence
-        failure.step = error.step
-    return failure
 
 
 def _peers(recorder: Recorder) -> list[dict[str, Any]]:

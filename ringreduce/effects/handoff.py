@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,7 @@ class BucketItem:
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A bucket's memory and the (start, nbytes) of each tensor in it."""
 
     # Uint8; None: it is that of the tensor that is started, and has one slot.
@@ -195,7 +194,6 @@ class PlainQueue:
         self._busy = self._closed = False
 
     def post(self, job: int) -> bool:
-        """As `NativeQueue.post`."""
         with self._changed:
             if self._closed:
                 return False
@@ -204,7 +202,6 @@ class PlainQueue:
             return True
 
     def take(self) -> int | BucketItem | str | None:
-        """As `NativeQueue.take`."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if self._closed:
@@ -219,7 +216,6 @@ class PlainQueue:
             self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """As `NativeQueue.wait_idle`."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._closed or not (self._jobs or self._busy), timeout_s
@@ -232,7 +228,6 @@ class PlainQueue:
         """Do nothing, as `fail`."""
 
     def close(self, why: str) -> None:
-        """End `take`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

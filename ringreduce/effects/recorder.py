@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.effects.events import Events
 from ringreduce.effects.stacks import thread_names
@@ -13,12 +12,10 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.watcher_messages import Pending
 
-# Some steps' worth; with `GROUPS_MAX` groups a file has about a megabyte.
-PARTS_SHOWN = 256
+PARTS_SHOWN = 256  # some steps' worth; with `GROUPS_MAX` groups a file has about a megabyte
 
 
-@dataclass(frozen=True)
-class FirstError:
+class FirstError(NamedTuple):
     """What broke a communicator first, here or on another rank, and this rank's call then."""
 
     error: BaseException
@@ -46,7 +43,6 @@ class Recorder:
 
     @property
     def calls(self) -> int:
-        """Collectives completed so far."""
         return self.events.current_call().calls - self._calls_before
 
     def fail(self, error: BaseException) -> None:

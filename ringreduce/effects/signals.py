@@ -55,8 +55,7 @@ class _Listener:
             # SIG_IGN is from the launcher, for the time without a handler.
             if handler in (signal.SIG_DFL, signal.SIG_IGN):
                 signal.signal(signal.SIGUSR1, self._handle)
-                # Interrupted system calls restart.
-                signal.siginterrupt(signal.SIGUSR1, False)
+                signal.siginterrupt(signal.SIGUSR1, False)  # Interrupted system calls restart.
             elif handler != self._handle:
                 return
             if self.thread is None:
@@ -89,8 +88,7 @@ class _Listener:
             thread, self.thread = self.thread, None
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ends[1], b"\0")
-            # Limited: it may be writing to a slow disk.
-            thread.join(TIMES.join_thread_s)
+            thread.join(TIMES.join_thread_s)  # Limited: it may be writing to a slow disk.
             if thread.is_alive() or threading.current_thread() is not threading.main_thread():
                 return
             _set_wakeup(-1, ours=self._ends[1])

@@ -111,7 +111,6 @@ class Watcher:
         return better or error
 
     def peers(self) -> list[dict[str, Any]]:
-        """What is known of every other rank, for a report."""
         return self._watch.peer_table.report(time.monotonic())
 
     def heartbeats(self) -> list[Heartbeat]:

@@ -15,7 +15,7 @@ and put the finding into their own words. The order of suspicion:
 import enum
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringreduce.vocabulary import errors
 
@@ -40,8 +40,7 @@ class Reason(enum.Enum):
     NOBODY = "nothing points at a rank (the one whose error came first, if any)"
 
 
-@dataclass(frozen=True)
-class Error:
+class Error(NamedTuple):
     """What a rank failed with."""
 
     kind: str  # name of its class; a name that is not ringreduce's is the program's own exception
@@ -51,8 +50,7 @@ class Error:
     origin: int | None = None
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What is known of one rank, now or when it failed."""
 
     rank: int
@@ -69,8 +67,7 @@ class Facts:
         return self.operation, self.nbytes if self.operation in _EQUAL_AMOUNTS else 0
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The ranks to blame, why, and the ranks that show it; see `Reason`."""
 
     reason: Reason
@@ -120,7 +117,6 @@ class _Failed:
 
 
 def _own_error(failed: _Failed) -> Finding | None:
-    """The rank whose own error came first."""
     own = [
         (error.when_s, rank)
         for rank, error in failed.errors
@@ -140,7 +136,6 @@ def _is_own(rank: int, error: Error) -> bool:
 def _disagreement(
     known: dict[int, Facts], failed: _Failed, unknown: Sequence[int]
 ) -> Finding | None:
-    """Ranks that made different calls, by the first error that says so."""
     found = [
         (error.origin is not None, error.when_s, rank, error)
         for rank, error in failed.errors
@@ -165,7 +160,6 @@ def _never_joined(failed: _Failed, unknown: Sequence[int]) -> Finding | None:
 
 
 def _named(failed: _Failed) -> Finding | None:
-    """The rank that others waited for or lost, at the end of the chain."""
     if not failed.naming:
         return None
     points = {rank: peer for told, _, rank, peer in reversed(failed.naming) if not told}
@@ -190,7 +184,6 @@ def _silent(known: dict[int, Facts]) -> Finding | None:
 
 
 def _behind(known: dict[int, Facts], unknown: Sequence[int], still_s: float) -> Finding | None:
-    """The rank with the fewest calls completed while others wait in the next one."""
     waiting = [fact for fact in known.values() if fact.operation is not None]
     number = max((fact.calls for fact in waiting), default=0)
     ahead = [fact for fact in waiting if fact.calls == number]
@@ -212,7 +205,6 @@ def _behind(known: dict[int, Facts], unknown: Sequence[int], still_s: float) -> 
 
 
 def _out_of_step(known: dict[int, Facts]) -> Finding | None:
-    """Ranks in different calls with the same number."""
     by_number: dict[int, list[Facts]] = {}
     for fact in known.values():
         if fact.operation is not None:
@@ -227,9 +219,8 @@ def _out_of_step(known: dict[int, Facts]) -> Finding | None:
 
 def _odd_one_out(known: dict[int, Facts]) -> int | None:
     """The one rank of three or more whose present call differs from that of all others."""
-    calls = {
-        rank: (fact.calls, fact.call) for rank, fact in known.items() if fact.operation is not None
-    }
+    there = (fact for fact in known.values() if fact.operation is not None)
+    calls = {fact.rank: (fact.calls, fact.call) for fact in there}
     counted = Counter(calls.values()).most_common()
     if len(calls) < 3 or len(counted) != 2 or counted[1][1] != 1:
         return None

@@ -25,11 +25,9 @@ from ringreduce.pure.wire import signature_of
 BUCKET_BYTES = 4 << 20
 # The last layers' gradients come first; the sooner they travel, the more is hidden.
 FIRST_BUCKET_BYTES = 256 << 10
-# TensorFlow copies what is not aligned to this many bytes; it is also a cache line.
-ALIGNMENT = 64
+ALIGNMENT = 64  # TensorFlow copies what is not aligned to this many bytes; it is also a cache line
 
-# The index of a sparse gradient's row is int64.
-INDEX_BYTES = 8
+INDEX_BYTES = 8  # the index of a sparse gradient's row is int64
 
 # Automatic names contain a number that depends on what else a process has created: `dense_1/kernel`
 # on one rank may be `dense/kernel` on another. The name of an optimizer's variable contains such a
@@ -49,7 +47,6 @@ class GradientSpec:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property

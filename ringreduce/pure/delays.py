@@ -50,16 +50,14 @@ class Delays:
         if suspicion is not None and suspicion.kind == "silent":
             limit_s = TIMES.silent_warning_s
         elif waited_s < TIMES.silent_s and now_s - current.since_s >= limit_s:
-            # It advances, but slowly.
-            suspicion = self._peer_table.slowest(current, flow.done)
+            suspicion = self._peer_table.slowest(current, flow.done)  # it advances, but slowly
             waited_s = now_s - current.since_s
         if waited_s >= max(limit_s, self._warn_s):
             self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
             if suspicion is None or suspicion.rank in self._neighbours:
                 self._has_warned = True
-                what = (
-                    "no other rank is seen to hold it up" if suspicion is None else suspicion.text
-                )
+                nobody = "no other rank is seen to hold it up"
+                what = nobody if suspicion is None else suspicion.text
                 text = f"has waited {waited_s:.1f} s in {current.operation}"
                 actions.append(Log(f"{text} after {current.calls} calls: {what}"))
         elif not self._has_warned and now_s - self._slow_s >= TIMES.straggler_pause_s:

@@ -56,7 +56,7 @@ class Coding(NamedTuple):
         return self if self.residuals is None else Coding(self.encoding, self.residuals[:, part])
 
 
-class Half:
+class Half(Encoding):
     """16-bit floats, ``float16`` or ``bfloat16``."""
 
     has_residuals = False
@@ -65,43 +65,35 @@ class Half:
         self.name, self._dtype = name, dtype_named(name)
 
     def nbytes(self, count: int) -> int:
-        """See `Encoding`."""
         return 2 * count
 
     def encode(self, values: np.ndarray, out: np.ndarray, residuals: np.ndarray | None) -> None:
-        """See `Encoding`."""
         kernels.narrow(values, out.view(self._dtype))
 
     def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
-        """See `Encoding`."""
         kernels.widen(encoded.view(self._dtype), out)
 
     def are_finite(self, encoded: np.ndarray, count: int) -> bool:
-        """See `Encoding`."""
         return kernels.first_nonfinite(encoded.view(self._dtype)) < 0
 
 
-class Int8:
+class Int8(Encoding):
     """The scales of all blocks, then the values divided by them."""
 
     name, has_residuals = "int8", True
 
     def nbytes(self, count: int) -> int:
-        """See `Encoding`."""
         return 4 * _blocks(count) + count + -count % 4
 
     def encode(self, values: np.ndarray, out: np.ndarray, residuals: np.ndarray | None) -> None:
-        """See `Encoding`."""
         scales, numbers = self._parts(out, values.size)
         kept = np.zeros(values.size, np.float32) if residuals is None else residuals
         kernels.quantize(values, kept, scales, numbers)
 
     def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
-        """See `Encoding`."""
         kernels.dequantize(*self._parts(encoded, out.size), out)
 
     def are_finite(self, encoded: np.ndarray, count: int) -> bool:
-        """See `Encoding`."""
         return bool(np.isfinite(self._parts(encoded, count)[0]).all())
 
     @staticmethod

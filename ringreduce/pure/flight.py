@@ -8,13 +8,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-# Incremented by every change that an older reader would misunderstand.
-FORMAT = 2
+FORMAT = 2  # incremented by every change that an older reader would misunderstand
 
-# A dump with every list at its limit stays below this.
-FILE_BYTES_MAX = 1 << 24
-# Those that broke, and those used last.
-GROUPS_MAX = 16
+FILE_BYTES_MAX = 1 << 24  # a dump with every list at its limit stays below this
+GROUPS_MAX = 16  # those that broke, and those used last
 TEXT_MAX = 4096
 NAME_MAX = 512
 FRAMES_MAX = 48

@@ -196,8 +196,7 @@ def add_rows(target: Any, positions: Any, rows: Any) -> None:
             to[j] += of[j]
 
 
-# Values that share a scale, which adds 1.6 % to their bytes.
-QUANTIZED = 256
+QUANTIZED = 256  # values that share a scale, which adds 1.6 % to their bytes
 
 
 # Loops run from 0 over slices: else numba checks indices, and no vector instructions result.
@@ -216,8 +215,7 @@ def quantize(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
         start = block * QUANTIZED
         given, left = values[start : start + QUANTIZED], residuals[start : start + QUANTIZED]
         written, bits = numbers[start : start + QUANTIZED], left.view(np.uint32)
-        # As integers, since NaN is the largest then.
-        largest = np.uint32(0)
+        largest = np.uint32(0)  # as integers, since NaN is the largest then
         for i in range(given.size):
             left[i] += given[i]
             largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
@@ -271,8 +269,7 @@ _EXPONENT_BITS = {
     "float32": (_in_all_lanes(0x7F800000, 32), _in_all_lanes(0x00800000, 32)),
     "float64": (_in_all_lanes(0x7FF << 52, 64), _in_all_lanes(1 << 52, 64)),
 }
-# Long enough for wide vectors, short enough to search for the element.
-_BLOCK_WORDS = 1024
+_BLOCK_WORDS = 1024  # long enough for wide vectors, short enough to search for the element
 
 
 @jit

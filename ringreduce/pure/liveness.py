@@ -12,7 +12,6 @@ a common clock (`PeerTable`). A rank that waits can then name the rank that hold
 - elsewhere: it is in another operation, where this rank's call should be.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
@@ -22,8 +21,7 @@ from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, Pending, 
 from ringreduce.vocabulary.config import TIMES
 
 
-@dataclass(frozen=True)
-class CurrentCall:
+class CurrentCall(NamedTuple):
     """The call that a rank is in."""
 
     calls: int  # collectives completed so far
@@ -34,8 +32,7 @@ class CurrentCall:
     since_s: float
 
 
-@dataclass(frozen=True)
-class Flow:
+class Flow(NamedTuple):
     """Where a link stands, as any thread may ask while a call runs."""
 
     done: float = 0.0  # the part of its present pass that is done, 0 to 1
@@ -45,8 +42,7 @@ class Flow:
     sent_to_next: SentToNext | None = None  # how fast the connections to the next rank were so far
 
 
-@dataclass(frozen=True)
-class Suspicion:
+class Suspicion(NamedTuple):
     """The rank that holds this one up, and how."""
 
     rank: int
@@ -69,8 +65,7 @@ class Doing(NamedTuple):
     waits: tuple[Waits, ...]
 
 
-@dataclass(frozen=True)
-class _Sighting:
+class _Sighting(NamedTuple):
     heartbeat: Heartbeat
     at_s: float  # when it was sent, on this process's clock
 
@@ -92,9 +87,8 @@ class PeerTable:
     def note(self, heartbeat: Heartbeat, age_s: float, now_s: float) -> None:
         """Note a heartbeat that arrived, unless a later one is known or it is our own."""
         known = self._seen.get(heartbeat.rank)
-        if heartbeat.rank != self._rank and (
-            known is None or known.heartbeat.number < heartbeat.number
-        ):
+        is_new = known is None or known.heartbeat.number < heartbeat.number
+        if is_new and heartbeat.rank != self._rank:
             self._seen[heartbeat.rank] = _Sighting(heartbeat, now_s - age_s)
             for rank in heartbeat.locked:
                 self.note_alive(rank, now_s - age_s)
@@ -147,7 +141,6 @@ class PeerTable:
         return known if len(known) == len(self._others) else []
 
     def unheard_s(self, rank: int, now_s: float) -> float:
-        """For how long no heartbeat of a rank has arrived."""
         seen = self._seen.get(rank)
         return now_s - (self._began_s if seen is None else max(seen.at_s, self._began_s))
 
@@ -156,7 +149,6 @@ class PeerTable:
         return min(self.unheard_s(rank, now_s), now_s - self._alive_s.get(rank, self._began_s))
 
     def is_silent(self, rank: int, now_s: float) -> bool:
-        """Whether there was no sign of life of a rank for too long."""
         return self.silent_s(rank, now_s) >= self._limit_s(rank)
 
     def is_locked(self, rank: int, now_s: float) -> bool:
@@ -207,7 +199,6 @@ class PeerTable:
         return self._suspicion(finding, known, now_s) if finding.culprits else None
 
     def _suspicion(self, finding: Finding, known: list[Facts], now_s: float) -> Suspicion:
-        """Describe `finding`."""
         if finding.reason is Reason.OUT_OF_STEP:
             # This rank may be the odd one; the suspicion names one that is in another call.
             operation = known[0].operation
@@ -221,10 +212,8 @@ class PeerTable:
             text = f"rank {rank} has shown no sign of life for {fact.silent_s:.1f} s{last}"
             return Suspicion(rank, "silent", text)
         if self.is_locked(rank, now_s):
-            text = (
-                f"rank {rank} is alive, Python's lock has been held there for {fact.stood_s:.1f} s"
-            )
-            return Suspicion(rank, "locked", f"{text}{last}")
+            text = f"rank {rank} is alive, Python's lock has been held there"
+            return Suspicion(rank, "locked", f"{text} for {fact.stood_s:.1f} s{last}")
         if finding.reason is Reason.OUT_OF_STEP:
             return Suspicion(rank, "elsewhere", f"rank {rank} is {place} instead")
         if fact.operation is None:

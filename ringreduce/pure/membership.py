@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Numbers of groups, and of epochs, have 16 bits in a header.
-GROUPS_MAX = EPOCHS_MAX = 1 << 16
+GROUPS_MAX = EPOCHS_MAX = 1 << 16  # numbers of groups, and of epochs, have 16 bits in a header
 
 
 class Choice(NamedTuple):
@@ -33,7 +32,6 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Number of members."""
         return len(self.members)
 
     @property
@@ -48,7 +46,6 @@ class Membership:
         return f"the group of rank{'s' * (self.size > 1)} {named}"
 
     def group_rank(self, rank: int) -> int:
-        """The place of a member."""
         return self.members.index(rank)
 
     def ahead(self, rank: int, distance: int) -> int:

@@ -15,8 +15,7 @@ BRIDGES = (
     *("docker*", "br-*", "podman*", "cni*", "cali*", "flannel*", "cilium_*", "weave", "veth*"),
     *("kube-*", "nodelocaldns", "virbr*", "vmnet*", "vboxnet*", "lxcbr*", "lxdbr*", "dummy*"),
 )
-# A rank offers no more, so that the rendezvous's table stays small.
-OFFERED_MAX = 8
+OFFERED_MAX = 8  # a rank offers no more, so that the rendezvous's table stays small
 
 _NETWORK_CHARACTERS_MAX = 64
 _COLUMNS, _ROWS_SHOWN, _HOST_WIDTH_MAX = 80, 16, 16
@@ -30,19 +29,13 @@ class Local(NamedTuple):
 
     @property
     def at(self) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
-        """The address, parsed."""
         return ipaddress.ip_interface(self.network)
 
     @property
     def is_usable(self) -> bool:
         """Whether other hosts can know this one by it."""
-        address = self.at.ip
-        return not (
-            address.is_loopback
-            or address.is_link_local
-            or address.is_unspecified
-            or address.is_multicast
-        )
+        ip = self.at.ip
+        return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast)
 
 
 def offered(found: Sequence[Local], patterns: Sequence[Pattern]) -> list[Local]:

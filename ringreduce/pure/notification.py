@@ -6,10 +6,8 @@ import msgspec
 
 from ringreduce.vocabulary import errors
 
-# Longer text of an error is cut off.
-ABORT_BYTES_MAX = 16384
-# What the rank at the other end of a message calls.
-_MESSAGES = {"send": "recv", "recv": "send"}
+ABORT_BYTES_MAX = 16384  # longer text of an error is cut off
+_MESSAGES = {"send": "recv", "recv": "send"}  # what the rank at the other end of a message calls
 
 
 class _Cause(msgspec.Struct):

@@ -14,8 +14,7 @@ from ringreduce.vocabulary.types import dtype_code
 # Objects are settings, file names, metrics; larger data travels as arrays.
 OBJECT_BYTES_MAX = 64 << 20
 TAG_MAX = (1 << 63) - 1
-# MessagePack's code of what travels in place of an object that cannot.
-_REFUSAL = -82
+_REFUSAL = -82  # MessagePack's code of what travels in place of an object that cannot
 
 
 def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np.ndarray:
@@ -62,9 +61,8 @@ def checked_root(root: Any, size: int, who: dict[str, Any]) -> int:
     number = _whole(root)
     if not 0 <= number < size:
         group = f" in a group of {size}" if size != who["size"] else ""
-        raise ArrayError(
-            f"got root {root!r}{group}", **who, remedy=f"Roots are 0 to {size - 1}{group}."
-        )
+        remedy = f"Roots are 0 to {size - 1}{group}."
+        raise ArrayError(f"got root {root!r}{group}", **who, remedy=remedy)
     return number
 
 

@@ -13,11 +13,10 @@ hosts, so that the links between hosts carry several flows at once.
 import ipaddress
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """The hosts of all ranks of a job."""
 
     # The ranks of each group that shares memory, ascending; groups by first rank. A rank that

@@ -22,14 +22,11 @@ from typing import NamedTuple
 from ringreduce.pure.slowness import slow_link
 from ringreduce.pure.watcher_messages import Heartbeat, SentToNext
 
-# Behind a launcher's ``[0] `` it fits 80 columns.
-_WIDTH = 75
-# Less is chance.
-_WAITED_S_MIN = 0.1
+_WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
+_WAITED_S_MIN = 0.1  # less is chance
 # Parts of a step: less is not worth a change.
 _WAITING_MIN, _COMMUNICATING_MIN, _UPDATING_MIN = 0.1, 0.1, 0.1
-# The use of cores that are all busy.
-_BUSY_MIN, _BUSY_MAX = 0.85, 1.1
+_BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
 # A core reads and writes a table no faster, so that an update takes that long at least.
 _UPDATE_BYTES_PER_S = 10e9
 
@@ -137,12 +134,13 @@ def verdict(epochs: Mapping[int, Sequence[Facts]], updated_bytes: int = 0) -> li
     ]
     findings = sorted((each for each in found if each is not None), key=lambda each: -each[0])
     texts = [f"{n}. {text}" for n, (_, text) in enumerate(findings, 1)] or ["Nothing of this kind."]
+    wrapped = textwrap.TextWrapper(_WIDTH, initial_indent="  ", subsequent_indent="     ")
     count = f"{_counted(round(mean.steps), 'step')} of {_ms(mean.seconds)}"
     return [
         f"profile of {_counted(size, 'rank')} in {_counted(len(epochs), 'epoch')}: {count}",
         *(_table(mean, size, slow) if size > 1 else ["  no other rank to wait for"]),
         "  What would help most:",
-        *(line for text in texts for line in _wrapped(text)),
+        *(line for text in texts for line in wrapped.wrap(text)),
     ]
 
 
@@ -282,7 +280,3 @@ def _ms(seconds: float) -> str:
 
 def _counted(count: float, noun: str) -> str:
     return f"{count:g} {noun}{'s' * (count != 1)}"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="     ")

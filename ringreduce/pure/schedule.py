@@ -27,7 +27,7 @@ communications in multiport message-passing systems", IEEE TPDS 1997.
 """
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # What a rank does with a chunk that arrives; bits of `Schedule.actions`.
 REDUCE = 1  # combine it with this rank's own chunk; without this bit it replaces that chunk
@@ -46,8 +46,7 @@ class Action(enum.IntEnum):
     ALL_TO_ALL = 4  # a part of every rank's array copied from it
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """One rank's part in a collective."""
 
     first: int  # chunk sent before anything is received, or -1 for none
@@ -67,8 +66,7 @@ class Schedule:
         return f"all-gather step {step - reducing + 1} of {len(self.actions) - reducing}"
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """An exchange of rows; equal on all ranks.
 
     Each step sends `counts` rows, from row 0 on, `distances` ranks ahead, and receives as many from

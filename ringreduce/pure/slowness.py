@@ -14,12 +14,9 @@ from statistics import median
 
 from ringreduce.pure.watcher_messages import Heartbeat
 
-# Less is chance.
-_CALLS_MIN, _WAITED_S_MIN, _LINK_BYTES_MIN = 10, 0.1, 1 << 20
-# The part of the others' time in calls that is waiting for a slow rank.
-_WAITING_MIN = 0.25
-# A slow link has at most this part of the others' rate.
-_RATE_MAX = 0.5
+_CALLS_MIN, _WAITED_S_MIN, _LINK_BYTES_MIN = 10, 0.1, 1 << 20  # less is chance
+_WAITING_MIN = 0.25  # the part of the others' time in calls that is waiting for a slow rank
+_RATE_MAX = 0.5  # a slow link has at most this part of the others' rate
 
 
 @dataclass(frozen=True)

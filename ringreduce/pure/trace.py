@@ -4,7 +4,6 @@ A file is a line of JSON, and records as they are in memory (`ringreduce.pure.sp
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -17,8 +16,7 @@ from ringreduce.pure.spans import SPAN_BYTES, Span, SpanKind, decode_spans
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Whose records a file has."""
 
-    # Incremented by every change that an older reader would misunderstand.
-    format: Literal[1] = 1
+    format: Literal[1] = 1  # incremented by every change that an older reader would misunderstand
     job: str  # the job's id, which tells traces of several jobs apart
     when: float  # it began, in seconds since the epoch
     rank: int
@@ -29,8 +27,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     first: int  # number of the next call, which counts as 0
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """What a file holds; calls have the numbers that they have on all ranks."""
 
     head: Head

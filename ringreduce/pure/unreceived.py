@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from ringreduce.pure.wire import Header
 
-# Named in a warning; of the others it gives the number.
-_NAMED = 3
+_NAMED = 3  # named in a warning; of the others it gives the number
 
 
 class Unreceived(NamedTuple):

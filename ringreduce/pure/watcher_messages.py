@@ -9,10 +9,8 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
-# Of each pair of ranks: one for messages, one for parts of collectives.
-PAIR_CHANNELS = 2
-# The collectives and some messages of other threads may wait at the same time.
-OVERDUE_MAX = 8
+PAIR_CHANNELS = 2  # of each pair of ranks: one for messages, one for parts of collectives
+OVERDUE_MAX = 8  # the collectives and some messages of other threads may wait at the same time
 
 
 class Overdue(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.pure import watcher_messages
+from ringreduce.pure import watcher_messages as messages
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.cycles import Cycles
@@ -17,28 +17,16 @@ from ringreduce.pure.delays import Delays
 from ringreduce.pure.liveness import CurrentCall, Flow, PeerTable
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import abort_error, encode_abort, left_error
-from ringreduce.pure.watcher_messages import (
-    OVERDUE_MAX,
-    Abort,
-    Acknowledgement,
-    Heartbeat,
-    Heartbeats,
-    Left,
-    Listening,
-    Pending,
-    Value,
-)
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.config import TIMES
 
-# A neighbour that has been silent for long is sent one of this many heartbeats.
-_SPARING_BEATS = 20
+_SPARING_BEATS = 20  # a neighbour that has been silent for long is sent one of this many heartbeats
 _COMPLAINTS_MAX = 8
 _LINK_REMEDY = (
     "Look at the network between their hosts; raise RINGREDUCE_LINK_TIMEOUT_S if it recovers from "
     "such gaps."
 )
-_ACKNOWLEDGEMENT = watcher_messages.encode(Acknowledgement())
+_ACKNOWLEDGEMENT = messages.encode(messages.Acknowledgement())
 
 
 class Watch:
@@ -60,15 +48,14 @@ class Watch:
         self._arrived: dict[int, int] = {}
         self._grew_s: dict[int, float] = {}
         self._number = self._complaints = 0
-        self._last: Heartbeat | None = None
+        self._last: messages.Heartbeat | None = None
         self._ticked_s, self._paused = now_s, (now_s, 0.0)
         # By receiver and channel: frames sent, and since when as many.
         self._sent: dict[tuple[int, int], tuple[int, float]] = {}
         # By receiver and channel, where some that were sent are missing: frames that have come, and
         # since when it is known.
         self._missing: dict[tuple[int, int], tuple[int, float]] = {}
-        # Receivers of connections that were warned of.
-        self._silent: set[int] = set()
+        self._silent: set[int] = set()  # receivers of connections that were warned of
         self._lost: dict[int, float] = {}
         self._absence: tuple[CurrentCall, float] | None = None
         self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
@@ -77,7 +64,7 @@ class Watch:
         # Receiver, sender and channel of what was passed on.
         self._listening: set[tuple[int, int, int]] = set()
 
-    def send(self, message: Abort | Left | Claim | Listening) -> list[Action]:
+    def send(self, message: messages.Message | Claim) -> list[Action]:
         """Send a message of this rank.
 
         The neighbours acknowledge one that must reach all ranks; they pass on that this rank
@@ -85,13 +72,13 @@ class Watch:
         """
         if isinstance(message, Claim):
             peer = self._claims.make(message)
-            sent = Send(watcher_messages.encode(Value(message.key, message.value)))
+            sent = Send(messages.encode(messages.Value(message.key, message.value)))
             return [sent, *([] if peer is None else self._disagree(message, peer))]
-        if isinstance(message, Listening):
+        if isinstance(message, messages.Listening):
             self._note(message)
         else:
             self._unacknowledged = set(self._neighbours)
-        return [Send(watcher_messages.encode(message))]
+        return [Send(messages.encode(message))]
 
     def _disagree(self, claim: Claim, peer: int) -> list[Action]:
         text, remedy = claim.text.replace("{peer}", str(peer)), claim.remedy
@@ -99,7 +86,7 @@ class Watch:
             errors.MismatchError(text, rank=self._rank, size=self._size, peer=peer, remedy=remedy)
         )
 
-    def _note(self, listening: Listening) -> bool:
+    def _note(self, listening: messages.Listening) -> bool:
         """Whether this has not come before, on the other way round."""
         key = listening.receiver, listening.sender, listening.channel
         is_new = key not in self._listening
@@ -122,31 +109,30 @@ class Watch:
         self._ticked_s = now_s
 
     def receive(self, neighbour: int, payload: bytes, now_s: float) -> list[Action]:
-        """Handle a message of a neighbour."""
         try:
-            message = watcher_messages.decode(payload, self._size)
+            message = messages.decode(payload, self._size)
         except (ValueError, msgspec.MsgspecError) as error:
             self._complaints += 1
             text = f"ignored a message of rank {neighbour} that cannot be read: {error}"
             return [Log(text)] if self._complaints <= _COMPLAINTS_MAX else []
-        if isinstance(message, Heartbeats):
+        if isinstance(message, messages.Heartbeats):
             for heartbeat, age_s in message.heartbeats:
                 self.peer_table.note(heartbeat, age_s, now_s)
             return []
-        if isinstance(message, Acknowledgement):
+        if isinstance(message, messages.Acknowledgement):
             self._unacknowledged.discard(neighbour)
             return []
-        if isinstance(message, Value):
+        if isinstance(message, messages.Value):
             claim = self._claims.receive(neighbour, message.key, message.value)
             return [] if claim is None else self._disagree(claim, neighbour)
-        if isinstance(message, Listening):
+        if isinstance(message, messages.Listening):
             if not self._note(message):
                 return []
             is_for_us = message.sender == self._rank
             return [Found(message) if is_for_us else Send(payload, frozenset({neighbour}))]
         others = frozenset(self._neighbours) - {neighbour}
         actions: list[Action] = [Send(_ACKNOWLEDGEMENT, others)]
-        if isinstance(message, Left):
+        if isinstance(message, messages.Left):
             if self.peer_table.leave(message):
                 actions.append(Send(payload, frozenset({neighbour})))
         elif self.cause is None:
@@ -158,7 +144,6 @@ class Watch:
         return actions
 
     def late(self, now_s: float) -> list[int]:
-        """The neighbours whose next heartbeat is late."""
         limit_s = 2 * TIMES.heartbeat_s
         return [n for n in self._neighbours if self.peer_table.unheard_s(n, now_s) >= limit_s]
 
@@ -212,11 +197,11 @@ class Watch:
             return []
         self.cause = error
         # Notify the others first, since the communicator will write its flight record.
-        return [*self.send(Abort(encode_abort(error, self._rank))), Ended(error)]
+        return [*self.send(messages.Abort(encode_abort(error, self._rank))), Ended(error)]
 
     def beat(
         self, current: CurrentCall, flow: Flow, progress: object, now_s: float,
-        elsewhere: str = "", pending: Pending | None = None, stopped_s: float = 0.0,
+        elsewhere: str = "", pending: messages.Pending | None = None, stopped_s: float = 0.0,
     ) -> list[Action]:  # fmt: skip
         """Send a heartbeat, and check those of others.
 
@@ -226,8 +211,8 @@ class Watch:
         """
         self.due_s = now_s + TIMES.heartbeat_s
         self._number += 1
-        overdue = sorted(flow.overdue, key=lambda each: -each.dry_s)[:OVERDUE_MAX]
-        own = self._last = Heartbeat(
+        overdue = sorted(flow.overdue, key=lambda each: -each.dry_s)[: messages.OVERDUE_MAX]
+        own = self._last = messages.Heartbeat(
             rank=self._rank,
             number=self._number,
             calls=current.calls,
@@ -247,7 +232,7 @@ class Watch:
             and self._number % _SPARING_BEATS != 0
         )
         heartbeats = ((own, 0.0), *self.peer_table.heartbeats(now_s))
-        actions: list[Action] = [Send(watcher_messages.encode(Heartbeats(heartbeats)), spared)]
+        actions: list[Action] = [Send(messages.encode(messages.Heartbeats(heartbeats)), spared)]
         if self.cause is None:
             actions += self._look_for_absence(current, now_s)
         if self.cause is None:
@@ -293,10 +278,8 @@ class Watch:
                     f"sent, and not a byte has come for {self._link_timeout_s:g} s, though both "
                     "are alive"
                 )
-                where = self._where(current)
-                return self.end(
-                    errors.PeerLostError(text, **where, peer=receiver, remedy=_LINK_REMEDY)
-                )
+                where = self._where(current) | {"peer": receiver}
+                return self.end(errors.PeerLostError(text, **where, remedy=_LINK_REMEDY))
             if receiver not in warned | self._silent:
                 actions.append(
                     Log(
@@ -309,7 +292,7 @@ class Watch:
             self._silent.add(receiver)
         return actions
 
-    def heartbeats(self) -> list[Heartbeat]:
+    def heartbeats(self) -> list[messages.Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""
         own, others = self._last, self.peer_table.last()
         return [own, *others] if own is not None and others else []

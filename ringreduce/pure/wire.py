@@ -80,8 +80,7 @@ class Kind(enum.IntEnum):
         return self.name.lower().removesuffix("_counts")
 
 
-# From one rank to another; their signature is a tag.
-SENDS = (Kind.SEND, Kind.SEND_OBJECT)
+SENDS = (Kind.SEND, Kind.SEND_OBJECT)  # from one rank to another; their signature is a tag
 
 
 @dataclass(frozen=True)

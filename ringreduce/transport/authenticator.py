@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -43,8 +43,7 @@ class Credentials:
         )
 
 
-@dataclass
-class _Held:
+class _Held(NamedTuple):
     """A connection that waits for the ranks to meet."""
 
     envelope: list[bytes]
@@ -82,9 +81,8 @@ class Authenticator:
             self._waker.setsockopt(zmq.LINGER, 0)
             self._waker.connect(name)
             opened.pop_all()
-        self._thread = threading.Thread(
-            target=self._run, name="ringreduce authenticator", daemon=True
-        )
+        name = "ringreduce authenticator"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def allow(self, domain: str, credentials: Credentials | None) -> None:

@@ -84,8 +84,7 @@ class Incoming:
                 address = endpoint(*listener.getsockname()[:2])
                 self.socket.setsockopt(zmq.USE_FD, listener.fileno())
                 self.socket.bind(address)
-                # libzmq closes it.
-                self._listeners.append(listener.detach())
+                self._listeners.append(listener.detach())  # libzmq closes it.
                 self.endpoints.append(address)
         self.address = self.endpoints[0]
         record.receiver = self.socket.underlying
@@ -96,7 +95,6 @@ class Incoming:
         return None if dry_s is None else Overdue(self.peer, self.number, self.record.taken, dry_s)
 
     def read_events(self) -> None:
-        """Process the events of all connections."""
         while self.events.poll(0):
             event = parse_monitor_message(self.events.recv_multipart())
             kind, descriptor = event["event"], event["value"]
@@ -231,7 +229,6 @@ class Outgoing:
         return bool(self.record.released < self.record.borrowed)
 
     def read_events(self) -> None:
-        """Process the events of the connection."""
         while self.is_open and self.events.poll(0):
             event = parse_monitor_message(self.events.recv_multipart())
             if event["event"] == zmq.EVENT_CONNECTED:

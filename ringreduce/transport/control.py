@@ -28,11 +28,9 @@ from ringreduce.transport.sockets import Sockets
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
-# Most pairs of sockets that it has.
-CONTROL_CHANNELS = 2
+CONTROL_CHANNELS = 2  # most pairs of sockets that it has
 
-# Messages that may wait on either side of a connection: heartbeats of minutes.
-_QUEUE = 1000
+_QUEUE = 1000  # messages that may wait on either side of a connection: heartbeats of minutes
 
 
 class Control:
@@ -45,12 +43,7 @@ class Control:
     """
 
     def __init__(
-        self,
-        *,
-        bind: Bind,
-        link_timeout_s: float,
-        security: Security,
-        membership: Membership,
+        self, *, bind: Bind, link_timeout_s: float, security: Security, membership: Membership
     ) -> None:
         self._rank = rank = security.rank
         self._link_timeout_ms = int(link_timeout_s * 1000)

@@ -42,10 +42,8 @@ def mismatch_error(
             return f"rank {members[place]}"
         return f"a rank at place {place}, which is beyond this ring,"
 
-    remedy = wire.advice(received, expected)
-    error = errors.MismatchError(
-        wire.disagreement(received, expected, name), remedy=remedy, **where
-    )
+    text = wire.disagreement(received, expected, name)
+    error = errors.MismatchError(text, remedy=wire.advice(received, expected), **where)
     error.signatures = expected.signature, received.signature
     return error
 

@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
-# On Linux; on other systems.
-_DESCRIPTORS = ("/proc/self/fd", "/dev/fd")
+from ringreduce.transport.address import split_host
+
+_DESCRIPTORS = ("/proc/self/fd", "/dev/fd")  # on Linux; on other systems
 
 
 class Inheritable(Protocol):
@@ -41,7 +42,8 @@ def close_connections(endpoints: Iterable[str]) -> None:
 
     Includes those connected with them. For libzmq's sockets, whose descriptors it does not give.
     """
-    wanted = {_address(endpoint) for endpoint in endpoints}
+    ends = map(split_host, endpoints)
+    wanted = {(host.removeprefix("::ffff:"), int(port)) for host, port in ends}
     for descriptor in _open_descriptors():
         try:
             probe = socket.socket(fileno=descriptor)
@@ -62,11 +64,6 @@ def _ends(probe: socket.socket) -> list[tuple[str, int]]:
             host, port = ask()[:2]
             ends.append((host.removeprefix("::ffff:"), port))
     return ends
-
-
-def _address(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]").removeprefix("::ffff:"), int(port)
 
 
 def _open_descriptors() -> list[int]:

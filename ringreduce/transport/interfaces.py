@@ -28,10 +28,9 @@ def await_name(config: Config) -> None:
     while (why := _not_yet(config)) and time.monotonic() < deadline:
         if not is_logged:
             is_logged = True
-            _log.warning(
-                "[%d/%d] waits for the rendezvous %s, up to %g s: %s",
-                *(config.rank, config.size, config.rendezvous, config.join_timeout_s, why),
-            )
+            text = "[%d/%d] waits for the rendezvous %s, up to %g s: %s"
+            place = config.rendezvous, config.join_timeout_s
+            _log.warning(text, config.rank, config.size, *place, why)
         time.sleep(TIMES.name_s)
 
 
@@ -159,9 +158,8 @@ def _check_name(config: Config, host: str) -> None:
     if config.local_size is not None:
         raise ConfigError(f"cannot meet ranks of other hosts: {what}", **config.who, remedy=remedy)
     if config.rank == 0:
-        _log.warning(
-            "[%d/%d] %s; if this job has several: %s", config.rank, config.size, what, remedy
-        )
+        text = "[%d/%d] %s; if this job has several: %s"
+        _log.warning(text, config.rank, config.size, what, remedy)
 
 
 def _is_bindable(host: str) -> bool:

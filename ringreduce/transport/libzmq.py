@@ -101,8 +101,7 @@ def version() -> str:
     return zmq.zmq_version()
 
 
-# <malloc.h>: parameters of mallopt.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>: parameters of mallopt
 
 
 @cache

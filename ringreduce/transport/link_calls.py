@@ -79,7 +79,6 @@ class RingCall(_Call):
         return segment_count(self._longest, segment_bytes)
 
     def number(self, sequence: int) -> None:
-        """Write the call's `sequence` number into all headers."""
         self.sequence = self._record.outgoing[3] = self._record.incoming[3] = sequence
 
     def expected(self, step: int) -> Any:
@@ -112,13 +111,11 @@ class ExchangeCall(_Call):
         return 1
 
     def number(self, sequence: int) -> None:
-        """Write the call's `sequence` number into all headers."""
         outgoing, incoming = self._sequences
         self.sequence = sequence
         outgoing[:] = incoming[:] = sequence
 
     def expected(self, step: int) -> Any:
-        """The 8 words of the header due in `step`."""
         return self._steps["incoming"][step]
 
     def sends_to(self, step: int, started: int) -> tuple[int, ...]:

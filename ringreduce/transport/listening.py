@@ -4,20 +4,17 @@ import contextlib
 import errno
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.transport.address import family
 from ringreduce.vocabulary.errors import RendezvousError
 
 BACKLOG = 128
-# The same port may be taken at another of the addresses.
-_ATTEMPTS = 64
+_ATTEMPTS = 64  # the same port may be taken at another of the addresses
 _HOLDERS_SHOWN = 4
 
 
-@dataclass(frozen=True)
-class Bind:
+class Bind(NamedTuple):
     """Where a rank listens."""
 
     hosts: tuple[str, ...]  # numeric addresses; others are given the first one with each port
@@ -53,8 +50,7 @@ def _listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
         sockets = []
         for host in hosts:
             listener = opened.enter_context(socket.socket(family(host), socket.SOCK_STREAM))
-            # libzmq accepts until there is nothing more.
-            listener.setblocking(False)
+            listener.setblocking(False)  # libzmq accepts until there is nothing more.
             # A port of the range may have been used a minute ago.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))

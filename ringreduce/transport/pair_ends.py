@@ -63,7 +63,6 @@ class Sending(_End):
 
     @property
     def borrows(self) -> bool:
-        """Whether libzmq still holds memory that is to be sent."""
         return self.socket is not None and self.socket.borrows
 
     def is_lost(self, has_left: bool, waited_s: float) -> bool:

@@ -78,11 +78,8 @@ class Routes:
         for peer, (host, _) in found.items():
             level = logging.INFO if len(tried[peer]) > 1 else logging.DEBUG
             offered = ", ".join(each for each, _ in tried[peer])
-            _log.log(
-                level,
-                "[%d/%d] reaches rank %d at %s (it has %s)",
-                *(self._rank, self._size, peer, host, offered),
-            )
+            text = "[%d/%d] reaches rank %d at %s (it has %s)"
+            _log.log(level, text, self._rank, self._size, peer, host, offered)
         self._reached.update(found)
         return failed
 

@@ -43,10 +43,8 @@ _log = logging.getLogger(__name__)
 
 # What data between ranks can be encrypted with, as ranks compare it.
 UNENCRYPTED, AEGIS, CURVE = "none", "AEGIS-128L", "CURVE"
-# Of the session, from rank 0.
-MATERIAL_BYTES = 32
-# CURVE adds 33 bytes to a message.
-OVERHEAD_BYTES = 64
+MATERIAL_BYTES = 32  # of the session, from rank 0
+OVERHEAD_BYTES = 64  # CURVE adds 33 bytes to a message
 _MEETING = "meeting"
 
 _BACKLOG = 128
@@ -87,9 +85,8 @@ class Security:
         self.seals = self.encryption == AEGIS  # whether each frame is sealed
         required = "PLAIN" if secret else "NULL"
         # What the sockets for data, and of the control channel, require.
-        self.data = Admission(
-            self, "CURVE" if self.encryption == CURVE else required, seals=self.seals
-        )
+        mechanism = "CURVE" if self.encryption == CURVE else required
+        self.data = Admission(self, mechanism, seals=self.seals)
         self.control = Admission(self, required if self.encryption == UNENCRYPTED else "CURVE")
         if not secret:
             return

@@ -139,8 +139,7 @@ class Heap:
         # Returned, not yet joined to the free parts. Garbage collection may run `_release` at any
         # line, even in the thread that holds the lock, so it must not take the lock.
         self._returned: deque[tuple[int, int]] = deque()
-        # Length by offset of blocks in use.
-        self._used: dict[int, int] = {}
+        self._used: dict[int, int] = {}  # length by offset of blocks in use
         self._is_detached = False
 
     def empty(self, nbytes: int) -> np.ndarray | None:

@@ -24,7 +24,7 @@ from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.shm_ranks import DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls
-from ringreduce.transport.stalls import State, Waiting, finish
+from ringreduce.transport.stalls import StalledCall, State, Waiting, finish
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ProtocolError, RingReduceError
@@ -92,11 +92,11 @@ class HostCall:
         self.address = ctypes.addressof(self._call)
 
 
-class ShmLink:
+class ShmLink(StalledCall):
     """One rank's link to the ranks of its host, made before they meet, to announce `name`.
 
-    Its present call is a `StalledCall`. Raises NativeError if there is no native library, OSError
-    if no memory or no socket is available.
+    Raises NativeError if there is no native library, OSError if no memory or no socket is
+    available.
     """
 
     def __init__(self, *, waiting: Waiting) -> None:
@@ -108,8 +108,7 @@ class ShmLink:
         # Ranks can share memory when their names are equal up to the slash.
         self.name = f"{memory_domain()}.{STAGING_BYTES}.{size}/{self._mesh.name}"
         self._heap: Heap | None = Heap(self._own)
-        # Messages between two ranks, once this is connected.
-        self.pairs: ShmPairs | None = None
+        self.pairs: ShmPairs | None = None  # messages between two ranks, once this is connected
         # Messages from this rank and to it, known once it is closed.
         self.unreceived: list[Unreceived] = []
         # Collectives that are run wholly in C, once this is connected.
@@ -165,9 +164,8 @@ class ShmLink:
                     peer=member,
                 ) from error
         try:
-            self._connected = ranks = HostRanks(
-                members, index, size, segments, self._mesh, self._waiting
-            )
+            own = index, size, segments, self._mesh, self._waiting
+            self._connected = ranks = HostRanks(members, *own)
         except OSError as error:
             raise ProtocolError(
                 f"cannot use the memory of this host's ranks: {error.strerror}", **self._who
@@ -179,7 +177,6 @@ class ShmLink:
             self.small.record(self._waiting.events, Kind.ALL_REDUCE.label)
 
     def empty(self, nbytes: int) -> np.ndarray | None:
-        """An array of `nbytes`, dtype uint8, in registered memory; None when there is no room."""
         heap = self._heap
         return None if heap is None else heap.empty(nbytes)
 
@@ -252,7 +249,6 @@ class ShmLink:
     # --- The present call, while another rank holds it up ---------------------------------------
 
     def resume(self) -> bool:
-        """Continue it."""
         status: int = self._exchange(*self._arguments)
         if status not in (DONE, WAITING):
             raise self._error(status)
@@ -265,7 +261,6 @@ class ShmLink:
         return State(int(facts.progress), peer, self.named(peer))
 
     def named(self, peer: int) -> str:
-        """How errors call a rank."""
         return self._ranks.named(peer)
 
     def lost(self, waited_s: float) -> int | None:
@@ -275,7 +270,6 @@ class ShmLink:
         return next((self._ranks.members[index] for index in late), None)
 
     def where(self, peer: int) -> dict[str, Any]:
-        """The fields of an error about that rank."""
         facts, step = self._look(), "meeting in shared memory"
         if facts.steps:
             # All steps may be done, while the end of the call is still waited for.

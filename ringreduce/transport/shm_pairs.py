@@ -26,14 +26,12 @@ from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
-from ringreduce.transport.stalls import PeerTimeouts, State, finish
+from ringreduce.transport.stalls import PeerTimeouts, StalledCall, State, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 
-# RR_PAIR_SLOTS of native/include/ringreduce.h.
-_SLOTS = 4
-# Python has one object for each of the numbers up to this one.
-_SHARED_INT_MAX = 256
+_SLOTS = 4  # RR_PAIR_SLOTS of native/include/ringreduce.h
+_SHARED_INT_MAX = 256  # Python has one object for each of the numbers up to this one
 
 
 class _Facts(ctypes.Structure):
@@ -138,8 +136,8 @@ class ShmPairs:
             self._receiving.clear()
 
 
-class ShmEnd:
-    """This rank's end of one direction; a `StalledCall`."""
+class ShmEnd(StalledCall):
+    """This rank's end of one direction."""
 
     def __init__(self, ranks: HostRanks, place: int, *, is_sending: bool) -> None:
         self._ranks, self._place, self._is_sending = ranks, place, is_sending
@@ -165,7 +163,6 @@ class ShmEnd:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all messages so far."""
         return self._nbytes + (0 if self.small is None else self.small.nbytes)
 
     def teach(self, header: Header, array: np.ndarray, tag: int) -> None:
@@ -185,7 +182,6 @@ class ShmEnd:
         functions()["pair_open"](self._pair, offset)
 
     def run(self, header: Header, flat: np.ndarray) -> None:
-        """Send or receive `flat`."""
         if header is not self._header:
             self._header, self._words = header, wire.encode(header)
             self._words_address = self._words.ctypes.data
@@ -206,7 +202,6 @@ class ShmEnd:
         return [Unreceived(peer, self._is_sending, header) for header in found]
 
     def resume(self) -> bool:
-        """Continue the call."""
         status: int = self._call(*self._arguments)
         if status not in (DONE, WAITING):
             raise self._error(status)
@@ -217,7 +212,6 @@ class ShmEnd:
         return State(int(self._look().progress), self._peer, self.named(self._peer))
 
     def named(self, peer: int) -> str:
-        """How errors call a rank."""
         return self._ranks.named(peer)
 
     def lost(self, waited_s: float) -> int | None:
@@ -225,7 +219,6 @@ class ShmEnd:
         return self._peer if self._place in self._ranks.mesh.gone() else None
 
     def where(self, peer: int) -> dict[str, Any]:
-        """The fields of an error about that rank."""
         step = "" if self._header is None else f"tag {self._header.signature}"
         return self._ranks.where(peer, self._operation, int(self._look().sequence), step)
 

@@ -23,8 +23,7 @@ from ringreduce.vocabulary.times import milliseconds
 _SPINS_ALONE, _YIELDS_ALONE = 200, 100
 _SPINS_CROWDED, _YIELDS_CROWDED = 20, 100
 
-# RR_DONE, ... of native/include/ringreduce.h.
-DONE, WAITING, MISMATCH, ABORTED, BROKEN = range(5)
+DONE, WAITING, MISMATCH, ABORTED, BROKEN = range(5)  # RR_DONE, ... of native/include/ringreduce.h
 
 
 class WaitLimits(ctypes.Structure):

@@ -141,7 +141,6 @@ class SmallCalls:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays so far."""
         return int(self._calls.bytes)
 
     @property

@@ -31,7 +31,6 @@ class Sockets:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return bool(self._context.closed)
 
     def listen(
@@ -92,7 +91,6 @@ class Sockets:
         return are_shut
 
     def read_events(self) -> None:
-        """Process the events of all connections."""
         for end in self._ends():
             end.read_events()
 

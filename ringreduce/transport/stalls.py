@@ -160,11 +160,9 @@ class PeerTimeouts(Timeouts):
         self._peers, self._peer, self._sends = waiting.peers, peer, sends
 
     def look(self) -> None:
-        """Note whether the rank that is waited for is busy now."""
         self.is_busy = self._peers.doing(self._peer, time.monotonic()).is_busy
 
     def explain(self, error: PeerTimeoutError) -> None:
-        """Say in `error` what the rank does."""
         doing = self._peers.doing(self._peer, time.monotonic())
         if error.rank is not None and doing.waits:
             own = Waits(error.rank, Pending(self._sends, self._peer, 0))

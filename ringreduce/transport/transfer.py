@@ -20,11 +20,9 @@ from ringreduce.transport.loop import CIPHERTEXTS_MAX, count_segments, is_releas
 from ringreduce.transport.records import CHANNEL, DONE, DRAINING, LINK, TRANSFER, pointer
 from ringreduce.vocabulary.compiled import jit
 
-# All borrowed segments may still be unwritten when the function returns.
-HOLD_ALL = (1 << 63) - 1
+HOLD_ALL = (1 << 63) - 1  # all borrowed segments may still be unwritten when the function returns
 
-# A segment has arrived, and more are due.
-_MORE = -1
+_MORE = -1  # a segment has arrived, and more are due
 
 
 @jit

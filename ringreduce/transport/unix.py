@@ -18,9 +18,8 @@ from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError, RingReduceError
 
-# Magic, job, sender's rank.
-_HELLO = struct.Struct("<8sQQ")
-_DESCRIPTOR = struct.Struct("i")
+_HELLO = struct.Struct("<8sQQ")  # magic, job, sender's rank
+_DESCRIPTOR, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
 _MAGIC = b"RRR-UNIX"
 
 
@@ -185,7 +184,6 @@ class Mesh:
             connection.close()
 
     def close(self) -> None:
-        """Close all connections."""
         self._listener.close()
         with self._lock:
             for connection in self._connections.values():
@@ -195,8 +193,6 @@ class Mesh:
 
 def _is_ours(connection: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user, by SO_PEERCRED."""
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-    )
-    _, user, _ = struct.unpack("3i", credentials)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())

@@ -15,7 +15,6 @@ closed.
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffi
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
-from ringreduce.transport.stalls import State, Waiting, finish
+from ringreduce.transport.stalls import StalledCall, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
@@ -43,10 +42,8 @@ _UNTIMED_BYTES = 1 << 16
 _Loop = Callable[[int, int, int], int]
 
 
-class ZmqLink:
+class ZmqLink(StalledCall):
     """One-way channels over ZeroMQ: to the next ranks, and from the previous ones.
-
-    Its present call is a `StalledCall`.
 
     It listens on `bind` before the ranks have met, for a ring of `members_max` of them; `connect`
     then names its members and closes the sockets not needed. Frames have `segment_bytes` of
@@ -103,8 +100,7 @@ class ZmqLink:
         self._addresses, self._status = (0, 0, 0), records.WAITING
         self._steps, self._segments = 0, 1
         self._has_failed = False
-        # Buffers of failed calls, kept until close.
-        self._lent: list[np.ndarray] = []
+        self._lent: list[np.ndarray] = []  # buffers of failed calls, kept until close
 
     def connect(
         self, *, job: int, addresses: Mapping[int, str], membership: Membership, ranks_here: int
@@ -146,7 +142,6 @@ class ZmqLink:
             self.sockets.lock_all(time.monotonic() + TIMES.lock_s)
 
     def traffic(self) -> Traffic:
-        """What has crossed the link so far."""
         record = self._record
         return Traffic(record.frames, record.bytes_sent, record.bytes_received)
 
@@ -154,7 +149,7 @@ class ZmqLink:
         """Progress of the present call; the loop may be changing the numbers meanwhile."""
         steps = self._record.step + self._record.segment / self._segments
         done = min(1.0, steps / max(1, self._steps))
-        return replace(self.sockets.flow(), done=done, sent_to_next=self._sent_to_next())
+        return self.sockets.flow()._replace(done=done, sent_to_next=self._sent_to_next())
 
     def _sent_to_next(self) -> SentToNext | None:
         """How fast the connections to the next rank were so far; from any thread."""
@@ -184,7 +179,6 @@ class ZmqLink:
         self._drive(call, exchange.run, rows, sequence)
 
     def _drive(self, call: Call, run: _Loop, memory: np.ndarray, sequence: int) -> None:
-        """Run a compiled loop to its end, or raise the error that stopped it."""
         call.number(sequence)
         record = self._record
         record.step = record.segment = record.started = record.channel = 0
@@ -207,8 +201,7 @@ class ZmqLink:
                 self._record_steps(call, began_s)
         except BaseException:
             self._has_failed = True
-            # libzmq may still read this memory.
-            self._lent.append(memory)
+            self._lent.append(memory)  # libzmq may still read this memory.
             raise
 
     def _time_steps(self, call: Call, nbytes: int) -> float:
@@ -242,7 +235,6 @@ class ZmqLink:
     # --- The present call, while another rank holds it up ---------------------------------------
 
     def resume(self) -> bool:
-        """Run the loop until it is done, or needs a decision."""
         self._status = status = self._loop(*self._addresses)
         if status not in (records.DONE, records.WAITING, records.DRAINING):
             raise self._error()
@@ -255,8 +247,7 @@ class ZmqLink:
             peer = self._outgoing[0].peer
             return State(progress, peer, f"{self.named(peer)} to take its data")
         source = self._source()
-        # Who has connected matters before the first frame.
-        source.read_events()
+        source.read_events()  # Who has connected matters before the first frame.
         nbytes = format_bytes(int(self._call.expected(self._record.step)[6]))
         due = f"{nbytes} from {self.named(source.peer)}"
         return State(progress, source.peer, due, source.silence)
@@ -287,7 +278,6 @@ class ZmqLink:
         return next((pushing.peer for pushing in self._lost_outgoing(needed)), None)
 
     def where(self, peer: int) -> dict[str, Any]:
-        """The fields that every error of this call has."""
         step = min(self._record.step, max(0, self._call.steps - 1))
         return {
             **self._who,
@@ -315,7 +305,6 @@ class ZmqLink:
         return self._incoming[int(self._record.channel)]
 
     def _error(self) -> RingReduceError:
-        """The error for the status that the loop has returned."""
         record, source = self._record, self._source()
         if self._status == records.UNSENDABLE:
             ahead = self._outgoing[record.channel]

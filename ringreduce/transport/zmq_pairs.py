@@ -35,13 +35,12 @@ from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
-from ringreduce.transport.stalls import PeerTimeouts, State, Waiting, finish
+from ringreduce.transport.stalls import PeerTimeouts, StalledCall, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
 _MESSAGES, _PARTS = range(PAIR_CHANNELS)
-# The number of channel 0, far above the channels of any ring.
-_FIRST_CHANNEL = 1 << 16
+_FIRST_CHANNEL = 1 << 16  # the number of channel 0, far above the channels of any ring
 
 
 class ZmqPairs:
@@ -75,10 +74,8 @@ class ZmqPairs:
         self._addresses: dict[tuple[int, int], str] = {}
         self._sending: dict[tuple[int, int], Sending] = {}
         self._receiving: dict[tuple[int, int], Receiving] = {}
-        # Messages to this rank, known once this is closed.
-        self.unreceived: list[Unreceived] = []
-        # Memory of failed calls, kept until close.
-        self._lent: list[np.ndarray] = []
+        self.unreceived: list[Unreceived] = []  # messages to this rank, known once this is closed
+        self._lent: list[np.ndarray] = []  # memory of failed calls, kept until close
 
     def found(self, listening: Listening) -> None:
         """Another rank listens for this one."""
@@ -154,11 +151,9 @@ class ZmqPairs:
             for sending in used:
                 call.connect(sending)
                 if not self._security.seals:
-                    # Costs no memory.
-                    call.run(sending, None, transfer.HOLD_ALL)
+                    call.run(sending, None, transfer.HOLD_ALL)  # Costs no memory.
             if is_connected:
-                # Meanwhile parts travel.
-                compare()
+                compare()  # Meanwhile parts travel.
             # What goes and comes over one distance at a time. Nobody waits in a cycle: of the ranks
             # at the shortest distance, each receives what another one sends, and whose data nobody
             # takes yet still receives.
@@ -264,14 +259,12 @@ class ZmqPairs:
         self._has_failed = True
 
     def traffic(self) -> Traffic:
-        """What has crossed all pairs so far."""
         with self._changed:
             ends = [*self._sending.values(), *self._receiving.values()]
         found = [(e.record.frames, e.record.bytes_sent, e.record.bytes_received) for e in ends]
         return Traffic(*map(sum, zip((0, 0, 0), *found, strict=True)))
 
     def flow(self) -> Flow:
-        """What was sent to each rank, and from which ones frames are due; from any thread."""
         return Flow() if self._sockets is None else self._sockets.flow()
 
     def close(self) -> None:
@@ -293,8 +286,8 @@ class ZmqPairs:
         self._lent.clear()
 
 
-class _Call:
-    """A message, or the parts of a collective, one after the other; a `StalledCall`."""
+class _Call(StalledCall):
+    """A message, or the parts of a collective, one after the other."""
 
     def __init__(self, pairs: ZmqPairs, operation: str, header: Header, sequence: int) -> None:
         self._pairs = pairs
@@ -305,7 +298,6 @@ class _Call:
         self._is_connecting = False
 
     def run(self, sending: Sending | None, receiving: Receiving | None, held: int) -> None:
-        """Run the compiled loop to its end, or raise the error that stopped it."""
         self._sending, self._receiving, self._held = sending, receiving, held
         self._source = (0, 0) if sending is None else sending.addresses
         self._target = (0, 0) if receiving is None else receiving.addresses
@@ -352,7 +344,6 @@ class _Call:
         return self._sending
 
     def resume(self) -> bool:
-        """Run the loop until it is done, or needs a decision."""
         if self._is_connecting:
             assert self._sending is not None
             return bool(self._pairs.find(self._sending, TIMES.poll_s))
@@ -362,7 +353,6 @@ class _Call:
         return bool(status == records.DONE)
 
     def state(self) -> State:
-        """What both ends have done."""
         end, sending, receiving = self._end, self._sending, self._receiving
         received = 0 if receiving is None else receiving.record.frames
         released = 0 if sending is None else sending.channel.released
@@ -387,7 +377,6 @@ class _Call:
         return end.peer if end.is_lost(has_left, waited_s) else None
 
     def where(self, peer: int) -> dict[str, Any]:
-        """The fields that every error of this call has."""
         is_message = self._header.kind in wire.SENDS
         return {
             **self._pairs._who,
@@ -398,7 +387,6 @@ class _Call:
         }
 
     def _error(self) -> RingReduceError:
-        """The error for the status that the loop has returned."""
         sending, receiving, status = self._sending, self._receiving, self._status
         is_sending = status in (records.UNSENDABLE, records.KEY_ENDED) or (
             sending is not None and sending.record.errno != 0

@@ -14,16 +14,11 @@ import os
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+from ringreduce.vocabulary import launched
 from ringreduce.vocabulary.endpoints import are_patterns, host_and_port, port_range
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.launched import (
-    checked,
-    find_launched_rank,
-    say_misspelt,
-    take_launched_rank,
-)
 from ringreduce.vocabulary.secret import check_secret, read_secret, users_secret
 from ringreduce.vocabulary.times import Times
 
@@ -51,8 +46,7 @@ def time_scale(environment: Mapping[str, str] | None = None) -> float:
 TIMES = Times().scaled(time_scale())
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Metadata of a field of `Config`."""
 
     help: str  # its meaning, in a clause
@@ -251,7 +245,7 @@ class Config:
         check_names(arguments, SETTINGS)
         values = {name: value for name, value in arguments.items() if value is not None}
         is_ours = any(name in values or variable_of(name) in variables for name in ("rank", "size"))
-        place = None if is_ours else find_launched_rank(variables)
+        place = None if is_ours else launched.find_launched_rank(variables)
         for name, setting in SETTINGS.items():
             text = variables.get(variable_of(name))
             if name not in values and text is not None:
@@ -261,13 +255,13 @@ class Config:
         if place is not None:
             rank, local = place.rank, place.local_rank
         if (rank if local is None else local) == 0:
-            say_misspelt(variables, _known_variables())
+            launched.say_misspelt(variables, _known_variables())
         if place is None:
             _refuse_half_a_launch(values, variables)
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
         if place is not None:
-            take_launched_rank(values, place, variables.get("HOME", ""))
+            launched.take_launched_rank(values, place, variables.get("HOME", ""))
         if "timeout_s" in values:
             # A user who sets one limit means it for the rendezvous too.
             values.setdefault("join_timeout_s", values["timeout_s"])
@@ -275,10 +269,8 @@ class Config:
 
     def to_environment(self) -> dict[str, str]:
         """The variables from which `from_environment` makes this Config again."""
-        values = {name: getattr(self, name) for name in SETTINGS}
-        return {
-            variable_of(name): str(value) for name, value in values.items() if value is not None
-        }
+        values = {variable_of(name): getattr(self, name) for name in SETTINGS}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     def agreed(self) -> dict[str, int]:
         """The settings that must be equal on all ranks, as numbers; of names, the index."""
@@ -323,12 +315,12 @@ def variable_of(setting: str) -> str:
 
 def check_variables(more: Collection[str], say: Callable[[str], None]) -> None:
     """Say which variables of this process, and of `more`, are misspelt."""
-    say_misspelt({*os.environ, *more}, _known_variables(), say)
+    launched.say_misspelt({*os.environ, *more}, _known_variables(), say)
 
 
 def note_launched() -> None:
     """Note that the launcher has called `check_variables` with this process's variables."""
-    checked.update(os.environ)
+    launched.checked.update(os.environ)
 
 
 def _known_variables() -> set[str]:

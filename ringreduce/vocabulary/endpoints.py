@@ -2,7 +2,7 @@
 
 import fnmatch
 import ipaddress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -55,8 +55,7 @@ def _port(text: str) -> int | None:
     return int(text) if digits and 1 <= int(text) <= _PORT_MAX else None
 
 
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(NamedTuple):
     """Interfaces by name (``eth0``, ``ib*``) or addresses by CIDR block; ``^`` excludes them."""
 
     text: str

@@ -86,8 +86,7 @@ class RingReduceError(Exception):
         if self.host is not None:
             text += f" Rank {self.peer} is on {self.host}."
         if self.remedy is not None:
-            # Below a table.
-            text += self.remedy if text.endswith("\n") else f" {self.remedy}"
+            text += self.remedy if text.endswith("\n") else f" {self.remedy}"  # Below a table.
         return text
 
 
@@ -164,5 +163,4 @@ class NativeError(RingReduceError, ImportError):
 
 __all__ = [name for name in vars() if name.endswith("Error")]
 for _name in __all__:
-    # So that a traceback shows the public name.
-    globals()[_name].__module__ = "ringreduce"
+    globals()[_name].__module__ = "ringreduce"  # So that a traceback shows the public name.

@@ -11,10 +11,8 @@ from ringreduce.vocabulary.secret import users_secret
 _log = logging.getLogger(__name__)
 
 _PREFIX = "RINGREDUCE_"
-# TIMEOUT is like TIMEOUT_S, and PORT like PORTS.
-_LIKENESS = 0.8
-# Variables that `say_misspelt` has looked at, here or in the launcher.
-checked: set[str] = set()
+_LIKENESS = 0.8  # TIMEOUT is like TIMEOUT_S, and PORT like PORTS
+checked: set[str] = set()  # variables that `say_misspelt` has looked at, here or in the launcher
 
 
 def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:

@@ -19,7 +19,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ringreduce.vocabulary.endpoints import address, is_local
 from ringreduce.vocabulary.errors import ConfigError
@@ -33,8 +33,7 @@ _PORT_MAX = 65535
 _PORTS = range(20000, 29000)
 
 
-@dataclass(frozen=True)
-class LaunchedRank:
+class LaunchedRank(NamedTuple):
     """What a launcher says of this process; empty and None: it does not say."""
 
     key: str
@@ -71,8 +70,7 @@ class LaunchedRank:
         return address(host, self.port or _PORTS[int.from_bytes(digest, "big") % len(_PORTS)])
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """One launcher's variables."""
 
     key: str  # its name in RINGREDUCE_LAUNCHER
@@ -127,9 +125,8 @@ def _asked(variables: Variables) -> tuple[Launcher, ...]:
     if not choice:
         return LAUNCHERS
     if choice != "none" and choice not in (keys := [each.key for each in LAUNCHERS]):
-        raise ConfigError(
-            f"RINGREDUCE_LAUNCHER is {choice[:80]!r}; accepted: {', '.join(keys)}, none"
-        )
+        accepted = ", ".join(keys)
+        raise ConfigError(f"RINGREDUCE_LAUNCHER is {choice[:80]!r}; accepted: {accepted}, none")
     return tuple(each for each in LAUNCHERS if each.key == choice)
 
 
@@ -178,13 +175,13 @@ def _whole(name: str, variables: Variables, low: int, high: int) -> int:
 
 def _compared(place: LaunchedRank, other: LaunchedRank, launcher: Launcher) -> LaunchedRank:
     """`place`, completed from `other` where both name the same rank."""
-    place = replace(place, shares_home=place.shares_home or other.shares_home)
+    place = place._replace(shares_home=place.shares_home or other.shares_home)
     if (place.rank, place.size) == (other.rank, other.size):
         if place.local_size is None:
-            place = replace(place, local_rank=other.local_rank, local_size=other.local_size)
+            place = place._replace(local_rank=other.local_rank, local_size=other.local_size)
         if not place.host:
-            place = replace(place, host=other.host, port=other.port)
-        return replace(place, job=place.job or other.job)
+            place = place._replace(host=other.host, port=other.port)
+        return place._replace(job=place.job or other.job)
     # Fewer ranks than it has tasks: each task would be a job of its own, which nobody means.
     if launcher.starts_others and other.size <= place.size:
         return place
@@ -303,8 +300,8 @@ _TORCHRUN = Launcher(
 LAUNCHERS = (
     _TORCHRUN,
     # PyTorchJob, and scripts that set these by hand; RANK alone means many things.
-    replace(
-        _TORCHRUN, key="torch", name="PyTorch", signs=(("RANK", "WORLD_SIZE"),), port="MASTER_PORT"
+    _TORCHRUN._replace(
+        key="torch", name="PyTorch", signs=(("RANK", "WORLD_SIZE"),), port="MASTER_PORT"
     ),
     Launcher(
         "horovod",

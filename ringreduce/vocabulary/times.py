@@ -25,13 +25,11 @@ class Times:
     silent_warning_s: float = 1.0
     # ... and after this long one that is alive.
     slow_warning_s: float = 5.0
-    # Between two warnings that the same rank is always late.
-    straggler_pause_s: float = 60.0
+    straggler_pause_s: float = 60.0  # between two warnings that the same rank is always late
     # A neighbour silent for this long gets few heartbeats: unread ones must not fill its system's
     # buffers, or a long stop would look like a dead connection.
     sparing_s: float = 5.0
-    # A pause of this process explains errors up to this long after it.
-    pause_memory_s: float = 5.0
+    pause_memory_s: float = 5.0  # a pause of this process explains errors up to this long after it
 
     # A connection carries nothing of what was sent: TCP has sent a lost packet five times by then,
     # and a warning names the two ranks ...
@@ -42,10 +40,8 @@ class Times:
     link_timeout_min_s: float = 0.5
     # After a connection has ended, wait for the news that its rank leaves, which comes on another.
     ended_s: float = 0.1
-    # The same if only one of its two connections has ended.
-    half_ended_s: float = 1.0
-    # Meanwhile the watcher checks this often.
-    ended_poll_s: float = 0.02
+    half_ended_s: float = 1.0  # the same if only one of its two connections has ended
+    ended_poll_s: float = 0.02  # meanwhile the watcher checks this often
     # In an exchange neighbours may leave before this rank is done, and while the ring forms they
     # may not have connected yet. After this silence one that has left counts as lost.
     quiet_s: float = 3.0
@@ -59,21 +55,17 @@ class Times:
     # one knows as soon as it gets a frame; its predecessor may still be computing.
     explanation_s: float = 1.0
 
-    # To send what is still to be written when a rank leaves.
-    linger_s: float = 1.0
-    # To send confirmations when the control channel closes.
-    flush_s: float = 0.05
+    linger_s: float = 1.0  # to send what is still to be written when a rank leaves
+    flush_s: float = 0.05  # to send confirmations when the control channel closes
     # A rank that leaves waits this long for its neighbours to confirm that they know.
     confirm_s: float = 1.0
     # A thread that takes longer to end is stuck, writing to a dead disk or an unread terminal.
     join_thread_s: float = 2.0
 
-    # After a ring's first call, for ranks that are still connecting.
-    lock_s: float = 5.0
+    lock_s: float = 5.0  # after a ring's first call, for ranks that are still connecting
     # A handshake takes a few round trips; one that takes longer is not from a rank.
     handshake_s: float = 10.0
-    # Between two logged lines on refused connections.
-    refusal_pause_s: float = 10.0
+    refusal_pause_s: float = 10.0  # between two logged lines on refused connections
     # For the hello of a rank that has connected to a Unix socket; it sends it at once.
     hello_s: float = 2.0
     # To connect to a rank whose port opens at about the same time: the system itself tries again
@@ -86,8 +78,7 @@ class Times:
     # To find out at which address a rank can be reached: TCP repeats a lost first packet after one
     # second, and again after two more.
     reach_s: float = 5.0
-    # Meanwhile each of a rank's addresses has this start before the next.
-    lead_s: float = 0.25
+    lead_s: float = 0.25  # meanwhile each of a rank's addresses has this start before the next
     # Other ranks wait this much longer than rank 0, whose answer names the missing ranks.
     answer_s: float = 0.5
 
@@ -103,10 +94,8 @@ class Times:
     # The traceback of a program that an exception has ended is shown after this, if its process
     # has not ended: threads of its own may go on, and a loaded machine takes long.
     hold_s: float = 30.0
-    # Into a file, between two states of a line that is redrawn.
-    partial_line_s: float = 10.0
-    # To read output that a dead worker's children still hold open.
-    drain_s: float = 0.5
+    partial_line_s: float = 10.0  # into a file, between two states of a line that is redrawn
+    drain_s: float = 0.5  # to read output that a dead worker's children still hold open
     # For ssh to connect, and Python to start there from a slow file system.
     agent_start_s: float = 60.0
     # Between two messages that show an agent that its launcher lives ...
@@ -114,8 +103,7 @@ class Times:
     # ... and without any for this long it ends its ranks. Long enough for a launcher that is
     # stopped for a moment (Ctrl-Z).
     agent_silent_s: float = 60.0
-    # For an agent, and ssh, to end after their ranks were killed.
-    agent_end_s: float = 5.0
+    agent_end_s: float = 5.0  # for an agent, and ssh, to end after their ranks were killed
 
     def scaled(self, factor: float) -> Times:
         """The same with every value multiplied by `factor`."""

@@ -14,11 +14,8 @@ _PLACE = {variable_of(name) for name, setting in SETTINGS.items() if not setting
 _OWN = {*_PLACE, "RINGREDUCE_HOST_ID", *_SECRET}
 # Numerical libraries read these when they load; the launcher sets them for each worker.
 _THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "NUMBA_NUM_THREADS",
-    "TF_NUM_INTRAOP_THREADS",
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("NUMBA_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"),
 )
 
 

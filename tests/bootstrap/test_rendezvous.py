@@ -569,7 +569,7 @@ def test_an_address_that_does_not_answer_is_in_the_table_of_all_ranks(monkeypatc
 
     def wrong(config: Config, networks: Any) -> Any:
         host = "127.0.0.3" if config.rank == 1 else "127.0.0.1"
-        return replace(bind_of(config, networks), hosts=(host,))
+        return bind_of(config, networks)._replace(hosts=(host,))
 
     monkeypatch.setattr(formation, "own_networks", offered)
     monkeypatch.setattr(formation, "bind_of", wrong)

@@ -110,7 +110,7 @@ def node(port: int, number: int, nodes: int = 2, count: int = 1, **fields: Any) 
     own = {"version": __version__, "nodes": nodes, "max_restarts": 0}
     own |= {name: fields.pop(name) for name in own.keys() & fields.keys()}
     join = Join(**own, node=number, count=count, host="b")
-    return replace(Node(join, "127.0.0.1", port, SECRET, 20.0), **fields)
+    return Node(join, "127.0.0.1", port, SECRET, 20.0)._replace(**fields)
 
 
 @contextlib.contextmanager

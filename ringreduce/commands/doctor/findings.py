@@ -6,14 +6,10 @@ import msgspec
 
 from ringreduce.vocabulary.words import named
 
-# Bytes of the all-reduces that are timed.
-SIZES = (1 << 10, 64 << 20)
-# TensorFlow alone takes half of it.
-_MEMORY_MIN = 1 << 30
-# A link of 1 Gbit/s carries 117 MB/s.
-_RATE_MIN = 100e6
-# On links that `bench` measures an all-reduce takes 1 to 2 times as long.
-_TIMES_RAW_MAX = 5
+SIZES = (1 << 10, 64 << 20)  # bytes of the all-reduces that are timed
+_MEMORY_MIN = 1 << 30  # TensorFlow alone takes half of it
+_RATE_MIN = 100e6  # a link of 1 Gbit/s carries 117 MB/s
+_TIMES_RAW_MAX = 5  # on links that `bench` measures an all-reduce takes 1 to 2 times as long
 
 
 class Facts(msgspec.Struct, tag=True, frozen=True):
@@ -80,9 +76,8 @@ def turns(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
     First the ranks of each of `hosts`, then the first ranks of two that follow on the ring.
     """
     ahead = [*hosts[1:], hosts[0]]
-    pairs: list[tuple[int, ...]] = [
-        (here[0], there[0]) for here, there in zip(hosts, ahead, strict=True)
-    ]
+    both = zip(hosts, ahead, strict=True)
+    pairs: list[tuple[int, ...]] = [(here[0], there[0]) for here, there in both]
     if len(pairs) <= 2:  # The way back is the same link.
         del pairs[-1]
     last = [pairs.pop()] if len(pairs) % 2 and len(pairs) > 1 else []

@@ -30,14 +30,11 @@ from ringreduce.transport.listening import Bind, listen
 from ringreduce.vocabulary import compiled, cores
 from ringreduce.vocabulary.endpoints import port_range
 
-# An address that answers later is of no use.
-_REACH_S = 2.0
+_REACH_S = 2.0  # an address that answers later is of no use
 # A measurement repeats for this long; a single call may take up to the limit.
 _SECONDS, _CALLS_MAX, _LIMIT_S = 0.2, 100, 60.0
-# So much is sent without a reader.
-_BUFFERED = 1 << 16
-# What a program may open besides, its data and its logs.
-_FILES_MIN = 1024
+_BUFFERED = 1 << 16  # so much is sent without a reader
+_FILES_MIN = 1024  # what a program may open besides, its data and its logs
 _DISTRIBUTIONS = ("TensorFlow", "TensorFlow-cpu", "Keras", "numpy", "numba", "pyzmq")
 
 _Ends = tuple[tuple[float, ...], str, tuple[str, ...]]

@@ -42,8 +42,7 @@ class _Connection:
         os.dup2(2, 1)
         os.set_blocking(self._output, False)
         self._orders: Records[exchange.Order] = Records(exchange.Order)
-        # Those that have arrived and were not taken.
-        self._arrived: deque[exchange.Order] = deque()
+        self._arrived: deque[exchange.Order] = deque()  # those that have arrived and were not taken
         self._received_s = time.monotonic()
         self._write(exchange.MAGIC + encode(exchange.Hello(__version__)))
 
@@ -60,7 +59,6 @@ class _Connection:
         self._arrived += self._orders.feed(data)
 
     def take(self) -> Iterator[exchange.Order]:
-        """The orders that have arrived."""
         while self._arrived:
             yield self._arrived.popleft()
 

@@ -17,8 +17,7 @@ from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 
-# Of a rank whose output is not shown, kept for the case that it fails.
-_KEPT_LINES = 400
+_KEPT_LINES = 400  # of a rank whose output is not shown, kept for the case that it fails
 
 OUTPUTS = ("all", "rank0", "failed")
 # What TensorFlow 2.18 to 2.21 writes in every process; anything else may be an error that matters.
@@ -58,7 +57,6 @@ class Display:
         self._streams: dict[tuple[int, bool], _Stream] = {}
 
     def take(self, output: Output) -> None:
-        """Take what a worker has written."""
         stream = self._streams.get((output.rank, output.is_error))
         if stream is None:
             is_raw = output.rank == self._raw_rank and not output.is_error

@@ -38,7 +38,6 @@ class Assignment(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def ranks(self) -> range:
-        """The ranks of this host."""
         return range(self.first_rank, self.first_rank + self.count)
 
 
@@ -91,6 +90,5 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 Order = Assignment | Start | Signal | Alive
-# What ranks do, on whichever host.
-Event = Output | Told | Ended
+Event = Output | Told | Ended  # what ranks do, on whichever host
 Report = Hello | Refused | Ready | Event

@@ -8,7 +8,7 @@ which exception ends it, or when it ends without saying so.
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -76,8 +76,7 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
         return f"killed by signal {-self.returncode} ({name})"
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """Why a job failed."""
 
     # The failure that caused the others; or, if there are `silent` ranks, the first that is about

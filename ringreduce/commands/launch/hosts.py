@@ -7,6 +7,7 @@ them. A host without a number has one slot; an IPv6 address stands in brackets.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -20,8 +21,7 @@ _HOST = re.compile(
 _SLOTS = re.compile(r"(max[_-])?slots=(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A host that the user named."""
 
     login: str  # how ssh names it: ``host`` or ``user@host``

@@ -26,13 +26,11 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
 
-# What ssh itself returns when it fails.
-_LOST_CODE = 255
+_LOST_CODE = 255  # what ssh itself returns when it fails
 
 
 class Job:
@@ -248,19 +246,17 @@ class Job:
             meeting.report(cause.first)
 
     def _take(self, event: Event) -> None:
+        worker = self._workers[event.rank]
         if isinstance(event, Output):
             self._display.take(event)
         elif isinstance(event, Ended):
-            self._workers[event.rank].end(event.returncode, event.how)
+            worker.end(event.returncode, event.how)
         else:
-            self._note(self._workers[event.rank], event.record)
-
-    def _note(self, worker: Worker, record: WorkerRecord) -> None:
-        worker.note(record)
-        if worker.raised is record:
-            self._display.keep(worker.rank, worker.raised.whole or worker.raised.traceback)
-        if self._plan.meeting is not None and self._plan.size in worker.joins:
-            self._plan.meeting.note_joins()
+            worker.note(event.record)
+            if worker.raised is event.record:
+                self._display.keep(worker.rank, worker.raised.whole or worker.raised.traceback)
+            if self._plan.meeting is not None and self._plan.size in worker.joins:
+                self._plan.meeting.note_joins()
 
     def _lose(self, agent: RemoteHost) -> None:
         """Note that an agent is gone, and its ranks with it."""

@@ -151,7 +151,6 @@ class LocalHost:
             self._terminal = None
 
     def close(self) -> None:
-        """Close what is still open, as when a rank's child has an output."""
         for pipes in self._pipes.values():
             for pipe in pipes:
                 pipe.close()

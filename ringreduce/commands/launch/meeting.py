@@ -10,41 +10,31 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
+from ringreduce.commands.launch import node_messages as messages
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive, Refused
-from ringreduce.commands.launch.node_messages import (
-    NONCE_BYTES,
-    Channel,
-    Done,
-    Join,
-    Joined,
-    Placed,
-    Record,
-)
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import address
 from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16
-# Launchers without a place that are connected at a time.
-_LATE_MAX = 16
+_LATE_MAX = 16  # launchers without a place that are connected at a time
 _TOO_LATE = (
     "the job has started already, with other launchers. Give each host a --node-rank of its own, "
     "and each job a --rendezvous of its own"
 )
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """What a launcher was told: which one it is, and where node 0 listens."""
 
-    own: Join  # what it says of itself
+    own: messages.Join  # what it says of itself
     host: str
     port: int
     secret: str  # the job's; every launcher has it
@@ -65,7 +55,7 @@ class Meeting:
     def __init__(
         self,
         node: Node,
-        placed: Placed,
+        placed: messages.Placed,
         peers: Sequence[Peer],
         listener: socket.socket | None = None,
         door: socket.socket | None = None,
@@ -97,7 +87,7 @@ class Meeting:
                 self._take_failure(peer, gone)
         if self.node.own.node == 0 and self._is_done and all(peer.is_done for peer in self._peers):
             self.is_over = True
-            self._send_all(Done())
+            self._send_all(messages.Done())
         self._refuse_late()
 
     def report(self, failure: Failure) -> None:
@@ -113,17 +103,16 @@ class Meeting:
         """A rank waits in the ring of all ranks."""
         if not self.has_joined:
             self.has_joined = True
-            self._send_all(Joined(), but)
+            self._send_all(messages.Joined(), but)
 
     def note_done(self) -> None:
         """The ranks of this node have ended well."""
         if not self._is_done:
             self._is_done = True
             if self.node.own.node > 0:
-                self._send_all(Done())
+                self._send_all(messages.Done())
 
     def close(self) -> None:
-        """Close the connections."""
         for peer in self._peers:
             # What is left to read would make the system drop what was sent.
             with contextlib.suppress(OSError):
@@ -141,10 +130,10 @@ class Meeting:
         if peer.is_gone:
             selector.unregister(peer.end)
         for record in records:
-            if isinstance(record, Done):
+            if isinstance(record, messages.Done):
                 peer.is_done = True
                 self.is_over = self.node.own.node > 0
-            elif isinstance(record, Joined):
+            elif isinstance(record, messages.Joined):
                 self.note_joins(peer)
             elif isinstance(record, Failure):
                 self._take_failure(peer, record)
@@ -153,9 +142,8 @@ class Meeting:
         peer.has_failed = True
         # Node 0 passes on what it learns; the others know only node 0.
         self._send_all(failure, but=peer)
-        self.failures.append(
-            msgspec.structs.replace(failure, time_s=time.monotonic(), has_ended=True)
-        )
+        now = {"time_s": time.monotonic(), "has_ended": True}
+        self.failures.append(msgspec.structs.replace(failure, **now))
 
     def _refuse_late(self) -> None:
         """On node 0: answer launchers for which there is no place, with the reason."""
@@ -190,7 +178,7 @@ class Meeting:
             self._waiting_since_s = time.monotonic()
         return len(ready) == 1 and time.monotonic() - self._waiting_since_s >= TIMES.confirm_s
 
-    def _send_all(self, record: Record, but: Peer | None = None) -> None:
+    def _send_all(self, record: messages.Record, but: Peer | None = None) -> None:
         for peer in self._peers:
             if peer is not but and not peer.is_gone:
                 peer.send(record)
@@ -201,10 +189,12 @@ class Peer:
 
     def __init__(self, end: socket.socket, secret: str, *, is_first: bool) -> None:
         self.end = end
-        self._channel = Channel(secret, secrets.token_bytes(NONCE_BYTES), is_first=is_first)
-        self._waiting: deque[Record] = deque()
+        self._channel = messages.Channel(
+            secret, secrets.token_bytes(messages.NONCE_BYTES), is_first=is_first
+        )
+        self._waiting: deque[messages.Record] = deque()
         self._sent_s = self._received_s = time.monotonic()
-        self.join: Join | None = None  # what it has said of itself, on node 0
+        self.join: messages.Join | None = None  # what it has said of itself, on node 0
         self.host, self.first_rank = "", 0
         self.stranger = ""  # what is at the other end, if it is no launcher of this job
         # Its ranks have ended well; it has said which one failed; the connection has ended.
@@ -212,7 +202,7 @@ class Peer:
         end.settimeout(TIMES.agent_end_s)
         self._write(self._channel.opening)
 
-    def send(self, record: Record) -> None:
+    def send(self, record: messages.Record) -> None:
         """Send a record, once the other end has begun; does nothing if it has gone."""
         self._waiting.append(record)
         self._sent_s = time.monotonic()
@@ -226,8 +216,7 @@ class Peer:
         if now_s - self._received_s >= TIMES.agent_silent_s:
             self.is_gone = True
 
-    def read(self) -> Sequence[Record]:
-        """What has arrived."""
+    def read(self) -> Sequence[messages.Record]:
         try:
             data = self.end.recv(_PIECE_BYTES)
             records = self._channel.feed(data)

@@ -73,7 +73,6 @@ class Channel:
 
     @property
     def opening(self) -> bytes:
-        """What each end sends first."""
         return MAGIC + self._nonce
 
     @property
@@ -82,7 +81,6 @@ class Channel:
         return self._keys is not None
 
     def encode(self, record: Record) -> bytes:
-        """One frame."""
         assert self._keys is not None
         data = msgspec.msgpack.encode(record)
         code = _code(self._keys[0], self._sent, data)

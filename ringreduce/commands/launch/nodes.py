@@ -192,9 +192,8 @@ class Nodes:
         if self._strangers:
             last = self._strangers[-1]
             text += f" (refused {len(self._strangers)} connections; the last one {last})"
-        return (
-            f"{text}. Start `ringreduce run` there with the same --nnodes, --rendezvous and secret"
-        )
+        how = "the same --nnodes, --rendezvous and secret"
+        return f"{text}. Start `ringreduce run` there with {how}"
 
     def _refuse_all(self, joined: dict[int, Peer], why: str) -> ConfigError:
         for peer in joined.values():
@@ -208,15 +207,13 @@ class Nodes:
             node.host, 0, size, remedy="Give RINGREDUCE_PORTS more ports.", ports=ports_wanted()
         )
         job_id, port = secrets.token_hex(8), listener.getsockname()[1]
-        first = node.own.count
+        placed, first = Placed(0, size, job_id, restart, port), node.own.count
         for peer in peers:
             assert peer.join is not None
             peer.first_rank = first
             peer.send(Placed(first, size, job_id, restart, port))
             first += peer.join.count
-        return Meeting(
-            node, Placed(0, size, job_id, restart, port), peers, listener, self._listener
-        )
+        return Meeting(node, placed, peers, listener, self._listener)
 
     def _join(self, deadline: float) -> Meeting | None:
         """The other nodes' side."""

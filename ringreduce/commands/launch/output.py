@@ -8,8 +8,7 @@ import codecs
 import re
 import unicodedata
 
-# A longer line is cut, so that it does not fill memory.
-_LINE_MAX = 1 << 16
+_LINE_MAX = 1 << 16  # a longer line is cut, so that it does not fill memory
 _COLOR = r"\x1b\[[\d;:]*m"
 _COLORS = re.compile(_COLOR)
 # Control sequences, such as those that move the cursor or set the window's title.

@@ -34,7 +34,6 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the job."""
         return self.count if self.meeting is None else self.meeting.placed.size
 
     @property

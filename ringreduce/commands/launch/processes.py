@@ -72,8 +72,7 @@ class Process:
         self.pid = self._process.pid  # of the process and of its group
         output = self._process.stdout
         if terminal is not None:
-            # Else its output would not end with the worker.
-            os.close(terminal.tty)
+            os.close(terminal.tty)  # Else its output would not end with the worker.
             output = terminal.output
         assert output is not None
         assert self._process.stderr is not None
@@ -133,7 +132,6 @@ class Pipe:
         return events
 
     def close(self) -> None:
-        """Close this end."""
         self._file.close()
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from ringreduce.commands.launch import start
 from ringreduce.vocabulary.errors import ConfigError
 
-# Python's own, before the program.
-_OPTION = re.compile(r"-([bBdEiIOPqsSuvx]+|[WX].*)")
+_OPTION = re.compile(r"-([bBdEiIOPqsSuvx]+|[WX].*)")  # Python's own, before the program
 
 
 def check_program(arguments: Sequence[str]) -> None:

@@ -59,8 +59,7 @@ class RemoteHost:
         self._begun_s = self._sent_s = time.monotonic()
         self._is_over = False
         self._why = ""
-        # Since when it should have ended.
-        self._due_s: float | None = None
+        self._due_s: float | None = None  # since when it should have ended
         command = spread.command(host)
         try:
             # Apart from the terminal's Ctrl-C: the ranks must get it, over this connection.
@@ -90,7 +89,6 @@ class RemoteHost:
         )
 
     def start(self, port: int) -> None:
-        """Start its ranks, which meet at `port`."""
         self.has_started = True
         self._send(exchange.Start(port))
 

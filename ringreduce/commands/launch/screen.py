@@ -6,8 +6,7 @@ are written above it.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ringreduce.commands.launch.output import cut, last_state, without_colors
 from ringreduce.vocabulary.config import color_wanted
@@ -17,8 +16,7 @@ _NO_COLOR = "\x1b[0m"
 _ERASE = "\r\x1b[K"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Standard output, or error, of a worker; a raw one, of a terminal, holds control sequences."""
 
     rank: int
@@ -55,8 +53,7 @@ class Screen:
         mark = self._mark(source.rank, target)
         text = "".join(f"{mark}{self._line(line, source, target)}\n" for line in lines)
         if self._live is not None and self._live[0] == source:
-            # The first line is what the live line has become.
-            self._erase()
+            self._erase()  # The first line is what the live line has become.
         self._write(target, text)
 
     def show_live(self, source: Source, text: str) -> None:

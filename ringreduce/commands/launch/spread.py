@@ -5,8 +5,8 @@ import shlex
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ringreduce.commands.launch.hosts import Host, Share, parse_hostfile
 from ringreduce.vocabulary.endpoints import host_and_port, is_local
@@ -26,8 +26,7 @@ _OPTIONS = (
 _SSH_FAILED = 255
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Which hosts have which ranks, where the ranks meet, and how agents are started."""
 
     shares: Sequence[Share]

@@ -34,7 +34,6 @@ class Worker:
         return self.exit_s is None
 
     def note(self, record: WorkerRecord) -> None:
-        """Note what it has told."""
         if isinstance(record, Joins):
             self.joins.add(record.size)
         elif isinstance(record, ImportedKeras):

@@ -33,7 +33,6 @@ class Records:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that take part."""
         return range(self.size) if self.group is None else sorted(self.group.members)
 
     @property

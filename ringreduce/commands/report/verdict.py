@@ -1,9 +1,9 @@
 """The paragraph of ``ringreduce report``: the culprit, and what each rank was doing. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import PurePath
+from typing import NamedTuple
 
 from ringreduce.commands.report.flight_records import Records, clean, membership_of, shorten
 from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
@@ -12,13 +12,11 @@ from ringreduce.vocabulary import errors
 
 # Ranks of a job at work are in different calls too; only one in its call this long hangs.
 _STILL_S = 1.0
-# Two readings of one time differ less.
-_SAME_S = 1e-3
+_SAME_S = 1e-3  # two readings of one time differ less
 _VERBS = {"PeerLostError": "lost", "PeerTimeoutError": "waited for"}
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The culprits (one rank, those that disagree, or none), and a paragraph that explains it."""
 
     culprits: tuple[int, ...]
@@ -48,13 +46,11 @@ def _first_cause(records: Records) -> tuple[Records, Finding]:
     found = [(part, _find(part)) for part in parts]
     failed = [each for each in found if _failed_s(each[0]) < inf]
     if failed:
-        return min(
-            failed, key=lambda each: (each[1].reason is not Reason.OWN_ERROR, _failed_s(each[0]))
-        )
+        own = Reason.OWN_ERROR
+        return min(failed, key=lambda each: (each[1].reason is not own, _failed_s(each[0])))
     found = [each for each in found if each[1].culprits] or found[:1]
-    waiting = {
-        rank for part in parts for rank, dump in part.dumps.items() if dump.operation is not None
-    }
+    dumps = (each for part in parts for each in part.dumps.items())
+    waiting = {rank for rank, dump in dumps if dump.operation is not None}
     return next((each for each in found if not waiting & {*each[1].culprits}), found[0])
 
 
@@ -174,13 +170,10 @@ def _out_of_step(records: Records, finding: Finding) -> str:
 def _nobody(records: Records, finding: Finding) -> str:
     longest = max(records.dumps.values(), key=_stood_s)
     if _stood_s(longest) < _STILL_S and not records.missing and not finding.witnesses:
-        return (
-            f"No culprit found: no rank had stood still for {_STILL_S:g} s, so the job was at work."
-        )
-    return (
-        f"No culprit found. Longest of all, rank {longest.rank} {_was(longest)}"
-        f"{_source_of(longest)}."
-    )
+        why = f"no rank had stood still for {_STILL_S:g} s, so the job was at work"
+        return f"No culprit found: {why}."
+    was = f"{_was(longest)}{_source_of(longest)}"
+    return f"No culprit found. Longest of all, rank {longest.rank} {was}."
 
 
 _WORDS: Mapping[Reason, Callable[[Records, Finding], str]] = {
