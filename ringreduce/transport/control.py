@@ -51,13 +51,13 @@ class Control:
         self._awake, self._waker = sockets.socketpair()
         for end in (self._awake, self._waker):
             end.setblocking(False)
-        self.sockets = Sockets(security, security.control)
+        longest = message_bytes_max(security.size)
+        self.sockets = Sockets(security, security.control, bind, longest)
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
-        longest = message_bytes_max(security.size)
         try:
             for neighbour in membership.neighbours(rank):
-                what = bind, ChannelRecord(), 0, f"control.{neighbour}", longest
+                what = ChannelRecord(), 0, f"control.{neighbour}"
                 self._incoming[neighbour] = self.sockets.listen(*what, queue=_QUEUE)
         except BaseException:
             self.close()

@@ -1,6 +1,6 @@
 """The sockets of one link over ZeroMQ: open, admit, connect, shut the ports, close; for every link.
 
-Threads: `io_threads` of libzmq and the authenticator's, in a context of their own; they end in
+Threads: `threads` of libzmq and the authenticator's, in a context of their own; they end in
 `close`. One thread at a time calls the methods.
 """
 
@@ -19,11 +19,17 @@ from ringreduce.vocabulary.times import milliseconds
 
 
 class Sockets:
-    """Ends of channels with other ranks; `admission` says what those must show that connect."""
+    """Ends of channels with other ranks, which may listen on `bind`.
 
-    def __init__(self, security: Security, admission: Admission, io_threads: int = 1) -> None:
-        self.security, self._admission = security, admission
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads)
+    `admission` says what those must show that connect, and their frames have `longest` bytes at
+    most.
+    """
+
+    def __init__(
+        self, security: Security, admission: Admission, bind: Bind, longest: int, threads: int = 1
+    ) -> None:
+        self.security, self._admission, self._place = security, admission, (bind, longest)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=threads)
         self._authenticator = admission.authenticator(self._context)
         self.incoming: list[Incoming] = []  # open ones, in the order in which they were made
         self.outgoing: list[Outgoing] = []
@@ -33,19 +39,11 @@ class Sockets:
     def is_closed(self) -> bool:
         return bool(self._context.closed)
 
-    def listen(
-        self,
-        bind: Bind,
-        record: ChannelRecord,
-        number: int,
-        domain: str,
-        frame_bytes_max: int,
-        **options: Any,
-    ) -> Incoming:
+    def listen(self, record: ChannelRecord, number: int, domain: str, **options: Any) -> Incoming:
         """Listen for one rank, which is not known yet, on channel `number`; as `Incoming`."""
         record.source = NO_SOURCE
-        who = self._admission, domain
-        made = Incoming(self._context, bind, record, number, frame_bytes_max, *who, **options)
+        what = *self._place, record, number, self._admission, domain
+        made = Incoming(self._context, *what, **options)
         self.incoming.append(made)
         return made
 

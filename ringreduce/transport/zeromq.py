@@ -66,18 +66,17 @@ class ZmqLink(StalledCall):
         # By channel: first the streams, then the longer distances.
         self._distances = channel_distances(members_max or security.size, streams)
         self.records = (records.ChannelRecord * len(self._distances))()
-        self.sockets = Sockets(security, security.data, streams)
+        longest = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
+        self.sockets = Sockets(security, security.data, bind, longest, streams)
         self._incoming: list[Incoming] = self.sockets.incoming
         self._outgoing: list[Outgoing] = self.sockets.outgoing  # Empty until `connect`.
         # The members, in the ring's order, whose places frames and schedules give; and for each
         # channel, where the rank listens that this one receives from.
         self._members: tuple[int, ...] = ()
         self._sources: list[str] = []
-        payload_max = max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
-        frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + payload_max
         try:
             for channel, record in enumerate(self.records):
-                self.sockets.listen(bind, record, channel, f"data.{channel}", frame_bytes_max)
+                self.sockets.listen(record, channel, f"data.{channel}")
         except BaseException:
             self.sockets.close(0)
             raise

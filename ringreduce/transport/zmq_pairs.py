@@ -65,7 +65,6 @@ class ZmqPairs:
         self._bind, self._waiting, self._security = bind, waiting, security
         self._membership, self._rank, self._routes = membership, security.rank, routes
         self._segment_bytes, self._ranks_here, self._job = segment_bytes, ranks_here, job
-        self._frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + segment_bytes
         self._sockets: Sockets | None = None
         self._who = security.who
         self._has_failed = self._is_closed = False
@@ -199,9 +198,7 @@ class ZmqPairs:
         with self._changed, descriptors.shortage_explained(**self._who):
             sockets, made = self._opened(), Receiving(self._record, peer)
             number, domain = _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"
-            made.socket = sockets.listen(
-                self._bind, made.channel, number, domain, self._frame_bytes_max
-            )
+            made.socket = sockets.listen(made.channel, number, domain)
             sockets.admit(made.socket, peer)
             self._receiving[peer, channel] = made
         self._waiting.listen(Listening(self._rank, peer, channel, made.address))
@@ -249,7 +246,8 @@ class ZmqPairs:
             if self._is_closed or self._waiting.is_interrupted:
                 raise self._waiting.error(**self._who)
             frames.load()
-            self._sockets = Sockets(self._security, self._security.data)
+            longest = frames.SEALED_OVERHEAD_BYTES + self._segment_bytes
+            self._sockets = Sockets(self._security, self._security.data, self._bind, longest)
         return self._sockets
 
     # --- Ending ---------------------------------------------------------------------------------
