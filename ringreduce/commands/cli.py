@@ -121,6 +121,10 @@ def _worker_count(text: str) -> int:
     return int(text)
 
 
+def _workers(help: str, shown: str) -> Any:
+    return _number("N", help, "-n", "--workers", least=1, shown=shown, parser=_worker_count)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ringreduce {__version__}")
@@ -151,15 +155,7 @@ def _root(
 def run(
     script: str = typer.Argument(metavar="SCRIPT", help="The program."),
     arguments: list[str] | None = typer.Argument(None, metavar="ARGS", help="Its arguments."),
-    workers: int | None = _number(
-        "N",
-        "Workers to start.",
-        "-n",
-        "--workers",
-        least=1,
-        shown="1, or all slots of the hosts",
-        parser=_worker_count,
-    ),
+    workers: int | None = _workers("Workers to start.", "1, or all slots of the hosts"),
     hosts: str | None = _HOSTS,
     hostfile: Path | None = _HOSTFILE,
     nnodes: int | None = _number_of_hosts(
@@ -331,15 +327,7 @@ def report(folder: Path = typer.Argument(metavar="DIR", help="What --log-dir was
     "The exit code is 0, or 1 if there is a problem; if no ring forms, that of the failure."
 )
 def doctor(
-    workers: int | None = _number(
-        "N",
-        "Ranks to start.",
-        "-n",
-        "--workers",
-        least=1,
-        shown="2, or all slots of the hosts",
-        parser=_worker_count,
-    ),
+    workers: int | None = _workers("Ranks to start.", "2, or all slots of the hosts"),
     hosts: str | None = _HOSTS,
     hostfile: Path | None = _HOSTFILE,
     rendezvous: str | None = _RENDEZVOUS,

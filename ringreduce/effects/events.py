@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import cache
 
 from ringreduce.effects import native
+from ringreduce.effects.native import pointer
 from ringreduce.pure import spans
 
 _MASK, _CALL = spans.CALLS_KEPT - 1, int(spans.SpanKind.CALL)
@@ -168,11 +169,7 @@ class Events:
 class _Python(ctypes.Structure):
     """rr_python."""
 
-    _fields_ = (
-        ("as_number", ctypes.c_void_p),
-        ("hold", ctypes.c_void_p),
-        ("none", ctypes.c_void_p),
-    )
+    _fields_ = native.fields(as_number=pointer, hold=pointer, none=pointer)
 
 
 @cache
@@ -182,7 +179,7 @@ def _are_native() -> bool:
         return False
     python = ctypes.pythonapi
     as_number, hold = map(native.address, (python.PyLong_AsUnsignedLongLong, python.Py_IncRef))
-    use = native.functions("rr_events_", {"use": (None, [ctypes.c_void_p])})["use"]
+    use = native.functions("rr_events_", {"use": (None, [pointer])})["use"]
     table = _Python(as_number, hold, id(None))
     use(ctypes.addressof(table))
     return True

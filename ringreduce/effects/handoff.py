@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.effects.events import Events
-from ringreduce.effects.native import functions, library
+from ringreduce.effects.native import fields, functions, i64, integer, library, pointer, u32, u64
 
 # RR_HANDOFF_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
 _CLOSED = 100
@@ -55,44 +55,33 @@ COMPLAINT = "complaint"
 
 
 class _Slot(ctypes.Structure):
-    _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+    _fields_ = fields(start=u64, nbytes=u64)
 
 
 class _Bucket(ctypes.Structure):
     _fields_ = (
-        ("memory", ctypes.c_void_p),
-        ("nbytes", ctypes.c_uint64),
-        ("slots", ctypes.POINTER(_Slot)),
-        ("results", ctypes.POINTER(_Slot)),
-        ("slot_count", ctypes.c_uint32),
-        ("result_count", ctypes.c_uint32),
+        *fields(memory=pointer, nbytes=u64, slots=ctypes.POINTER(_Slot)),
+        *fields(results=ctypes.POINTER(_Slot), slot_count=u32, result_count=u32),
     )
 
 
 class _Item(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int),
-        ("job", ctypes.c_int64),
-        ("plan", ctypes.c_int64),
-        ("memory", ctypes.c_void_p),
-        ("bucket", ctypes.c_uint32),
-    )
+    _fields_ = fields(kind=integer, job=i64, plan=i64, memory=pointer, bucket=u32)
 
 
 @cache
 def _functions() -> dict[str, Any]:
-    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
-    u32, i64 = ctypes.c_uint32, ctypes.c_int64
+    text = ctypes.c_char_p
     signatures = {
-        "open": (number, [pointer, pointer]),
-        "register": (number, [pointer, pointer, u32, pointer]),
-        "unregister": (number, [i64]),
-        "post": (number, [pointer, i64]),
-        "take": (number, [pointer, pointer]),
+        "open": (integer, [pointer, pointer]),
+        "register": (integer, [pointer, pointer, u32, pointer]),
+        "unregister": (integer, [i64]),
+        "post": (integer, [pointer, i64]),
+        "take": (integer, [pointer, pointer]),
         "finish": (None, [pointer, text]),
-        "wait_idle": (number, [pointer, u32]),
+        "wait_idle": (integer, [pointer, u32]),
         "fail": (None, [pointer, text]),
-        "reopen": (number, [pointer]),
+        "reopen": (integer, [pointer]),
         "close": (None, [pointer, text]),
     }
     return functions("rr_handoff_", signatures)

@@ -23,6 +23,16 @@ ABI = 16  # RR_ABI of native/include/ringreduce.h
 _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 
 
+# As ctypes names C's types.
+pointer, integer = ctypes.c_void_p, ctypes.c_int
+u32, u64, i64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
+
+
+def fields(**types: Any) -> tuple[tuple[str, Any], ...]:
+    """A C structure's, by name, in order: its ``_fields_``."""
+    return tuple(types.items())
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library, or None where it was not built or ``RINGREDUCE_NATIVE=0`` hides it.
@@ -98,12 +108,7 @@ def functions(prefix: str, signatures: Mapping[str, tuple[Any, Any]]) -> dict[st
 class _MethodDef(ctypes.Structure):
     """PyMethodDef."""
 
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
+    _fields_ = fields(name=ctypes.c_char_p, function=pointer, flags=integer, doc=ctypes.c_char_p)
 
 
 _FASTCALL = 0x0080  # METH_FASTCALL
@@ -119,7 +124,7 @@ def method(name: str, owner: Any) -> Any:
 @cache
 def _definition(name: str) -> _MethodDef:
     """What Python must know of the function, for as long as the process runs."""
-    function = functions(name, {"": (ctypes.c_void_p, [ctypes.c_void_p] * 3)})[""]
+    function = functions(name, {"": (pointer, [pointer] * 3)})[""]
     return _MethodDef(name.encode(), address(function), _FASTCALL, None)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.effects import native
+from ringreduce.effects.native import integer, pointer, u32, u64
 
 _ALIGNMENT = 4096
 # Address space for registered arrays; only what is used takes memory. No known host's memory has
@@ -25,35 +26,34 @@ _ALIGNMENT = 4096
 _HEAP_BYTES_MAX = 64 << 30
 
 _Nothing = ctypes.c_char * 0
-_pointer, _u32, _u64, _int = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
 
 
 @cache
 def functions() -> dict[str, Any]:
     """The library's functions on shared memory, by name without ``rr_``; or NativeError."""
     signatures = {
-        "segment_create": (_int, [_u64, _u64, _pointer]),
-        "segment_map": (_int, [_int, _pointer, _pointer]),
-        "segment_unmap": (_int, [_pointer, _u64]),
-        "segment_heap": (_u64, [_pointer, _pointer]),
-        "segment_reserve": (_int, [_int, _pointer, _u64, _u64]),
-        "segment_release": (_int, [_int, _pointer, _u64, _u64]),
-        "segment_detach": (_int, [_int, _pointer, _u64, _u64]),
-        "segment_drop": (_int, [_pointer, _u64, _u64]),
-        "shm_new": (_int, [_pointer, _u32, _u32, _pointer]),
-        "shm_free": (None, [_pointer]),
-        "shm_exchange": (_int, [_pointer, _pointer, _pointer, _pointer, _pointer]),
-        "shm_abort": (None, [_pointer]),
-        "shm_look": (None, [_pointer, _pointer]),
-        "shm_has_arrived": (_int, [_pointer, _u32]),
-        "pair_new": (_int, [_pointer, _u32, _pointer, _u32, _u32]),
-        "pair_free": (None, [_pointer]),
-        "pair_channel_bytes": (_u64, []),
-        "pair_open": (None, [_pointer, _u64]),
-        "pair_send": (_int, [_pointer, _pointer, _pointer, _u64, _pointer]),
-        "pair_receive": (_int, [_pointer, _pointer, _pointer, _u64, _pointer]),
-        "pair_unreceived": (_u32, [_pointer, _pointer]),
-        "pair_look": (None, [_pointer, _pointer]),
+        "segment_create": (integer, [u64, u64, pointer]),
+        "segment_map": (integer, [integer, pointer, pointer]),
+        "segment_unmap": (integer, [pointer, u64]),
+        "segment_heap": (u64, [pointer, pointer]),
+        "segment_reserve": (integer, [integer, pointer, u64, u64]),
+        "segment_release": (integer, [integer, pointer, u64, u64]),
+        "segment_detach": (integer, [integer, pointer, u64, u64]),
+        "segment_drop": (integer, [pointer, u64, u64]),
+        "shm_new": (integer, [pointer, u32, u32, pointer]),
+        "shm_free": (None, [pointer]),
+        "shm_exchange": (integer, [pointer, pointer, pointer, pointer, pointer]),
+        "shm_abort": (None, [pointer]),
+        "shm_look": (None, [pointer, pointer]),
+        "shm_has_arrived": (integer, [pointer, u32]),
+        "pair_new": (integer, [pointer, u32, pointer, u32, u32]),
+        "pair_free": (None, [pointer]),
+        "pair_channel_bytes": (u64, []),
+        "pair_open": (None, [pointer, u64]),
+        "pair_send": (integer, [pointer, pointer, pointer, u64, pointer]),
+        "pair_receive": (integer, [pointer, pointer, pointer, u64, pointer]),
+        "pair_unreceived": (u32, [pointer, pointer]),
+        "pair_look": (None, [pointer, pointer]),
     }
     return native.functions("rr_", signatures)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.effects.native import fields, pointer, u32, u64
 from ringreduce.pure import wire
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.unreceived import Unreceived
@@ -37,26 +38,13 @@ STAGING_BYTES = 512 << 10
 
 
 class _Call(ctypes.Structure):
-    _fields_ = (
-        ("header", ctypes.c_uint64 * 8),
-        ("action", ctypes.c_uint32),
-        ("dtype", ctypes.c_uint32),
-        ("op", ctypes.c_uint32),
-        ("divisor", ctypes.c_uint32),
-        ("bounds", ctypes.c_void_p),
-    )
+    _fields_ = fields(header=u64 * 8, action=u32, dtype=u32, op=u32, divisor=u32, bounds=pointer)
 
 
 class _Facts(ctypes.Structure):
     _fields_ = (
-        ("sequence", ctypes.c_uint64),
-        ("peer", ctypes.c_uint32),
-        ("step", ctypes.c_uint32),
-        ("steps", ctypes.c_uint32),
-        ("theirs", ctypes.c_uint64 * 8),
-        ("progress", ctypes.c_uint64),
-        ("bytes_sent", ctypes.c_uint64),
-        ("bytes_received", ctypes.c_uint64),
+        *fields(sequence=u64, peer=u32, step=u32, steps=u32, theirs=u64 * 8),
+        *fields(progress=u64, bytes_sent=u64, bytes_received=u64),
     )
 
 

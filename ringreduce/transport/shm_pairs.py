@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.effects.native import fields, u32, u64
 from ringreduce.pure import wire
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import HEADER_BYTES, Header
@@ -35,13 +36,7 @@ _SHARED_INT_MAX = 256  # Python has one object for each of the numbers up to thi
 
 
 class _Facts(ctypes.Structure):
-    _fields_ = (
-        ("sequence", ctypes.c_uint64),
-        ("theirs", ctypes.c_uint64 * 8),
-        ("progress", ctypes.c_uint64),
-        ("aborted", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-    )
+    _fields_ = fields(sequence=u64, theirs=u64 * 8, progress=u64, aborted=u32, unused=u32)
 
 
 class ShmPairs:

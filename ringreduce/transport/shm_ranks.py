@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ringreduce.effects.native import fields, u32
 from ringreduce.pure.wire import Header
 from ringreduce.transport.diagnosis import lost_error
 from ringreduce.transport.segment import Segment, checked, functions
@@ -29,11 +30,7 @@ DONE, WAITING, MISMATCH, ABORTED, BROKEN = range(5)  # RR_DONE, ... of native/in
 class WaitLimits(ctypes.Structure):
     """rr_wait_limits."""
 
-    _fields_ = (
-        ("spins", ctypes.c_uint32),
-        ("yields", ctypes.c_uint32),
-        ("sleep_ms", ctypes.c_uint32),
-    )
+    _fields_ = fields(spins=u32, yields=u32, sleep_ms=u32)
 
 
 class HostRanks:

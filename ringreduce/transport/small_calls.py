@@ -17,9 +17,9 @@ import numpy as np
 
 from ringreduce.effects import native
 from ringreduce.effects.events import Events
+from ringreduce.effects.native import fields, integer, pointer, u32, u64
 from ringreduce.pure.spans import CODES
 
-_pointer, _u32, _u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
 _CALLS = 64  # RR_SMALL_CALLS
 
 
@@ -32,38 +32,16 @@ class Kind(IntEnum):
 
 
 class _SmallCall(ctypes.Structure):
-    _fields_ = (
-        ("dtype", _pointer),
-        ("option", _pointer),
-        ("count", _u64),
-        ("nbytes", _u64),
-        ("call", _pointer),
-    )
+    _fields_ = fields(dtype=pointer, option=pointer, count=u64, nbytes=u64, call=pointer)
 
 
 class _SmallCalls(ctypes.Structure):
     _fields_ = (
-        ("kind", _u32),
-        ("operation", _u32),
-        ("events", _pointer),
-        ("end", _pointer),
-        ("limits", _pointer),
-        ("array_type", _pointer),
-        ("done", _pointer),
-        ("late", _pointer),
-        ("unknown", _pointer),
-        ("release_gil", _pointer),
-        ("take_gil", _pointer),
-        ("hold", _pointer),
-        ("drop", _pointer),
-        ("call", _pointer),
-        ("lock", _pointer),
-        ("unlock", _pointer),
-        ("caller", _pointer),
-        ("thread", _u64),
-        ("running", _pointer),
-        ("bytes", _u64),
-        ("known", _SmallCall * _CALLS),
+        *fields(kind=u32, operation=u32, events=pointer, end=pointer, limits=pointer),
+        *fields(array_type=pointer, done=pointer, late=pointer, unknown=pointer),
+        *fields(release_gil=pointer, take_gil=pointer, hold=pointer, drop=pointer, call=pointer),
+        *fields(lock=pointer, unlock=pointer, caller=pointer, thread=u64),
+        *fields(running=pointer, bytes=u64, known=_SmallCall * _CALLS),
     )
 
 
@@ -71,15 +49,9 @@ class _Array(ctypes.Structure):
     """The part of a numpy array that native/src/python_api.h reads."""
 
     _fields_ = (
-        ("references", ctypes.c_ssize_t),
-        ("type", _pointer),
-        ("data", _pointer),
-        ("dimensions", ctypes.c_int),
-        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
-        ("strides", _pointer),
-        ("base", _pointer),
-        ("dtype", _pointer),
-        ("flags", ctypes.c_int),
+        *fields(references=ctypes.c_ssize_t, type=pointer, data=pointer, dimensions=integer),
+        *fields(shape=ctypes.POINTER(ctypes.c_ssize_t), strides=pointer, base=pointer),
+        *fields(dtype=pointer, flags=integer),
     )
 
 
@@ -135,7 +107,7 @@ class SmallCalls:
         """
         dtype = array.dtype
         known = _SmallCall(id(dtype), id(option), array.size, array.nbytes, address)
-        learn = native.functions("rr_small_", {"learn": (_u32, [_pointer, _pointer])})["learn"]
+        learn = native.functions("rr_small_", {"learn": (u32, [pointer, pointer])})["learn"]
         slot = learn(self._memory.ctypes.data, ctypes.addressof(known))
         self._taught[slot] = dtype, option, call
 
@@ -170,7 +142,7 @@ class SmallCalls:
 @cache
 def are_possible() -> bool:
     """Whether this Python and this numpy lay out their objects as native/src/python_api.h says."""
-    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * ctypes.sizeof(_pointer):
+    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * ctypes.sizeof(pointer):
         return False
     array = np.zeros((2, 3), np.float32)
     frozen = array[:, 1:]
