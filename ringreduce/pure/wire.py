@@ -31,21 +31,10 @@ HEADER_BYTES = 64
 # The words above as they are in memory.
 _LAYOUT = np.dtype(
     [
-        ("magic", "<u4"),
-        ("version", "u1"),
-        ("kind", "u1"),
-        ("dtype", "u1"),
-        ("op", "u1"),
-        ("job", "<u8"),
-        ("epoch", "<u2"),
-        ("group", "<u2"),
-        ("rank", "<u4"),
-        ("sequence", "<u8"),
-        ("count", "<u8"),
-        ("step", "<u4"),
-        ("segment", "<u4"),
-        ("nbytes", "<u8"),
-        ("signature", "<u8"),
+        *(("magic", "<u4"), ("version", "u1"), ("kind", "u1"), ("dtype", "u1"), ("op", "u1")),
+        *(("job", "<u8"), ("epoch", "<u2"), ("group", "<u2"), ("rank", "<u4")),
+        *(("sequence", "<u8"), ("count", "<u8"), ("step", "<u4"), ("segment", "<u4")),
+        *(("nbytes", "<u8"), ("signature", "<u8")),
     ]
 )
 _NAMES = _LAYOUT.names or ()

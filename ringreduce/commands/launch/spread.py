@@ -17,11 +17,8 @@ _AGENT = "ringreduce.commands.launch.agent"
 # Never a question that nobody can answer, and an error within seconds for a host that is off. What
 # the user's own command sets stands before, and ssh takes the first value.
 _OPTIONS = (
-    "-T",
-    *("-o", "BatchMode=yes"),
-    *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=10"),
-    *("-o", "ServerAliveCountMax=3"),
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),
 )
 _SSH_FAILED = 255
 
