@@ -57,7 +57,8 @@ class GradientBridge:
         self._bucket_bytes = bucket_bytes
         self._sparse_as_dense = sparse_as_dense
         self._codec = compression if isinstance(compression, PowerSGD) else Codec(compression)
-        self._low_rank = LowRank(compression) if isinstance(compression, PowerSGD) else None
+        # What `PowerSGD` keeps; None without.
+        self.low_rank = LowRank(compression) if isinstance(compression, PowerSGD) else None
         self._residuals = Residuals(2) if self._codec == "int8" else None
         self._numerics = NumericsCheck(check_numerics)
         # The plans are for the communicator that was used last.
@@ -105,11 +106,6 @@ class GradientBridge:
             for number, gradient in enumerate(given)
         ]
 
-    @property
-    def low_rank(self) -> LowRank | None:
-        """What `PowerSGD` keeps; None without."""
-        return self._low_rank
-
     def own(self, gradient: Any) -> Any:
         """This rank's gradient in the form that `mean` returns; nothing travels."""
         return merged(as_tensors(gradient, self._sparse_as_dense))
@@ -125,9 +121,8 @@ class GradientBridge:
         if self._agreed is None or self._agreed.communicator is not communicator:
             self._agreed = AgreedPlans(communicator, self._bucket_bytes)
             self._routes.clear()
-            for kept in (self._residuals, self._low_rank):
-                if kept is not None:
-                    communicator.count_residuals(kept)
+            if kept := self._residuals or self.low_rank:
+                communicator.count_residuals(kept)
             is_within = communicator.transport == "shm" and communicator not in _told
             if self._codec != "none" and is_within and communicator.rank == 0:
                 _told.add(communicator)
@@ -138,14 +133,12 @@ class GradientBridge:
                 )
         specs = tuple(map(_spec_of, gradients, paths))
         way = "eager" if tf.executing_eagerly() else "XLA" if xla.is_compiling() else "graph"
-        keeps = self._residuals is not None or self._low_rank is not None
-        owners = tuple(map(id, variables)) if keeps else ()
-        key = specs, way, owners
+        keeps = self._residuals or self.low_rank
+        key = specs, way, tuple(map(id, variables)) if keeps else ()
         if key not in self._routes:
-            compiled_over = communicator.transport if way == "XLA" else None
-            plan = self._plan(specs, gradients, compiled_over)
+            plan = self._plan(specs, gradients, communicator.transport if way == "XLA" else None)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
-            thin = None if self._low_rank is None else self._low_rank.of(plan, variables)
+            thin = None if self.low_rank is None else self.low_rank.of(plan, variables)
             reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)
             present = [gradients[index] for index in plan.present]
             self._routes[key] = plan, self._route(way, reducer, present)
@@ -168,14 +161,12 @@ class GradientBridge:
         packed. That is safe only in shared memory, which is released as soon as a call fails:
         libzmq may read pieces until its context ends.
         """
-        dtypes = {
-            g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in gradients if g is not None
-        }
-        for dtype in dtypes.values():
-            dtype_code(dtype)
+        present = [gradient.dtype for gradient in gradients if gradient is not None]
+        for dtype in present:
+            dtype_code(np.dtype(dtype.as_numpy_dtype))
         return BucketPlan.make(
             specs,
-            {name: dtype.itemsize for name, dtype in dtypes.items()},
+            {dtype.name: dtype.size for dtype in present},
             self._bucket_bytes,
             min(self._bucket_bytes, FIRST_BUCKET_BYTES),
             compiled=compiled_over is not None,

@@ -33,10 +33,7 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 def all_reduce(
     tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM, of: Any = NONE
 ) -> Any:
-    """`ringreduce.keras.all_reduce` of one tensor; in a graph, errors come when it is run.
-
-    With `of`, it is the gradient of the collective with that number.
-    """
+    """`ringreduce.keras.all_reduce` of one tensor; `of` as for `collective`."""
     how, value = reduce_op(op), checked(tensor)
 
     def run(array: np.ndarray, sign: Sign) -> Any:

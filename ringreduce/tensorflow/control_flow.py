@@ -8,16 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.tensorflow import xla
-from ringreduce.tensorflow.private import (
-    CondBranchFuncGraph,
-    ControlFlowFuncGraph,
-    FuncGraph,
-    WhileBodyFuncGraph,
-    WhileCondFuncGraph,
-    graphs_being_traced,
-    orders_its_ops,
-)
+from ringreduce.tensorflow import private, xla
 from ringreduce.vocabulary.errors import ConfigError
 
 _GRADIENTS = "reduce gradients"
@@ -32,7 +23,9 @@ def vouch_for_branch() -> None:
 
 def is_in_loop() -> bool:
     """Whether the graph being traced, or one around it, is the body of a loop."""
-    return any(isinstance(graph, WhileBodyFuncGraph) for graph in graphs_being_traced())
+    return any(
+        isinstance(graph, private.WhileBodyFuncGraph) for graph in private.graphs_being_traced()
+    )
 
 
 def refuse_unreachable(
@@ -58,7 +51,7 @@ def _problem(what: str, of_gradient: bool) -> tuple[str, str] | None:
             "rr.compile_gradients(model) to have forward and backward pass compiled; in a loop of "
             "your own an inner function that computes only the loss and its gradients.",
         )
-    if isinstance(graph, FuncGraph) and not (of_gradient or orders_its_ops(graph)):
+    if isinstance(graph, private.FuncGraph) and not (of_gradient or private.orders_its_ops(graph)):
         return (
             "in the backward pass of a tf.function or a loop, where TensorFlow may run it in "
             "another order on each rank",
@@ -67,14 +60,14 @@ def _problem(what: str, of_gradient: bool) -> tuple[str, str] | None:
         )
     # Stop at the enclosing tf.function: around it Keras has a condition of its own, whether the
     # iterator has another batch.
-    while isinstance(graph, ControlFlowFuncGraph):
-        if isinstance(graph, WhileCondFuncGraph) and xla.is_compiling():
+    while isinstance(graph, private.ControlFlowFuncGraph):
+        if isinstance(graph, private.WhileCondFuncGraph) and xla.is_compiling():
             return (
                 "in the condition of a loop inside a function compiled with jit_compile=True: "
                 "nothing would order what comes after the loop",
                 "Do it in the loop's body, and carry what the condition needs.",
             )
-        if isinstance(graph, CondBranchFuncGraph) and graph not in _vouched:
+        if isinstance(graph, private.CondBranchFuncGraph) and graph not in _vouched:
             return (
                 "inside a branch of tf.cond: a rank that takes the other branch would never answer",
                 "Make DistributedOptimizer the outermost wrapper, and apply gradients on every "
@@ -83,7 +76,7 @@ def _problem(what: str, of_gradient: bool) -> tuple[str, str] | None:
                 else "Do it outside, on every rank, and choose between values with tf.where.",
             )
         graph = graph.outer_graph
-    if not isinstance(graph, FuncGraph):
+    if not isinstance(graph, private.FuncGraph):
         return (
             "in a graph that is not that of a tf.function",
             "Use TensorFlow 2: tf.function for tf.Graph, and eager execution left enabled.",

@@ -42,10 +42,9 @@ def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
     `gradients` have the order of the bucket's slots. Returns a token, computed when the bucket has
     been handed over.
     """
+    given = {"gradients": list(gradients), "plan": plan, "bucket": bucket}
     with tf.device("CPU:0"):
-        return private.apply_op(
-            "RingreduceStart", gradients=list(gradients), plan=plan, bucket=bucket
-        )
+        return private.apply_op("RingreduceStart", **given)
 
 
 def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
@@ -53,14 +52,9 @@ def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]
 
     `tokens` are those of all starts of the step: a wait could hold the thread that a start needs.
     """
+    given = {"gradients": list(gradients), "plan": plan, "bucket": bucket}
     with tf.device("CPU:0"):
-        means = private.apply_op(
-            "RingreduceWait",
-            gradients=list(gradients),
-            tokens=list(tokens),
-            plan=plan,
-            bucket=bucket,
-        )
+        means = private.apply_op("RingreduceWait", tokens=list(tokens), **given)
     for mean, gradient in zip(means, gradients, strict=True):
         mean.set_shape(gradient.shape)
     return list(means)

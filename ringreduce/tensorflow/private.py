@@ -61,21 +61,17 @@ call_module = named("tensorflow.compiler.tf2xla.python.xla", "call_module")
 apply_op = named("tensorflow.python.framework.op_def_library", "apply_op")
 
 
-def _check_attributes() -> None:
-    graph = FuncGraph("ringreduce")
-    captures = getattr(graph, "function_captures", None)
-    for owner, owners, names in (
-        (graph, "FuncGraph", ("_add_control_dependencies", "outer_graph", "function_captures")),
-        (_graph_stack, "_default_graph_stack", ("stack",)),
-        (_ConcreteFunction, "ConcreteFunction", ("_call_flat", "graph")),
-        (captures, "FunctionCaptures", ("by_val_internal", "pop", "add_or_replace")),
-    ):
-        for name in names:
-            if not hasattr(owner, name):
-                raise _missing(f"{owners}.{name}")
-
-
-_check_attributes()
+_graph = FuncGraph("ringreduce")
+_captures = getattr(_graph, "function_captures", None)
+for _owner, _owners, _names in (
+    (_graph, "FuncGraph", ("_add_control_dependencies", "outer_graph", "function_captures")),
+    (_graph_stack, "_default_graph_stack", ("stack",)),
+    (_ConcreteFunction, "ConcreteFunction", ("_call_flat", "graph")),
+    (_captures, "FunctionCaptures", ("by_val_internal", "pop", "add_or_replace")),
+):
+    for _name in _names:
+        if not hasattr(_owner, _name):
+            raise _missing(f"{_owners}.{_name}")
 
 
 def graphs_being_traced() -> list[Any]:
@@ -95,6 +91,13 @@ def call_through(function: Any, around: Callable[[partial[Any]], Any]) -> None:
     function._call_flat = lambda *args, **options: around(partial(call, owner(), *args, **options))
 
 
+def function_around(graph: Any) -> Any:
+    """The graph of the function that `graph` belongs to, which may be a branch or loop in it."""
+    while isinstance(graph, ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph
+
+
 def orders_its_ops(graph: Any) -> bool:
     """Whether TensorFlow orders the graph's stateful ops: not in backward passes that it makes."""
     return bool(graph._add_control_dependencies)
@@ -102,8 +105,7 @@ def orders_its_ops(graph: Any) -> bool:
 
 def is_for_shapes(graph: Any) -> bool:
     """Whether Keras traces `graph` only to find out shapes, and will never run it."""
-    while isinstance(graph, ControlFlowFuncGraph):
-        graph = graph.outer_graph
+    graph = function_around(graph)
     name = str(getattr(graph, "name", ""))
     is_scratch = isinstance(graph, FuncGraph) and name.startswith("scratch_graph")
     return is_scratch and not orders_its_ops(graph)

@@ -80,17 +80,26 @@ def _compiled(
     """
     kinds = [(tensor.shape, tensor.dtype) for tensor in arguments]
     kinds += [(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in results]
-    for tensor_shape, _ in kinds:
-        if not tensor_shape.is_fully_defined():
+    for shape, _ in kinds:
+        if not shape.is_fully_defined():
             raise ConfigError(
-                f"cannot {what} of shape {tensor_shape} inside a function compiled with "
+                f"cannot {what} of shape {shape} inside a function compiled with "
                 "jit_compile=True, which fixes all shapes",
                 **communicator.config.who,
                 remedy="Give it a tensor of fixed shape: batches of one size (drop_remainder=True)"
                 ", or a sum over the batch.",
             )
-    memory, spans, arrays = _memory_for(kinds, communicator)
-    count = len(arguments)
+    # Memory for all of them, and where each is.
+    spans, end, count = [], 0, len(arguments)
+    for shape, dtype in kinds:
+        nbytes = shape.num_elements() * dtype.size
+        spans.append((end, nbytes))
+        end += nbytes + -nbytes % ALIGNMENT
+    memory = communicator.empty(end, np.uint8)
+    arrays = [
+        memory[start : start + nbytes].view(dtype.as_numpy_dtype).reshape(shape.as_list())
+        for (start, nbytes), (shape, dtype) in zip(spans, kinds, strict=True)
+    ]
 
     def reduce(_: BucketItem) -> None:
         try:
@@ -115,30 +124,10 @@ def _compiled(
     assert engine.native is not None
     number = engine.native.register([Layout(memory, memory.size, spans[:count], spans[count:])])
     engine.serve(number, reduce)
-    graph = tf.compat.v1.get_default_graph()
-    # Branches and loops belong to the function around them.
-    while isinstance(graph, private.ControlFlowFuncGraph):
-        graph = graph.outer_graph
-    # As long as the function may run.
+    # As long as the function may run, to which branches and loops belong.
+    graph = private.function_around(tf.compat.v1.get_default_graph())
     weakref.finalize(graph, engine.forget, number).atexit = False
     started = xla.start(number, 0, arguments, order.token(communicator))
     *tensors, token = xla.wait(number, 0, kinds[count:], started)
     order.follow(communicator, token)
     return tensors
-
-
-def _memory_for(
-    kinds: Sequence[tuple[Any, Any]], communicator: Communicator
-) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray]]:
-    """Memory for arrays of these shapes and dtypes: all of it, where each is, and the arrays."""
-    spans, end = [], 0
-    for shape, dtype in kinds:
-        nbytes = shape.num_elements() * dtype.size
-        spans.append((end, nbytes))
-        end += nbytes + -nbytes % ALIGNMENT
-    memory = communicator.empty(end, np.uint8)
-    arrays = [
-        memory[start : start + nbytes].view(dtype.as_numpy_dtype).reshape(shape.as_list())
-        for (start, nbytes), (shape, dtype) in zip(spans, kinds, strict=True)
-    ]
-    return memory, spans, arrays

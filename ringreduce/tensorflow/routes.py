@@ -133,14 +133,13 @@ class PythonRoute:
     def _run(self, *arrays: np.ndarray) -> list[Any]:
         started = time.perf_counter()
         try:
-            self._reducer.begin_step()
-            means = self._reduce(arrays)
+            return [np.int32(len(arrays)), *self._reduced(arrays)]
         finally:
             self._reducer.communicator.blocked_for(time.perf_counter() - started)
-        return [np.int32(len(means)), *means]
 
-    def _reduce(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _reduced(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Pack and reduce bucket by bucket; return views."""
+        self._reducer.begin_step()
         plan = self._reducer.plan
         by_gradient = dict(zip(plan.present, arrays, strict=True))
         means: dict[int, np.ndarray] = {}

@@ -36,9 +36,8 @@ class _Peer:
         self.gradients: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
 
 
-_peers: weakref.WeakKeyDictionary[Communicator, defaultdict[int, _Peer]] = (
-    weakref.WeakKeyDictionary()
-)
+_peers: weakref.WeakKeyDictionary[Communicator, defaultdict[int, _Peer]]
+_peers = weakref.WeakKeyDictionary()
 _anchors: list[Any] = []
 _lock = threading.Lock()
 
@@ -71,10 +70,8 @@ def receive(like: Any, communicator: Communicator, source: int, tag: int) -> Any
         # Zeros, which come after the send.
         return tf.zeros_like(upstream) * _gradient_to(group_rank, upstream, communicator, number)
 
-    what, numbers = "receive a tensor", _peer(communicator, group_rank).received
-    return collective(
-        communicator, what, run, gradient, value, value.shape, _anchor(), numbers=numbers
-    )
+    what, shape, numbers = "receive a tensor", value.shape, _peer(communicator, group_rank).received
+    return collective(communicator, what, run, gradient, value, shape, _anchor(), numbers=numbers)
 
 
 def _gradient_to(group_rank: int, gradient: Any, communicator: Communicator, number: Any) -> Any:
@@ -86,8 +83,7 @@ def _gradient_to(group_rank: int, gradient: Any, communicator: Communicator, num
         communicator.send(array, group_rank, tag=_GRADIENT)
         return np.zeros((), array.dtype)
 
-    what = "send a gradient"
-    given = tf.convert_to_tensor(number, tf.int64)
+    what, given = "send a gradient", tf.convert_to_tensor(number, tf.int64)
     return collective(communicator, what, run, _refused, gradient, (), given, of=number)
 
 
@@ -113,8 +109,7 @@ def _gradient_from(group_rank: int, like: Any, communicator: Communicator, numbe
             )
         return gradient
 
-    what = "receive a gradient"
-    given = tf.convert_to_tensor(number, tf.int64)
+    what, given = "receive a gradient", tf.convert_to_tensor(number, tf.int64)
     return collective(communicator, what, run, _refused, like, like.shape, given, of=number)
 
 

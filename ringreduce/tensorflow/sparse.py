@@ -55,8 +55,7 @@ def as_gradient(gradient: Any, variable: Any) -> Any:
         values = _as_tensor(gradient.values, variable.dtype)
         indices = tf.convert_to_tensor(gradient.indices)
         whole = gradient.dense_shape
-        if whole is not None:
-            whole = tf.convert_to_tensor(whole)
+        whole = None if whole is None else tf.convert_to_tensor(whole)
         made = tf.IndexedSlices(values, indices, whole)
         if shape.is_fully_defined() and not made.shape.is_fully_defined():
             kind = tf.int32 if whole is None else whole.dtype
@@ -85,9 +84,8 @@ def _as_tensor(value: Any, dtype: Any) -> Any:
 def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
     """What `as_gradient` returns as `GradientBridge` takes it, slices with their `dense_shape`.
 
-    With `sparse_as_dense` sparse ones become dense. So do those of dtypes other than floats, which
-    are not merged here, and all in what XLA compiles: XLA fixes all shapes, and the number of rows
-    depends on the batch.
+    Sparse ones become dense with `sparse_as_dense`, if they are no floats, which are not merged
+    here, and in what XLA compiles, since it fixes all shapes.
     """
     if gradient is None:
         return None
@@ -145,10 +143,8 @@ def mean_of_slices(
     parts = [tensor for one in slices for tensor in (one.indices, one.values)]
     results = [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
     means = call(reducer.communicator, "reduce gradients", run, parts, results)
-    return [
-        tf.IndexedSlices(values, indices, one.dense_shape)
-        for one, indices, values in zip(slices, means[::2], means[1::2], strict=True)
-    ]
+    by_table = zip(means[1::2], means[::2], slices, strict=True)
+    return [tf.IndexedSlices(*found, one.dense_shape) for *found, one in by_table]
 
 
 def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -204,7 +200,7 @@ def _merged(
         )
     rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
     total = np.zeros((rising.size, rows.shape[1]), _wide(rows.dtype))
-    kernels.add_rows(total, positions, _widened(rows))
+    kernels.add_rows(total, positions, rows.astype(total.dtype, copy=False))
     return rising, _narrowed(total, rows.dtype)
 
 
@@ -216,8 +212,7 @@ def _gathered(
 ) -> list[list[_Rows]]:
     """For each gathered gradient every rank's rows, in rank order; for the others nothing.
 
-    One message for all. Each gradient's part begins at a multiple of 8 bytes, so that its indices
-    can be used without a copy:
+    One message for all, in which indices begin at a multiple of 8 bytes, to be used where they are:
 
         indices of a | rows of a | pad | indices of b | rows of b | pad
     """
@@ -253,7 +248,8 @@ def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
     total = np.zeros((rising.size, width), _wide(dtype))
     done = 0
     for indices, rows in parts:
-        kernels.add_rows(total, positions[done : done + len(indices)], _widened(rows))
+        own = positions[done : done + len(indices)]
+        kernels.add_rows(total, own, rows.astype(total.dtype, copy=False))
         done += len(indices)
     total /= len(parts)
     return rising, _narrowed(total, dtype)
@@ -262,10 +258,6 @@ def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
 def _wide(dtype: np.dtype) -> np.dtype:
     """The dtype in which elements of `dtype` are added."""
     return dtype if dtype.itemsize > 2 else np.dtype(np.float32)
-
-
-def _widened(rows: np.ndarray) -> np.ndarray:
-    return rows.astype(_wide(rows.dtype), copy=False)
 
 
 def _narrowed(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:

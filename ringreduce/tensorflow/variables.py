@@ -50,11 +50,12 @@ def broadcast_values(
     MismatchError, on all ranks, if their variables differ in number, name, shape or dtype, or their
     versions of TensorFlow or Keras.
     """
+    versions = {"TensorFlow": tf.__version__}
+    if "keras" in sys.modules:
+        versions["Keras"] = sys.modules["keras"].__version__
     named = zip(paths, values, strict=True)
-    own = {
-        "versions": _versions(),
-        "variables": [(path, value.shape, value.dtype.name) for path, value in named],
-    }
+    layout = [(path, value.shape, value.dtype.name) for path, value in named]
+    own = {"versions": versions, "variables": layout}
     what, signature = "broadcast of the initial weights", signature_of("variables")
     agree(communicator, own, lambda *pair: _difference(own, *pair[2:]), what, signature)
     found = [np.array(value) for value in values]  # TensorFlow's ops get scalars, not arrays.
@@ -86,13 +87,6 @@ def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
             "same names; only the numbers of automatic names may differ.",
         )
     return None
-
-
-def _versions() -> dict[str, str]:
-    """The versions, of the libraries this process has imported, that the ranks must share."""
-    keras = sys.modules.get("keras")
-    found = {"TensorFlow": tf.__version__, "Keras": getattr(keras, "__version__", "")}
-    return {library: version for library, version in found.items() if version}
 
 
 def is_initialized(variable: Any) -> bool:
