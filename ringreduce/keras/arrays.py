@@ -48,7 +48,13 @@ class Arrays:
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None
     ) -> None:
         if class_weight is not None:
-            sample_weight = _weights_of_classes(y, sample_weight, class_weight)
+            if sample_weight is not None:
+                raise ConfigError("got class_weight and sample_weight; pass one of them")
+            if y is None or keras.tree.is_nested(y):
+                raise ConfigError(
+                    "got class_weight for data without exactly one array of classes as y"
+                )
+            sample_weight = weights_of(_as_numpy(y), class_weight)
         elif keras.tree.is_nested(y) and hasattr(sample_weight, "shape"):
             # One array, for all outputs.
             sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
@@ -103,14 +109,17 @@ class Arrays:
             dtypes = [tf.int64, *(spec.dtype for spec in specs)]
             bounds, *parts = tf.numpy_function(lambda n: take(int(n)), [number], dtypes)
             shaped = [tf.ensure_shape(p, s.shape) for p, s in zip(parts, specs, strict=True)]
-            return tf.ensure_shape(bounds, [None]), tf.nest.pack_sequence_as(
-                self.spec, shaped, expand_composites=True
-            )
+            rows = tf.nest.pack_sequence_as(self.spec, shaped, expand_composites=True)
+            return tf.ensure_shape(bounds, [None]), rows
+
+        def apart(bounds: Any, rows: Any) -> Any:
+            numbers = tf.data.Dataset.range(tf.shape(bounds, out_type=tf.int64)[0] - 1)
+            return numbers.map(lambda i: slice_rows(rows, bounds[i], bounds[i + 1]))
 
         # Not `from_generator`: its kernel makes malloc return freed memory to the system at once.
         groups = single + -(-(count - single) // length)
         grouped = tf.data.Dataset.range(groups).map(group)
-        return grouped.prefetch(1).flat_map(_batches_of)
+        return grouped.prefetch(1).flat_map(apart)
 
     def digest(self) -> list[Any]:
         """What differs between other arrays: shapes, dtypes, and a hash of the rows, or of some."""
@@ -128,20 +137,8 @@ class Arrays:
         return [", ".join(shapes), hashed.hexdigest()]
 
 
-def _batches_of(bounds: Any, rows: Any) -> Any:
-    """A dataset of the batches in `rows`, of which batch i ends where the next begins."""
-
-    def batch(index: Any) -> Any:
-        return slice_rows(rows, bounds[index], bounds[index + 1])
-
-    return tf.data.Dataset.range(tf.shape(bounds, out_type=tf.int64)[0] - 1).map(batch)
-
-
 def split(parts: Any, fraction: float) -> tuple[Any, Any]:
-    """All but the last `fraction` of the rows of (x, y, sample_weight), and these.
-
-    ConfigError as for `Arrays`, or if one side would have no rows.
-    """
+    """All but the last `fraction` of the rows of (x, y, sample_weight), and these."""
     count = Arrays(*parts).count
     at = math.floor(count * (1.0 - fraction))
     if not 0 < at < count:
@@ -149,7 +146,6 @@ def split(parts: Any, fraction: float) -> tuple[Any, Any]:
             f"cannot split {count} samples with validation_split={fraction}",
             remedy="Pass a fraction that leaves samples on both sides.",
         )
-
     return slice_rows(parts, 0, at), slice_rows(parts, at, count)
 
 
@@ -186,14 +182,6 @@ def weights_of(y: Any, class_weight: Any) -> np.ndarray:
     for number, weight in class_weight.items():
         weights[classes == number] = weight
     return weights
-
-
-def _weights_of_classes(y: Any, sample_weight: Any, class_weight: Any) -> np.ndarray:
-    if sample_weight is not None:
-        raise ConfigError("got class_weight and sample_weight; pass one of them")
-    if y is None or keras.tree.is_nested(y):
-        raise ConfigError("got class_weight for data without exactly one array of classes as y")
-    return weights_of(_as_numpy(y), class_weight)
 
 
 def compare_arrays(arrays: Arrays, what: str, ring: Communicator) -> None:

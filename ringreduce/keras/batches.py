@@ -151,8 +151,7 @@ class _ArrayFeed(Feed):
             compare_arrays(arrays, plan.what, plan.readers or plan.ring)
         passed = -(-arrays.count // unit)
         self._order = plan.order(arrays.count, unit, plan.run_steps or passed)
-        self._plan = plan
-        self._shares = plan.sharing
+        self._plan, self._shares = plan, plan.sharing
         is_even = unit % size == 0 and arrays.count % unit % size == 0
         self.is_even = is_even and self._shares.is_equal
         self.begin(plan.first)
@@ -217,7 +216,11 @@ class _PyDatasetFeed(Feed):
         self.first = self._ordered.batch(0)
         plan.require_rows(_rows_in(self.first), "size of its batches")
         self._adapter = private.adapter_of_py_dataset(self._ordered)
-        whole = self._adapter.get_tf_dataset() if self._ordered.num_batches else _empty(self.first)
+        if self._ordered.num_batches:
+            whole = self._adapter.get_tf_dataset()
+        else:
+            spec = private.spec_of_batches([self.first])
+            whole = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         if not plan.deal:
             whole = plan.divide(whole)
         count = self._ordered.num_batches if plan.deal else plan.run_steps or dataset.num_batches
@@ -302,9 +305,8 @@ class _StreamFeed(Feed):
         self._first, self._rest = first, batches
         self.is_empty = plan.own_steps(len(first)) == 0
         self._all = itertools.chain(first, batches)
-        whole = tf.data.Dataset.from_generator(
-            self._pass, output_signature=private.spec_of_batches(first)
-        )
+        spec = private.spec_of_batches(first)
+        whole = tf.data.Dataset.from_generator(self._pass, output_signature=spec)
         count = len(source) if hasattr(source, "__len__") else None
         self.dataset = plan.fed(whole, count, 1)
 
@@ -345,12 +347,6 @@ def _endless(plan: Plan, kind: str) -> ConfigError:
     )
 
 
-def _empty(batch: Any) -> Any:
-    """A dataset of no batches, which would be like `batch`."""
-    spec = private.spec_of_batches([batch])
-    return tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
-
-
 def _rows_in(batch: Any) -> int:
     first = keras.tree.flatten(batch)[0]
     if not len(first.shape):
@@ -364,17 +360,15 @@ def _standard(batch: Any, class_weight: Any) -> Any:
         return batch
     parts = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     if not 1 <= len(parts) <= 3:
-        raise ConfigError(
-            f"got a batch of {len(parts)} parts", remedy="Yield (x, y) or (x, y, sample_weight)."
-        )
+        remedy = "Yield (x, y) or (x, y, sample_weight)."
+        raise ConfigError(f"got a batch of {len(parts)} parts", remedy=remedy)
     if len(parts) == 3 and parts[1] is None and parts[2] is not None:
         raise ConfigError("got a batch with sample_weight and no y", remedy="Yield x, or (x, y).")
     parts = tuple(part for part in parts if part is not None)
     if class_weight is not None:
-        if len(parts) != 2:
+        if (count := len(parts)) != 2:
             raise ConfigError(
-                f"got class_weight for batches of {len(parts)} parts", remedy="Yield (x, y)."
+                f"got class_weight for batches of {count} parts", remedy="Yield (x, y)."
             )
         parts = (*parts, weights_of(parts[1], class_weight))
-    parts = keras.tree.lists_to_tuples(parts)
-    return keras.tree.map_structure(tensor_of, parts)
+    return keras.tree.map_structure(tensor_of, keras.tree.lists_to_tuples(parts))

@@ -102,28 +102,18 @@ def _rows(array: Any, ring: Communicator, end: int) -> Any:
 
 
 def _shard_dataset(dataset: Any, ring: Communicator, even: bool) -> Any:
-    if not even:
-        return dataset.shard(ring.size, ring.rank)
-    cardinality = int(dataset.cardinality())
-    if cardinality == tf.data.UNKNOWN_CARDINALITY:
-        return _deal(dataset, ring.size, ring.rank)
-    if cardinality != tf.data.INFINITE_CARDINALITY:
-        dataset = dataset.take(cardinality // ring.size * ring.size)
-    return dataset.shard(ring.size, ring.rank)
+    size, rank, cardinality = ring.size, ring.rank, int(dataset.cardinality())
 
+    def own(*parts: Any) -> Any:
+        whole = parts if len(parts) > 1 else parts[0]
+        return tf.data.Dataset.zip(tf.nest.map_structure(lambda p: p.skip(rank).take(1), whole))
 
-def _deal(dataset: Any, size: int, rank: int) -> Any:
-    """As `shard` for a dataset of unknown length: whole rounds of `size` elements only."""
-
-    def own(*round_: Any) -> Any:
-        parts = tf.nest.map_structure(
-            lambda part: part.skip(rank).take(1),
-            round_ if len(round_) > 1 else round_[0],
-            expand_composites=False,
-        )
-        return tf.data.Dataset.zip(parts)
-
-    return dataset.window(size, drop_remainder=True).flat_map(own)
+    if even and cardinality == tf.data.UNKNOWN_CARDINALITY:
+        # Whole rounds only.
+        return dataset.window(size, drop_remainder=True).flat_map(own)
+    if even and cardinality != tf.data.INFINITE_CARDINALITY:
+        dataset = dataset.take(cardinality // size * size)
+    return dataset.shard(size, rank)
 
 
 class _Dealt(keras.utils.PyDataset):

@@ -65,11 +65,9 @@ def fingerprinted(dataset: Any, what: str, remedy: str, communicator: Communicat
     noted = grouped.scan((zero, zero, zero), step)
     if length == 1:
         return noted
-    elements = noted.unbatch()
-    count = int(dataset.cardinality())
-    if count == tf.data.UNKNOWN_CARDINALITY:
-        return elements
-    return elements.apply(tf.data.experimental.assert_cardinality(count))
+    count, elements = int(dataset.cardinality()), noted.unbatch()
+    is_known = count != tf.data.UNKNOWN_CARDINALITY
+    return elements.apply(tf.data.experimental.assert_cardinality(count)) if is_known else elements
 
 
 def _group_length(dataset: Any) -> int:

@@ -24,7 +24,7 @@ from ringreduce.keras import private
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.rows import at_least_one, count_of, map_arrays
+from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.step import Step, WrapOrder, put_around
@@ -90,10 +90,8 @@ def join(
     empty = empty_batch(dataset)
     if ring.size == 1:
         return dataset
-    count = int(dataset.cardinality())
-    if count == tf.data.UNKNOWN_CARDINALITY and (
-        model.steps_per_execution > 1 or model.jit_compile
-    ):
+    count, at_once = int(dataset.cardinality()), model.steps_per_execution > 1 or model.jit_compile
+    if at_once and count == tf.data.UNKNOWN_CARDINALITY:
         # Else the step without data would discard earlier steps of its execution, and XLA would
         # have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
@@ -138,12 +136,12 @@ def joined(
     empty = empty_batch(dataset)
     if ring.size == 1:
         for batch in dataset:
-            yield batch, _samples(batch)
+            yield batch, int(rows_in(batch))
         return
     batches = iter(dataset)
     while True:
         batch = next(batches, None)
-        count = 0 if batch is None else _samples(batch)
+        count = 0 if batch is None else int(rows_in(batch))
         own = tf.constant(float(count if weighting == "samples" else count > 0))
         try:
             weight = weighting_module.exchanged(own, ring)
@@ -151,10 +149,6 @@ def joined(
             return
         with weighting_module.using(weight):
             yield filled(empty if count == 0 else batch), count
-
-
-def _samples(batch: Any) -> int:
-    return int(tf.nest.flatten(batch)[0].shape[0])
 
 
 def _without_names(dataset: Any) -> Any:
@@ -248,9 +242,8 @@ def build(model: Any, empty: Any) -> None:
 # The last logs of each model, by position, dtype and shape.
 _logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 # Models that `join` has prepared: their weighting, and whether the ring is asked for the mean.
-_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator, bool]] = (
-    weakref.WeakKeyDictionary()
-)
+_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator, bool]]
+_followed = weakref.WeakKeyDictionary()
 
 
 def weigh_steps(model: Any, weighting: str, ring: Communicator, is_counted: bool) -> None:
@@ -270,7 +263,7 @@ def weigh_steps(model: Any, weighting: str, ring: Communicator, is_counted: bool
 
 def _followed_step(model: Any, step: Step, data: Any) -> Any:
     weighting, ring, asks = _followed[model]
-    samples = count_of(next(part for part in tf.nest.flatten(data) if part is not None))
+    samples = rows_in(data)
     has_data = samples > 0
     own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
     mean = tf.constant(1.0)
@@ -322,12 +315,10 @@ def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any
         return [tf.identity(value) for value in values]
 
     def put_back() -> list[Any]:
-        restored = [variable.assign(value) for variable, value in before]
-        found = [
-            value if variable is None else tf.convert_to_tensor(variable)
-            for variable, value in zip(latest, values, strict=True)
-        ]
-        with tf.control_dependencies([tf.convert_to_tensor(value) for value in restored]):
+        restored = [tf.convert_to_tensor(variable.assign(value)) for variable, value in before]
+        pairs = zip(latest, values, strict=True)
+        found = [value if kept is None else tf.convert_to_tensor(kept) for kept, value in pairs]
+        with tf.control_dependencies(restored):
             results = model.get_metrics_result()
         names = tf.nest.flatten({name: name for name in logs}) if len(found) == len(logs) else []
         for place, name in enumerate(names):

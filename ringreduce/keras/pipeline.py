@@ -31,8 +31,9 @@ from ringreduce.keras.local import joint_in
 from ringreduce.keras.metric_states import numbers_in, packed_number, unpacked_number
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.rows import rows_in
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
-from ringreduce.keras.stage import Stage, rows_in
+from ringreduce.keras.stage import Stage
 from ringreduce.keras.weighting import step_weight
 from ringreduce.keras.wrappable import refuse_other_optimizer, refuse_other_ring
 from ringreduce.vocabulary.errors import ConfigError

@@ -14,7 +14,14 @@ def count_of(tensor: Any) -> Any:
     """The number of rows, a scalar int32 tensor."""
     if isinstance(tensor, tf.SparseTensor):
         return tf.cast(tensor.dense_shape[0], tf.int32)
-    return tf.cast(tensor.nrows(), tf.int32) if _is_ragged(tensor) else tf.shape(tensor)[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int32)
+    return tf.shape(tensor)[0]
+
+
+def rows_in(batch: Any) -> Any:
+    """The number of rows of a batch, a structure with None for what is absent, as of `count_of`."""
+    return count_of(next(part for part in tf.nest.flatten(batch) if part is not None))
 
 
 def rows_of(array: Any, first: Any, end: Any) -> Any:
@@ -34,7 +41,7 @@ def at_least_one(tensor: Any) -> Any:
     """`tensor`, or one row of zeros where it has none."""
     if isinstance(tensor, tf.SparseTensor):
         return _with_rows(tensor, tf.maximum(tensor.dense_shape[0], 1), tensor)
-    if _is_ragged(tensor):
+    if isinstance(tensor, tf.RaggedTensor):
         flat = tensor.flat_values
         zero = tf.zeros([1, *(n or 1 for n in flat.shape[1:])], flat.dtype)
         ends = [tf.constant([0, 1], tensor.row_splits.dtype)] * tensor.ragged_rank
@@ -84,10 +91,9 @@ class Rows:
             self.spec: Any = tf.TensorSpec(shape, kind)  # of any number of rows
             return
         self._tensor = tensor = tf.cast(array, kind) if kind.is_floating else array
-        if _is_ragged(tensor):
-            self.spec = tf.RaggedTensorSpec(
-                shape, kind, tensor.ragged_rank, tensor.row_splits.dtype
-            )
+        if isinstance(tensor, tf.RaggedTensor):
+            ends = tensor.row_splits.dtype
+            self.spec = tf.RaggedTensorSpec(shape, kind, tensor.ragged_rank, ends)
         else:
             self.spec = tf.SparseTensorSpec(shape, kind)
             self._tensor = tensor = tf.sparse.reorder(tensor)
@@ -101,13 +107,11 @@ class Rows:
 
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(self._tensor, np.ndarray):
-            is_text = self.spec.dtype == tf.string
-            return np.asarray(
-                self._tensor[rows], None if is_text else self.spec.dtype.as_numpy_dtype
-            )
+            kind = None if self.spec.dtype == tf.string else self.spec.dtype.as_numpy_dtype
+            return np.asarray(self._tensor[rows], kind)
         if isinstance(rows, slice):
             rows = np.arange(len(self))[rows]
-        if _is_ragged(self._tensor):
+        if isinstance(self._tensor, tf.RaggedTensor):
             return tf.gather(self._tensor, rows)
         chosen = tf.gather(self._entries, rows)
         places = tf.gather(self._tensor.indices, chosen.values)[:, 1:]
@@ -118,16 +122,12 @@ class Rows:
 
 def is_uneven(array: Any) -> bool:
     """Whether it is ragged or sparse."""
-    return _is_ragged(array) or isinstance(array, tf.SparseTensor)
+    return isinstance(array, (tf.RaggedTensor, tf.SparseTensor))
 
 
 def components(tensor: Any) -> list[Any]:
     """The dense tensors, or array, that it consists of."""
     return tf.nest.flatten(tensor, expand_composites=True)  # type: ignore[no-any-return]
-
-
-def _is_ragged(tensor: Any) -> bool:
-    return isinstance(tensor, tf.RaggedTensor)
 
 
 def _with_rows(tensor: Any, count: Any, like: Any) -> Any:

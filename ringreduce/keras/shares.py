@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import count_of, rows_of
+from ringreduce.keras.rows import rows_in, rows_of
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.pure.epochs import own_rows
 from ringreduce.pure.shares import apportion, weights_of, weights_of_times
@@ -73,7 +73,7 @@ class Shares:
         """Of each batch of `dataset` this rank's rows."""
 
         def own(index: Any, batch: Any) -> Any:
-            count = count_of(tf.nest.flatten(batch)[0])
+            count = rows_in(batch)
             if self.is_equal:
                 ring = self._ring
                 first, end = (count * (ring.rank + i) // ring.size for i in (0, 1))
@@ -101,11 +101,7 @@ class Shares:
 
 
 def agreed_shares(given: Any, ring: Communicator) -> Shares:
-    """What all ranks have `given` as ``batch_share``. Collective.
-
-    On all ranks ConfigError if one has given none of what is accepted, MismatchError if kinds
-    differ.
-    """
+    """What all ranks have `given` as ``batch_share``. Collective; errors come on all ranks."""
     kind, number = "equal" if given is None else given, 1.0
     if not isinstance(given, bool) and _is_share(given):
         kind, number = "a number", float(given)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import count_of, slice_rows
+from ringreduce.keras.rows import count_of, rows_in, slice_rows
 from ringreduce.pure.pipeline import schedule
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_named
@@ -80,7 +80,7 @@ class Stage:
             outputs = model(inputs, training=training)
             seen = {"x": inputs, "y": y, "y_pred": outputs, "sample_weight": sample_weight}
             loss = model.compute_loss(**seen, training=training)
-            tracker.update_state(loss, sample_weight=count_of(keras.tree.flatten(outputs)[0]))
+            tracker.update_state(loss, sample_weight=rows_in(outputs))
             return loss, model.compute_metrics(**seen)
 
         def gradients(inputs: Any, y: Any, sample_weight: Any) -> Any:
@@ -100,7 +100,7 @@ class Stage:
 
         ConfigError, before anything is sent, if the rows are no multiple of the micro-batches.
         """
-        rows, count = rows_in(x), self._micro_batches
+        rows, count = int(rows_in(x)), self._micro_batches
         if rows == 0 or rows % count:
             raise ConfigError(
                 f"got a batch of {rows} rows, which cannot be divided into {count} equal "
@@ -160,7 +160,7 @@ class Stage:
             return outputs
         self.wait_sent()
         self._send(outputs, self.number + 1)
-        return tf.zeros((rows_in(x), 1))
+        return tf.zeros((int(rows_in(x)), 1))
 
     def wait_sent(self) -> None:
         """Return once the neighbours have received everything, or raise what has prevented it."""
@@ -171,7 +171,7 @@ class Stage:
     def _inputs(self, x: Any) -> Any:
         if self.is_first:
             return x
-        return _Incoming(self._chain, self.number - 1, self._arrives, rows_in(x), 1).take()
+        return _Incoming(self._chain, self.number - 1, self._arrives, int(rows_in(x)), 1).take()
 
     def _taped(self, inputs: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
         """The outputs for a micro-batch, and what makes of their gradient what `_found` returns."""
@@ -221,10 +221,7 @@ class _Incoming:
 
 
 class _Total:
-    """The sum of a weight's gradients over the micro-batches of a batch, in one place.
-
-    New memory for each sum costs more than the addition.
-    """
+    """The sum of a weight's gradients over micro-batches: new memory costs more than to add."""
 
     def __init__(self) -> None:
         self._dense: Any = None
@@ -254,11 +251,6 @@ def _joined(one: Any, other: Any) -> Any:
     values = tf.concat([one.values, other.values], 0)
     indices = tf.concat([one.indices, other.indices], 0)
     return tf.IndexedSlices(values, indices, one.dense_shape)
-
-
-def rows_in(x: Any) -> int:
-    """The number of rows of a batch."""
-    return int(count_of(next(part for part in keras.tree.flatten(x) if part is not None)))
 
 
 def _graph(function: Callable[..., Any]) -> Any:
@@ -305,16 +297,10 @@ def _model_of(made: Any, arrives: Spec | None) -> Any:
         made = keras.Sequential([begin, *inside], name=made.name)
     if arrives is not None:
         shapes = [tuple(one.shape[1:]) for one in made.inputs]
-        if len(shapes) != 1 or not _fits(arrives[0], shapes[0]):
+        if len(shapes) != 1 or not tf.TensorShape(shapes[0]).is_compatible_with(arrives[0]):
             takes = " and ".join(map(str, shapes))
             raise _Problem(f"takes rows of shape {takes}, and gets some of shape {arrives[0]}")
     return made
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    if len(shape) != len(expected):
-        return False
-    return all(own in (None, given) for given, own in zip(shape, expected, strict=True))
 
 
 def _spec_left_by(model: Any) -> Spec:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.keras.rows import rows_in
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
 
@@ -67,9 +68,7 @@ def _meeting(step: Callable[..., Any], model: Any, ring: Communicator) -> Callab
 
     def met(data: Any) -> Any:
         # It waits for the batch, and the step's own calls follow in order.
-        first = next(part for part in tf.nest.flatten(data) if part is not None)
-        rows = tf.shape(first)[0]
-        call(ring, "begin a batch", meet, [rows], [((), tf.int32)])
+        call(ring, "begin a batch", meet, [rows_in(data)], [((), tf.int32)])
         return step(owner(), data)
 
     return met
