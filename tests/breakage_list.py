@@ -741,7 +741,7 @@ BREAKAGES = (
     ),
     Breakage(
         "accumulated-rows-kept",
-        "ringreduce/keras/gradients.py",
+        "ringreduce/keras/strategies.py",
         "total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))",
         "pass",
         "With accumulate_steps and touched rows each update contains those before it.",
@@ -749,7 +749,7 @@ BREAKAGES = (
     ),
     Breakage(
         "accumulation-weights-kept",
-        "ringreduce/keras/gradients.py",
+        "ringreduce/keras/strategies.py",
         "            cycle.mean.assign(0.0)\n",
         "",
         "With accumulate_steps each update is smaller than the one before.",
@@ -998,7 +998,7 @@ BREAKAGES = (
     ),
     Breakage(
         "part-learns-from-own-rows",
-        "ringreduce/keras/parts/region.py",
+        "ringreduce/keras/weighting.py",
         "_scaled(value, 1 / share, share), list(tensors))",
         "value, list(tensors))",
         "What is before a layer of experts learns at a fraction of the rate.",

@@ -49,7 +49,6 @@ from ringreduce.keras.parts.attention import (
 )
 from ringreduce.keras.parts.embedding import ShardedEmbedding, look_up
 from ringreduce.keras.parts.layer import PartLayer
-from ringreduce.keras.parts.region import in_parts
 from ringreduce.keras.parts.split import ColumnParallelDense, RowParallelDense
 from ringreduce.keras.pipeline import Pipeline
 from ringreduce.keras.saving import load_model
@@ -73,7 +72,7 @@ from ringreduce.keras.tensors import (
     scatter_object,
     send,
 )
-from ringreduce.keras.weighting import step_weight
+from ringreduce.keras.weighting import in_parts, step_weight
 from ringreduce.tensorflow import verify_replicas
 from ringreduce.tensorflow.codecs import Compression
 from ringreduce.tensorflow.low_rank import PowerSGD

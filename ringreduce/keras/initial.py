@@ -105,14 +105,14 @@ class InitialValues:
                     require_same_settings(settings(), ring)
                 make_alike(states, group)
                 make_different(states, ring)
+        given = {id(plain): plain for plain in map(plain_variable, (*new_state, *new))}
         if not have_values:
             # A tf.function that creates variables is traced twice. Variables have values (and this
             # rank something to send) only the second time. This trace should never run.
-            self._without_value.update(_by_identity((*new_state, *new)))
+            self._without_value.update(given)
             if ring.size > 1:
                 call(ring, "begin to train", partial(self._require, ring), [], [((), tf.int32)])
             return gradients
-        given = _by_identity((*new_state, *new))
         self._given.update(given)
         for key in given:
             self._without_value.pop(key, None)
@@ -150,10 +150,7 @@ def give_values(
     ring: Communicator,
     group: Communicator | None = None,
 ) -> bool:
-    """Give all ranks rank 0's values of both; return whether this rank's `variables` differed.
-
-    `group` is the model group. If a rank of it had other values, all of its ranks differed.
-    """
+    """Give all ranks rank 0's values; return whether `variables` differed on one of its `group`."""
     if state:
         bridge.broadcast_variables(state, ring)
     differed = bridge.broadcast_variables(variables, ring)
@@ -166,10 +163,6 @@ def give_values(
 def plain_variable(variable: Any) -> Any:
     """The `tf.Variable` in a Keras variable; others are returned as they are."""
     return getattr(variable, "_value", variable)
-
-
-def _by_identity(variables: Iterable[Any]) -> dict[int, Any]:
-    return {id(plain): plain for plain in map(plain_variable, variables)}
 
 
 def _without_others(

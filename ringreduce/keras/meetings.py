@@ -155,7 +155,7 @@ class _Alone(Running):
     def settle(self) -> None:
         for mine in self._rounds.values():
             if not bool(mine.is_settled.numpy()):
-                mine.settle(self._strategy.every)
+                mine.settle()
 
     def state(self) -> dict[str, np.ndarray]:
         begun = {
@@ -199,9 +199,7 @@ class _Alone(Running):
             ]
             # Outside of the function that is being traced, since it outlives that.
             with tf.init_scope():
-                overlaps = self._strategy.overlap > 0
-                outer = self._strategy.made_outer()
-                self._rounds[key] = _Round(shared, outer, overlaps, self._use)
+                self._rounds[key] = _Round(shared, self._strategy, self._use)
                 self._load_round(len(self._rounds) - 1, self._rounds[key])
         return self._rounds[key]
 
@@ -218,21 +216,22 @@ class _Round:
         outer_state: the outer optimizer's variables.
     """
 
-    def __init__(self, variables: Sequence[Any], outer: Any, overlaps: bool, use: Use) -> None:
-        self._variables, self._outer, self._overlaps = variables, outer, overlaps
-        self._ring = use.communicator
+    def __init__(self, variables: Sequence[Any], strategy: LocalSGD, use: Use) -> None:
+        self._variables, self._every = variables, strategy.every
+        self._overlaps = strategy.overlap > 0
+        self._ring, self._compression = use.communicator, str(use.compression)
         self._meeting: _Meeting | None = None
-        self._compression = str(use.compression)
         self.is_settled = lasting(True)
         self.count, self.own = lasting(np.int64(0)), lasting(0.0)
         values = [tf.cast(tf.convert_to_tensor(each), _wide(each)) for each in variables]
         # Equal on all ranks.
         self._anchors = [lasting(each) for each in values]
         # This rank's weights when the meeting under way began.
-        self._sent = [lasting(each) for each in values if overlaps]
-        if outer is not None:
-            outer.build(self._anchors)
-        self.outer_state = [] if outer is None else list(outer.variables)
+        self._sent = [lasting(each) for each in values if self._overlaps]
+        self._outer = strategy.made_outer()
+        if self._outer is not None:
+            self._outer.build(self._anchors)
+        self.outer_state = [] if self._outer is None else list(self._outer.variables)
 
     def begin(self) -> None:
         """Take the weights as they are: they may have been loaded."""
@@ -246,9 +245,8 @@ class _Round:
         """Begin a meeting."""
         vouch_for_branch()
         changes = []
-        for number, (anchor, variable) in enumerate(
-            zip(self._anchors, self._variables, strict=True)
-        ):
+        pairs = zip(self._anchors, self._variables, strict=True)
+        for number, (anchor, variable) in enumerate(pairs):
             value = tf.cast(tf.convert_to_tensor(variable), anchor.dtype)
             if self._overlaps:
                 self._sent[number].assign(value)
@@ -270,15 +268,15 @@ class _Round:
         self._move_anchors()
         self._use_anchors()
 
-    def settle(self, every: int) -> None:
+    def settle(self) -> None:
         """Make weights equal. Eager; collective.
 
         Ranks that have made no step since a meeting begin no other: an outer optimizer with
         momentum would move weights that nobody has changed.
         """
-        if self._made().is_under_way:
+        if self._made().work is not None:
             self.merge()
-        if int(self.count.numpy()) % every:
+        if int(self.count.numpy()) % self._every:
             self.meet()
             self._move_anchors()
         self._use_anchors()
@@ -291,10 +289,9 @@ class _Round:
     def _move_anchors(self) -> None:
         vouch_for_branch()
         shapes = [(anchor.shape, tf.float32) for anchor in self._anchors]
-        means = call(self._ring(), "end a meeting", self._made().end, [], shapes)
-        means = [
-            tf.cast(mean, anchor.dtype) for mean, anchor in zip(means, self._anchors, strict=True)
-        ]
+        found = call(self._ring(), "end a meeting", self._made().end, [], shapes)
+        pairs = zip(found, self._anchors, strict=True)
+        means = [tf.cast(mean, anchor.dtype) for mean, anchor in pairs]
         if self._outer is not None:
             self._outer.apply(means, self._anchors)
             return
@@ -303,9 +300,8 @@ class _Round:
 
     def _made(self) -> _Meeting:
         if self._meeting is None:
-            self._meeting = _Meeting(
-                self._ring(), [tuple(each.shape) for each in self._anchors], self._compression
-            )
+            shapes = [tuple(each.shape) for each in self._anchors]
+            self._meeting = _Meeting(self._ring(), shapes, self._compression)
         return self._meeting
 
 
@@ -335,13 +331,8 @@ class _Meeting:
             kept = np.zeros((2, size), np.float32) if encoding.has_residuals else None
             self._coding = Coding(encoding, kept)
             ring.count_residuals(self)
-        self._work: Any = None
+        self.work: Any = None  # of a meeting that is under way
         self._took_s = 0.0
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether it has begun, and not ended."""
-        return self._work is not None
 
     def begin(self, *given: np.ndarray) -> list[Any]:
         """Begin with this rank's changes, and its weight."""
@@ -349,12 +340,12 @@ class _Meeting:
         for part, change in zip(self._parts(), changes, strict=True):
             part[:] = change.reshape(-1)
         weight = float(own)
-        self._work = self._ring.engine.submit(lambda: self._meet(weight))
+        self.work = self._ring.engine.submit(lambda: self._meet(weight))
         return [np.int32(0)]
 
     def end(self) -> list[np.ndarray]:
         """Wait for the mean changes."""
-        work, self._work = self._work, None
+        work, self.work = self.work, None
         began = time.perf_counter()
         work.wait()
         self._ring.blocked_for(time.perf_counter() - began, self._took_s)

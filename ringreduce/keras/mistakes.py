@@ -6,11 +6,12 @@ Rank 0 warns, once, at the line of the user's program.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,8 +28,6 @@ from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
-# The one that forms the ring.
-_BARRIERS = 1
 # Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
 _divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -150,9 +149,10 @@ def differences(model: Any) -> list[str]:
     """What in a built and compiled model sees its rank's rows only, by name and with a remedy."""
     layers = [layer for layer in private.layers_of(model) if layer.trainable]
     found = []
-    if names := _named(_normalizes_batches, layers):
+    plain = [one for one in layers if isinstance(one, keras.layers.BatchNormalization)]
+    if names := _named(one for one in plain if not isinstance(one, SyncBatchNormalization)):
         found.append(f"{names}: each rank normalizes its rows (use rr.SyncBatchNormalization)")
-    if names := _named(_is_random, [model, *layers]):
+    if names := _named(filter(_is_random, [model, *layers])):
         found.append(f"{names}: each rank draws other random numbers")
     for loss in keras.tree.flatten(getattr(model, "loss", None) or []):
         reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else None
@@ -160,14 +160,13 @@ def differences(model: Any) -> list[str]:
             found.append(
                 f"the loss {loss.name}: with reduction={reduction!r} it is no mean over samples"
             )
-    if (names := _named(_masks, layers)) and _may_mask_outputs(model):
+    masks = [isinstance(v, keras.layers.Masking) or getattr(v, "mask_zero", False) for v in layers]
+    outputs = getattr(model, "outputs", None)
+    # Of a subclassed model it is not known whether an output has a mask.
+    is_masked = outputs is None or any(getattr(v, "_keras_mask", None) is not None for v in outputs)
+    if is_masked and (names := _named(itertools.compress(layers, masks))):
         found.append(f"{names}: if the mask reaches the loss, that is a mean over what it leaves")
     return found
-
-
-def _normalizes_batches(layer: Any) -> bool:
-    is_plain = not isinstance(layer, SyncBatchNormalization)
-    return isinstance(layer, keras.layers.BatchNormalization) and is_plain
 
 
 def _is_random(layer: Any) -> bool:
@@ -178,19 +177,8 @@ def _is_random(layer: Any) -> bool:
     return any(isinstance(one, keras.random.SeedGenerator) for one in vars(layer).values())
 
 
-def _masks(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", 0))
-
-
-def _may_mask_outputs(model: Any) -> bool:
-    outputs = getattr(model, "outputs", None)
-    if outputs is None:  # Of a subclassed model this is not known.
-        return True
-    return any(getattr(output, "_keras_mask", None) is not None for output in outputs)
-
-
-def _named(is_meant: Callable[[Any], bool], layers: Iterable[Any]) -> str:
-    return _first_of(layer.name for layer in layers if is_meant(layer))
+def _named(layers: Iterable[Any]) -> str:
+    return _first_of(layer.name for layer in layers)
 
 
 def _first_of(names: Iterable[str]) -> str:
@@ -199,17 +187,15 @@ def _first_of(names: Iterable[str]) -> str:
 
 
 def warn_of_ranks_apart() -> None:
-    """At exit, log on rank 0 if it has trained a model and nothing was exchanged.
-
-    Unless an exception ends the program.
-    """
+    """At exit, unless by an exception, log on rank 0 if it trained and nothing was exchanged."""
     if not is_initialized() or getattr(sys, "last_value", None) is not None:
         return
     ring = default_communicator()
     if ring.size == 1 or ring.rank != 0:
         return
     done = ring.statistics()
-    has_exchanged = done.collectives > _BARRIERS or done.bytes_sent or done.bytes_received
+    # One barrier forms the ring.
+    has_exchanged = done.collectives > 1 or done.bytes_sent or done.bytes_received
     if not has_exchanged and _has_trained():
         _log.warning(
             "[%d/%d] the ranks have exchanged nothing, so each has trained by itself. Wrap the "

@@ -28,7 +28,7 @@ from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
-from ringreduce.keras import private, weighting
+from ringreduce.keras import private, settings, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
@@ -37,15 +37,15 @@ from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, w
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import check_parts, joint, mark_state
-from ringreduce.keras.settings import (
-    Settings,
-    require_same_settings,
-    settings_in,
-    settings_of_model,
-    settings_of_optimizer,
+from ringreduce.keras.strategies import (
+    Accumulate,
+    EveryStep,
+    Running,
+    Step,
+    Strategy,
+    StrategyState,
+    Use,
 )
-from ringreduce.keras.strategies import Accumulate, EveryStep, Running, Step, Strategy, Use
-from ringreduce.keras.strategy_state import StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
@@ -169,15 +169,14 @@ class DistributedOptimizer(Wrapper):
         how = gradient_op(op)
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
-        self._communicator = communicator
+        # As it was given; None for the process's.
+        self.communicator = communicator
+        self._bridge = GradientBridge(bucket_bytes, check_numerics, compression, sparse_as_dense)
         self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "check_numerics": check_numerics,
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
-        }
-        self._bridge = GradientBridge(**self._options)
-        self._options |= {
             "strategy": strategy,
             "update_rows": update_rows,
             "scale_local_gradients": scale_local_gradients,
@@ -195,11 +194,6 @@ class DistributedOptimizer(Wrapper):
             self.register_local_var(variable)
 
     @property
-    def communicator(self) -> Communicator | None:
-        """As it was given; None for the process's."""
-        return self._communicator
-
-    @property
     def updates_all_rows(self) -> bool:
         """Whether tables are updated whole, also where few rows have a gradient."""
         return self._touched is None
@@ -210,7 +204,7 @@ class DistributedOptimizer(Wrapper):
         return bool(self._local)
 
     def _ring(self) -> Communicator:
-        return self._communicator or default_communicator()
+        return self.communicator or default_communicator()
 
     # AutoGraph must not convert this: it is Python that runs while tracing.
     @tf.autograph.experimental.do_not_convert
@@ -255,10 +249,11 @@ class DistributedOptimizer(Wrapper):
             self._local.check(self._inner)
             # All variables that it may ever train, those frozen now included.
             every = [*private.trained_variables(self._inner), *known]
-            ring, settings = self._ring(), self._settings
+            ring = self._ring()
             check_parts(self._inner, every, ring)
             state = self.shared(self._inner.variables)
-            grads = self._initial.give(self.shared(every), grads, kinds, ring, state, settings)
+            shared = self.shared(every)
+            grads = self._initial.give(shared, grads, kinds, ring, state, self._settings)
             if self._initial.are_given:
                 with tf.init_scope():
                     self.broadcast_state()
@@ -272,9 +267,8 @@ class DistributedOptimizer(Wrapper):
         self._running.take(Step(grads, known, kinds, weight, reducer, self._apply_means))
 
     def _apply_means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        apply = self._inner.apply
-        if self._touched is not None:
-            apply = partial(self._touched.apply, self._inner)
+        touched = self._touched
+        apply = self._inner.apply if touched is None else partial(touched.apply, self._inner)
         joint(self._inner, gradients, variables, apply)
 
     def build_inner(self, variables: Sequence[Any]) -> None:
@@ -426,23 +420,22 @@ class DistributedOptimizer(Wrapper):
         """Create the inner optimizer's variables and give all ranks rank 0's values."""
         if not self.built:
             self.build_inner(variables)
-        if tf.executing_eagerly() and (self._communicator is not None or is_initialized()):
+        if tf.executing_eagerly() and (self.communicator is not None or is_initialized()):
             ring, group = self._ring(), model_group(variables)
             check_parts(self._inner, variables, ring)
             give_values(self.shared(self._inner.variables), self.shared(variables), ring, group)
-            require_same_settings(self._settings(), ring)
+            settings.require_same_settings(self._settings(), ring)
 
-    def _settings(self) -> list[Settings]:
+    def _settings(self) -> list[settings.Settings]:
         """What must be equal on all ranks, and is not seen from their gradients."""
-        own = {
-            name: self._options[name]
-            for name in ("strategy", "op", "scale_local_gradients", "update_rows")
-        }
-        found = {**settings_of_optimizer(self._inner), **settings_in(own)}
+        names = "strategy", "op", "scale_local_gradients", "update_rows"
+        own = settings.settings_in({name: self._options[name] for name in names})
+        found = {**settings.settings_of_optimizer(self._inner), **own}
         model = model_in_fit()
         # Layers with local variables may be others on each rank, and so may those around them.
         is_shared = model is not None and not self._local
-        return [Settings("optimizers", found), *(settings_of_model(model) if is_shared else ())]
+        of_model = settings.settings_of_model(model) if is_shared else []
+        return [settings.Settings("optimizers", found), *of_model]
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables`, the model's or the optimizer's, that are equal on all ranks."""
@@ -474,13 +467,13 @@ class DistributedOptimizer(Wrapper):
                 remedy="Build it first, or copy an optimizer that has its LossScaleOptimizer "
                 "inside.",
             )
-        other = DistributedOptimizer(inner, self._communicator, **self._options)
+        other = DistributedOptimizer(inner, self.communicator, **self._options)
         # The same object, since the first wrapper may still register more.
         other._local = self._local
         return other
 
     def __reduce__(self) -> Any:
-        if self._communicator is not None:
+        if self.communicator is not None:
             raise ConfigError(
                 f"an optimizer ({self.name}) with a communicator of its own cannot be pickled",
                 remedy="Leave the communicator out and call ringreduce.init() in both processes, "
@@ -489,7 +482,7 @@ class DistributedOptimizer(Wrapper):
         return _copy, (self._describe(), None, dict(self._options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _copy(self._describe(), self._communicator, dict(self._options))
+        return _copy(self._describe(), self.communicator, dict(self._options))
 
     def _describe(self) -> tuple[Any, ...]:
         if self._local:
@@ -507,17 +500,12 @@ class DistributedOptimizer(Wrapper):
 @lru_cache
 def _named_after(inner: type) -> type[DistributedOptimizer]:
     """A subclass that Keras records under the inner class's name when it saves a model."""
-    members = {
-        "__module__": inner.__module__,
-        "__doc__": DistributedOptimizer.__doc__,
-        "_inner_class": inner,
-    }
-    named = type(inner.__name__, (DistributedOptimizer,), members)
+    members = {"__module__": inner.__module__, "__doc__": DistributedOptimizer.__doc__}
+    named = type(inner.__name__, (DistributedOptimizer,), {**members, "_inner_class": inner})
     # Keras finds a class that the user has registered by that name. Registering ours under it too
     # would make Keras load ours.
     if inner in private.registered_names:
-        name = private.registered_names[inner]
-        private.registered_names[named] = name
+        private.registered_names[named] = private.registered_names[inner]
     return named
 
 

@@ -68,20 +68,17 @@ def folded(*numbers: int) -> int:
 
 
 def seed_states_in_use() -> list[Any]:
-    """The generators' states that the function being traced has used so far; [] eagerly.
-
-    In an order that is equal on all ranks, though numbers of automatic names may not be.
-    """
+    """States that the function being traced has used, in the same order on all ranks; or none."""
     found: dict[int, Any] = {}
     for graph in graphs_being_traced():
         # A later TensorFlow may have no such attribute; generators are left to `fold_seeds` then.
         for variable in getattr(graph, "_watched_variables", ()):
             if is_seed_state(variable):
                 found.setdefault(id(variable), variable)
-    # Words and numbers alternate, so that only like is compared with like.
-    return sorted(
-        found.values(),
-        key=lambda state: [
-            int(word) if word.isdigit() else word for word in re.split(r"(\d+)", path_of(state))
-        ],
-    )
+
+    def by_name(state: Any) -> list[Any]:
+        # Numbers as numbers. They alternate with words, so that only like is compared with like.
+        words = re.split(r"(\d+)", path_of(state))
+        return [int(word) if word.isdigit() else word for word in words]
+
+    return sorted(found.values(), key=by_name)

@@ -139,10 +139,8 @@ def _settings_of_layer(layer: Any) -> Settings:
 
 
 def _is_unwieldy(layer: Any) -> bool:
-    """Whether its configuration lists a table of initial values, or Keras would warn of a lambda.
-
-    Ignoring the warning here would make Python repeat others that it shows once.
-    """
+    """Whether its configuration lists a table of initial values, or has a lambda."""
+    # Of which Keras warns. To ignore that would make Python repeat others that it shows once.
     for part in vars(layer).values():
         if isinstance(part, keras.initializers.Constant) and np.size(part.value) > _LISTED_MAX:
             return True

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.gradients import Accumulating, Reducer
-from ringreduce.keras.weighting import Kind, Weight
+from ringreduce.keras import private
+from ringreduce.keras.gradients import Reducer
+from ringreduce.keras.weighting import Kind, Weight, weighted
+from ringreduce.tensorflow.control_flow import vouch_for_branch
 from ringreduce.tensorflow.low_rank import PowerSGD
+from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -130,12 +134,154 @@ class Accumulate(Strategy):
 
     def begin(self, use: Use) -> Running:
         """See `Strategy`."""
-        return _Accumulate(Accumulating(self.steps, use.keeps_rows))
+        return _Accumulating(self.steps, use.keeps_rows)
 
 
-class _Accumulate(Running):
-    def __init__(self, sums: Accumulating) -> None:
-        self._sums = sums
+class _Accumulating(Running):
+    """Reduces the mean of several steps; in a graph in a branch that all ranks take together.
+
+        step       1        2        3        4        5 ...
+                   add      add      add      add
+                   -        -        -        reduce, apply, clear        (steps = 4)
+
+    The sums are variables of the wrapper, not of the optimizer, and are not saved. With
+    `keeps_rows` the mean of a sparse gradient is sparse as well: the rows of any of the steps.
+    """
+
+    def __init__(self, steps: int, keeps_rows: bool) -> None:
+        self._steps, self._keeps_rows = steps, keeps_rows
+        # One optimizer may be applied to several sets of variables, each with its own steps.
+        self._cycles: dict[tuple[int, ...], _Cycle] = {}
 
     def take(self, step: Step) -> None:
-        self._sums.step(*step)
+        gradients, variables, kinds, weight, reducer, apply = step
+        cycle = self._cycle_of(gradients, variables, kinds)
+        weight = weight or Weight(tf.constant(1.0), tf.constant(1.0))
+        for gradient, total, kind in zip(gradients, cycle.sums, kinds, strict=True):
+            if gradient is not None:
+                total.add(gradient, weight.mean if kind is Kind.PART else weight.own)
+        cycle.own.assign_add(weight.own)
+        cycle.mean.assign_add(weight.mean)
+        is_due = tf.equal(cycle.count.assign_add(1) % self._steps, 0)
+
+        def apply_mean() -> None:
+            vouch_for_branch()
+            # Divided so that the plain mean over the ranks is the weighted mean over all steps and
+            # ranks; for local variables over this rank's steps.
+            of_local = cycle.mean if reducer.scale_local else cycle.own
+            divisors = {Kind.MEAN: cycle.mean, Kind.PART: cycle.mean, Kind.LOCAL: of_local}
+            means = [
+                None if total is None else total.divided(divisors.get(kind))
+                for total, kind in zip(cycle.sums, kinds, strict=True)
+            ]
+            apply(reducer.reduce(means, variables, kinds), variables)
+            for total in filter(None, cycle.sums):
+                total.clear()
+            cycle.own.assign(0.0)
+            cycle.mean.assign(0.0)
+
+        tf.cond(is_due, apply_mean, lambda: None)
+
+    def _cycle_of(
+        self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]
+    ) -> _Cycle:
+        # Outside of the function that is being traced, since they outlive it.
+        with tf.init_scope():
+            key = tuple(map(id, variables))
+            if key not in self._cycles:
+                self._cycles[key] = _Cycle(len(variables))
+            cycle = self._cycles[key]
+            for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+                if gradient is not None and cycle.sums[number] is None:
+                    has_rows = self._keeps_rows and isinstance(gradient, tf.IndexedSlices)
+                    cycle.sums[number] = _Sum(variable, kinds[number], has_rows)
+        return cycle
+
+
+class _Cycle:
+    """Sums since the last reduction: of this rank's weights, the ranks' means, and gradients."""
+
+    def __init__(self, variables: int) -> None:
+        self.count = lasting(np.int64(0))
+        self.own, self.mean = lasting(0.0), lasting(0.0)
+        # None before a variable's first gradient, which may be in a later step of a cycle.
+        self.sums: list[Any] = [None] * variables
+
+
+class _Sum:
+    """The sum of one variable's gradients; for Kind.MAXIMUM the largest."""
+
+    def __init__(self, variable: Any, kind: Kind, has_rows: bool) -> None:
+        self._kind, self._dtype = kind, variable.dtype
+        # 16-bit gradients are added up in float32.
+        dtype = tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
+        self._start = dtype.min if kind is Kind.MAXIMUM else 0
+        self._total = lasting(tf.fill(variable.shape, tf.constant(self._start, dtype)))
+        # Of a table, which rows had a gradient; the sum is 0 in all others.
+        self._rows = lasting(tf.zeros(variable.shape[0], tf.bool)) if has_rows else None
+
+    def add(self, gradient: Any, weight: Any) -> None:
+        total = self._total
+        if isinstance(gradient, tf.IndexedSlices):
+            values = weighted(tf.cast(gradient.values, total.dtype), self._kind, weight)
+            total.scatter_add(tf.IndexedSlices(values, gradient.indices))
+            if self._rows is not None:
+                is_seen = tf.ones_like(gradient.indices, tf.bool)
+                self._rows.scatter_update(tf.IndexedSlices(is_seen, gradient.indices))
+            return
+        value = weighted(tf.cast(gradient, total.dtype), self._kind, weight)
+        if self._kind is Kind.MAXIMUM:
+            total.assign(tf.maximum(total, value))
+        else:
+            total.assign_add(value)
+        if self._rows is not None:
+            self._rows.assign(tf.ones_like(self._rows))
+
+    def divided(self, divisor: Any) -> Any:
+        """The sum divided by `divisor`, if that is not None, in the variable's dtype."""
+        rows = None if self._rows is None else tf.where(self._rows)[:, 0]
+        value = tf.convert_to_tensor(self._total) if rows is None else tf.gather(self._total, rows)
+        if divisor is not None:
+            value = tf.math.divide_no_nan(value, tf.cast(divisor, value.dtype))
+        value = tf.cast(value, self._dtype)
+        if rows is None:
+            return value
+        return tf.IndexedSlices(value, rows, tf.constant(tuple(self._total.shape), tf.int64))
+
+    def clear(self) -> None:
+        total = self._total
+        if self._rows is None:
+            total.assign(tf.fill(total.shape, tf.constant(self._start, total.dtype)))
+            return
+        rows = tf.where(self._rows)[:, 0]
+        total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))
+        self._rows.assign(tf.zeros_like(self._rows))
+
+
+class StrategyState(private.KerasSaveable):
+    """What is equal on all ranks and saved beside the optimizer, of strategies and compressions.
+
+    In Keras's files it is in a group of its own, which plain Keras does not look at. `get` returns
+    arrays by name, and `put` sets what was saved.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[], Mapping[str, np.ndarray]],
+        put: Callable[[dict[str, np.ndarray]], None],
+    ) -> None:
+        self._get, self._put = get, put
+
+    def _obj_type(self) -> str:
+        # By which Keras knows attributes that it need not look at.
+        return "Loss"
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write them."""
+        for name, value in self._get().items():
+            store[name] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read them, if there are some."""
+        if found := {name: np.array(store[name]) for name in store.keys()}:  # noqa: SIM118
+            self._put(found)

@@ -129,15 +129,12 @@ class DistributedGradientTape:
         kinds = list(map(self._kind_of, flat))
         ring = self._communicator or default_communicator()
         initial, bridges = _shared_by(ring)
-        shared = [
-            source
-            for source, kind in zip(flat, kinds, strict=True)
-            if isinstance(source, (tf.Variable, keras.Variable)) and kind is Kind.MEAN
-        ]
+        means = [source for source, kind in zip(flat, kinds, strict=True) if kind is Kind.MEAN]
+        shared = [one for one in means if isinstance(one, (tf.Variable, keras.Variable))]
         gradients = initial.give(shared, gradients, kinds, ring)
         bridge = bridges.setdefault(self._options, self._bridge)
-        reducer = Reducer(bridge, ring, self._op, self._scale_local)
         weighting.refuse_local(kinds, ring)
+        reducer = Reducer(bridge, ring, self._op, self._scale_local)
         found = reducer.reduce(gradients, flat, kinds, weighting.current())
         return tf.nest.pack_sequence_as(own, found)
 

@@ -35,11 +35,7 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 def touched_rows(update_rows: str, inner: Any, sparse_as_dense: bool) -> TouchedRows | None:
-    """What `DistributedOptimizer` needs for its argument `update_rows`; None for "all".
-
-    ConfigError if there is no such choice; or if `inner`, or an optimizer in it, looks at whole
-    variables, or is not known.
-    """
+    """What `DistributedOptimizer` needs for its argument `update_rows`; None for "all"."""
     if update_rows not in ("all", "touched"):
         raise ConfigError(f"update_rows is {update_rows!r}; accepted: 'all', 'touched'")
     if update_rows == "all":
@@ -75,16 +71,9 @@ class TouchedRows:
     def look_at(
         self, inner: Any, gradients: Sequence[Any], variables: Sequence[Any], ring: Communicator
     ) -> None:
-        """Warn once if none of this rank's `gradients` has rows.
-
-        ConfigError if XLA compiles the step, which fixes all shapes; or a variable with rows has a
-        constraint, which looks at the whole.
-        """
-        tables = [
-            variable
-            for gradient, variable in zip(gradients, variables, strict=True)
-            if isinstance(gradient, tf.IndexedSlices)
-        ]
+        """Refuse what cannot be updated by rows; warn once if no gradient has rows."""
+        pairs = zip(gradients, variables, strict=True)
+        tables = [v for gradient, v in pairs if isinstance(gradient, tf.IndexedSlices)]
         for table in tables:
             if is_compiling():
                 raise ConfigError(

@@ -1,4 +1,14 @@
-"""The weight of this rank's gradients in the mean over all ranks; usually all are equal."""
+"""The weight of this rank's gradients in the mean over all ranks; usually all are equal.
+
+Where ranks exchange rows for the sake of their parts, gradients mean something else:
+
+    a rank's own rows | rows of all ranks, at the parts that they use | its own rows
+                    enter                                           leave
+
+Outside, a gradient is of this rank's loss, the mean over its rows, and is weighted at the end of
+the step. Inside it is of all ranks' mean loss, whatever the shares of the batch are: a part whose
+rank has an empty share still learns from the rows of others.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +85,7 @@ def across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     those it receives are multiplied by its own weight later, with all its gradients.
     """
     weight = current()
-    if weight is None or is_in_parts() or not value.dtype.is_floating:
+    if weight is None or _is_in_parts() or not value.dtype.is_floating:
         return collective(value)
     value = times_back(value, tf.math.divide_no_nan(weight.mean, weight.own))
     return times_back(collective(value), weight.factor)
@@ -83,7 +93,7 @@ def across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
 
 def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     """`across_ranks` for what sends rows to other ranks, whose local variables may use them."""
-    if current() is not None and not is_in_parts() and value.dtype.is_floating:
+    if current() is not None and not _is_in_parts() and value.dtype.is_floating:
         _local.has_moved = True
     return across_ranks(value, collective)
 
@@ -103,18 +113,52 @@ def refuse_local(kinds: Sequence[Kind], communicator: Communicator) -> None:
         )
 
 
+@tf.autograph.experimental.do_not_convert
+def in_parts(
+    function: Callable[..., Any], *tensors: Any, communicator: Communicator | None = None
+) -> Any:
+    """Call ``function(*tensors)``, which sends rows to the parts that they use, and back.
+
+    Call it in a layer with parts (`PartLayer`) around what exchanges rows between the ranks of
+    `communicator` and uses parts. The gradients of parts are then those of the mean over the whole
+    batch, with every way to divide it. Within, use no variable that all ranks share, such as a
+    router's weights: pass what is computed from it as one of `tensors`.
+
+    Args:
+        function: gets `tensors` and returns a tensor or a structure of them, with what belongs to
+            this rank's rows.
+        communicator: by default the process's.
+    """
+    ring = communicator or default_communicator()
+    if ring.size == 1 or _is_in_parts():
+        return function(*tensors)
+    weight = current()
+    share = tf.constant(1.0) if weight is None else weight.factor
+    share /= ring.size
+    within = tf.nest.map_structure(lambda value: _scaled(value, 1 / share, share), list(tensors))
+    with _in_parts():
+        result = function(*within)
+    return tf.nest.map_structure(lambda value: _scaled(value, share, share), result)
+
+
+def _scaled(value: Any, factor: Any, share: Any) -> Any:
+    """`value`, with its gradient times `factor`; none where this rank has no rows."""
+    if not tf.is_tensor(value) or not value.dtype.is_floating:
+        return value
+    return times_back(value, tf.where(share > 0, factor, tf.zeros_like(share)))
+
+
 @contextmanager
-def in_parts() -> Iterator[None]:
+def _in_parts() -> Iterator[None]:
     """Within the block gradients are those of all ranks' mean loss, and not weighted."""
-    before, _local.is_in_parts = is_in_parts(), True
+    before, _local.is_in_parts = _is_in_parts(), True
     try:
         yield
     finally:
         _local.is_in_parts = before
 
 
-def is_in_parts() -> bool:
-    """Whether this thread is within `in_parts`."""
+def _is_in_parts() -> bool:
     return getattr(_local, "is_in_parts", False)
 
 

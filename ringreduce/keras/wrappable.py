@@ -54,16 +54,11 @@ def refuse_unusable(inner: Any) -> None:
 
 def all_within(optimizer: Any) -> list[Any]:
     """An optimizer and those that it wraps."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if isinstance(optimizer, Wrapper):
-        # What it calls so is within its own, where that is a LossScaleOptimizer.
-        inner = optimizer._inner
-    wrapped = [inner, *getattr(optimizer, "optimizers", ())]
-    found = [optimizer]
-    for one in wrapped:
-        if one is not None:
-            found += all_within(one)
-    return found
+    # What a wrapper calls `inner_optimizer` is within its own, where that is a LossScaleOptimizer.
+    name = "_inner" if isinstance(optimizer, Wrapper) else "inner_optimizer"
+    wrapped = [getattr(optimizer, name, None), *getattr(optimizer, "optimizers", ())]
+    inner = [one for each in filter(None, wrapped) for one in all_within(each)]
+    return [optimizer, *inner]
 
 
 def state_for(optimizer: Any, variable: Any) -> list[Any]:
@@ -78,10 +73,8 @@ def state_for(optimizer: Any, variable: Any) -> list[Any]:
 
 
 def works_by_element(optimizer: Any) -> bool:
-    """Whether each element's step is known to depend on that element's gradients alone.
-
-    A LossScaleOptimizer does what the one in it does.
-    """
+    """Whether each element's step is known to depend on that element's gradients alone."""
+    # A LossScaleOptimizer does what the one in it does.
     is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return is_wrapper or getattr(type(optimizer), "update_step", None) in _STEPS
 
@@ -89,11 +82,9 @@ def works_by_element(optimizer: Any) -> bool:
 def build_optimizer_here(model: Any) -> None:
     """Give the optimizer of a built model its variables, on this rank alone."""
     optimizer = model.optimizer
-    if optimizer is None or optimizer.built:
-        return
-    # Not `build` of our wrapper, which is collective: it copies rank 0's values.
-    build = getattr(optimizer, "build_inner", optimizer.build)
-    build(model.trainable_variables)
+    if optimizer is not None and not optimizer.built:
+        # Not `build` of our wrapper, which is collective: it copies rank 0's values.
+        getattr(optimizer, "build_inner", optimizer.build)(model.trainable_variables)
 
 
 def settle(model: Any) -> None:
@@ -180,8 +171,7 @@ def require_distributed(model: Any, communicator: Communicator) -> None:
     if is_distributed(model):
         return
     if type(model).train_step is not keras.Model.train_step:
-        warn_of_plain_optimizer(model, "rr.fit", communicator)
-        return
+        return warn_of_plain_optimizer(model, "rr.fit", communicator)
     raise ConfigError(
         f"got a model with a plain optimizer ({model.optimizer.name}), which averages nothing",
         **communicator.config.who,

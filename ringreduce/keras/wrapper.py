@@ -28,7 +28,7 @@ from ringreduce.vocabulary.errors import ConfigError
 class Wrapper(keras.optimizers.Optimizer):
     """Forwards everything to the optimizer that it wraps, but for what a subclass defines."""
 
-    # A subclass has a property and a method of these names.
+    # A subclass has these.
     communicator: Any
     around: Callable[[Any], Wrapper]
     settle: Callable[[], None]
@@ -80,8 +80,7 @@ class Wrapper(keras.optimizers.Optimizer):
     def __dir__(self) -> list[str]:
         # Keras saves what it finds by these names beside the variables. With our own attributes,
         # above all `inner_optimizer`, the file would hold everything twice.
-        names = {*dir(type(self))} - {"inner_optimizer"}
-        return sorted(names | {*dir(self._inner)})
+        return sorted({*dir(type(self))} - {"inner_optimizer"} | {*dir(self._inner)})
 
     def _go_around(self, outer: Any) -> None:
         """Turn `outer`, a LossScaleOptimizer made around this wrapper, into a wrapper around one.
@@ -195,10 +194,7 @@ def _stand_in(path: str, shape: tuple[int, ...], dtype: str, overwrites: bool) -
 
 
 def _built_like(optimizer: Any, variables: Sequence[Any]) -> Any:
-    """An optimizer with the configuration and the state of `optimizer`, built for `variables`.
-
-    ConfigError unless these are like those that `optimizer` is built for.
-    """
+    """An optimizer with the configuration and the state of `optimizer`, built for `variables`."""
     # Outside of the function being traced, at whose end alone new variables would get values.
     with tf.init_scope():
         made = type(optimizer).from_config(optimizer.get_config())

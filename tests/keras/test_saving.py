@@ -197,7 +197,7 @@ def test_a_communicator_is_shared_by_deepcopy_and_refused_by_pickle():
         optimizer = rr.DistributedOptimizer(optimizers.SGD(0.5), comm)
         with pytest.raises(ringreduce.ConfigError, match="communicator of its own cannot be pick"):
             pickle.dumps(optimizer)
-        return copy.deepcopy(optimizer)._communicator is comm
+        return copy.deepcopy(optimizer).communicator is comm
 
     assert ring_of_threads(1, work) == [True]
 

@@ -12,7 +12,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.parts.layer import PartLayer, by_blocks
 from ringreduce.keras.parts.lookup import rows_of_all
 from ringreduce.keras.parts.part import Part
-from ringreduce.keras.parts.region import in_parts
+from ringreduce.keras.weighting import in_parts
 from ringreduce.vocabulary.errors import ConfigError
 
 _COMBINERS = ("sum", "mean", "sqrtn")

@@ -82,10 +82,7 @@ _marked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def mark(variable: Any, part: Part) -> Any:
-    """Make a Keras variable a part, and return it; a plain one, where a rank has the whole.
-
-    All ranks of the group mark in one order.
-    """
+    """Make a Keras variable a part, and return it; a plain one, where a rank has the whole."""
     if part.communicator.size > 1:
         number = next(_numbers)
         setattr(variable, _NAME, (part, number))
@@ -134,18 +131,11 @@ def whole_of(variable: Any) -> np.ndarray:
             remedy="Call rr.on_rank_zero(lambda: model.save(path)) on all ranks, or use "
             "ModelCheckpoint and BackupAndRestore within rr.fit or rr.callbacks.Together.",
         )
-    _, number = getattr(variable, _NAME)
-    # The others may be in other groups with parts of the same number.
-    group = list(part.communicator.members)
-    assisted_call("gather a part", [number, group, part.communicator.rank])
-    return _gathered(variable, part, part.communicator.rank)
+    return _gathered(variable, part, _assisted("gather a part", variable, part))
 
 
 def give_whole(variable: Any, value: Any) -> None:
-    """Give a variable its piece of `value`, which a file has; while the others wait, also theirs.
-
-    `value` is an array, or what is indexed like one.
-    """
+    """Give a variable its piece of `value`, which a file has; others that wait get theirs."""
     part = part_of(variable)
     if part is None:
         variable.assign(np.asarray(value))
@@ -158,10 +148,7 @@ def give_whole(variable: Any, value: Any) -> None:
             remedy="Load a file of a model with the same sizes.",
         )
     if waiting_ranks() is not None:
-        _, number = getattr(variable, _NAME)
-        group = list(part.communicator.members)
-        assisted_call("scatter a part", [number, group, part.communicator.rank])
-        _scattered(variable, part, part.communicator.rank, value)
+        _scattered(variable, part, _assisted("scatter a part", variable, part), value)
     else:
         variable.assign(part.piece(value))
 
@@ -176,6 +163,15 @@ def load_wholes(variables: Iterable[Any], store: Any) -> None:
     """Give `variables` their pieces of what `save_wholes`, or Keras, has put there."""
     for number, variable in enumerate(variables):
         give_whole(variable, store[str(number)])
+
+
+def _assisted(what: str, variable: Any, part: Part) -> int:
+    """Have the ranks that wait take part in a call of which this one is the root; return it."""
+    _, number = getattr(variable, _NAME)
+    # The others may be in other groups with parts of the same number.
+    group, root = list(part.communicator.members), part.communicator.rank
+    assisted_call(what, [number, group, root])
+    return root
 
 
 def _assist(run: Callable[[Any, Part, int], object], request: Sequence[Any]) -> None:

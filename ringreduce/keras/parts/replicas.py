@@ -37,10 +37,7 @@ def model_group(variables: Iterable[Any]) -> Communicator | None:
 
 
 def training_ranks(variables: Iterable[Any], data: Communicator) -> Communicator:
-    """All ranks that train a model with these `variables`: `data`, or with split layers more.
-
-    ConfigError if there is no communicator of just these.
-    """
+    """All ranks that train a model with these `variables`: `data`, or with split layers more."""
     group = model_group(variables)
     if group is None:
         return data
@@ -64,10 +61,7 @@ def alike(variables: Iterable[Any]) -> list[Any]:
 
 
 def make_alike(variables: Sequence[Any], group: Communicator | None) -> bool:
-    """Give all ranks of a model group its first one's values; return whether any rank's differed.
-
-    Pieces of split layers stay. Collective in `group`; None: there is none.
-    """
+    """Give all ranks of a model group its first one's values; return whether some differed."""
     if group is None:
         return False
     return count_true(group, bridge.broadcast_variables(alike(variables), group)) > 0
