@@ -596,7 +596,7 @@ BREAKAGES = (
     Breakage(
         "plans-of-the-ring-before",
         "ringreduce/tensorflow/plans.py",
-        "        if self._epoch != communicator.epoch:\n",
+        "        if self._epoch != ring.epoch:\n",
         "        if False:\n",
         "After a ring was formed anew, ranks differ in which plans they have compared.",
         ("tests/tensorflow/test_bridge_failures.py",),
@@ -854,8 +854,8 @@ BREAKAGES = (
     Breakage(
         "tensors-sent-back-elsewhere",
         "ringreduce/tensorflow/collectives.py",
-        "all_to_all_uneven(upstream, communicator, received, number)",
-        "all_to_all_uneven(upstream, communicator, received[::-1], number)",
+        "all_to_all_uneven(upstream, ring, received, number)",
+        "all_to_all_uneven(upstream, ring, received[::-1], number)",
         "Gradients of an all_to_all with counts go to the wrong ranks.",
         ("tests/tensorflow/test_tensors.py",),
     ),

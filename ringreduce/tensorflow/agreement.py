@@ -20,7 +20,7 @@ class Difference(NamedTuple):
 
 
 def agree(
-    communicator: Communicator,
+    ring: Communicator,
     own: Any,
     differ: Callable[[int, Any, int, Any], Difference | None],
     operation: str,
@@ -31,28 +31,24 @@ def agree(
     `differ` says how the descriptions of two ranks differ, which are named by their ranks in the
     job; `signature`, 64 bits, what is described. MismatchError, on all ranks, if some differ.
     """
-    gathered = communicator.all_gather_object(own, signature=signature)
-    named = list(zip(communicator.members, gathered, strict=True))
+    gathered = ring.all_gather_object(own, signature=signature)
+    named = list(zip(ring.members, gathered, strict=True))
     found = (differ(*named[0], *each) for each in named)
-    refuse(communicator, next(filter(None, found), None), operation)
+    refuse(ring, next(filter(None, found), None), operation)
     return gathered
 
 
-def count_true(communicator: Communicator, own: bool) -> int:
+def count_true(ring: Communicator, own: bool) -> int:
     """On how many ranks `own` is true. Collective: one short exchange."""
-    return int(communicator.all_reduce(np.array([own], np.int64))[0])
+    return int(ring.all_reduce(np.array([own], np.int64))[0])
 
 
-def refuse(communicator: Communicator, found: Difference | None, operation: str) -> None:
+def refuse(ring: Communicator, found: Difference | None, operation: str) -> None:
     """Raise the MismatchError of a difference that all ranks have found; None: return."""
     if found is None:
         return
-    raise communicator.fail(
+    raise ring.fail(
         MismatchError(
-            found.text,
-            **communicator.config.who,
-            peer=found.peer,
-            operation=operation,
-            remedy=found.remedy,
+            found.text, **ring.config.who, peer=found.peer, operation=operation, remedy=found.remedy
         )
     )

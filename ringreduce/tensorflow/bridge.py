@@ -70,7 +70,7 @@ class GradientBridge:
     @tf.autograph.experimental.do_not_convert
     def mean(
         self,
-        communicator: Communicator,
+        ring: Communicator,
         gradients: Sequence[Any],
         paths: Sequence[str],
         variables: Sequence[Any] = (),
@@ -87,16 +87,16 @@ class GradientBridge:
         `refuse_unreachable`, and for a shape that is not known. Eagerly raises what went wrong;
         from a graph that comes when it is run (`ringreduce.tensorflow.failures`).
         """
-        if communicator.size == 1:
+        if ring.size == 1:
             return [self.own(gradient) for gradient in gradients]
-        refuse_unreachable(communicator)
-        failures.watch(communicator)
+        refuse_unreachable(ring)
+        failures.watch(ring)
         given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
         encoded = [
             self._codec.encoded(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
             for gradient in given
         ]
-        plan, route = self._routed(communicator, encoded, paths, variables)
+        plan, route = self._routed(ring, encoded, paths, variables)
         dense, sparse = route.mean(
             [encoded[index] for index in plan.present], [encoded[index] for index in plan.sparse]
         )
@@ -112,20 +112,20 @@ class GradientBridge:
 
     def _routed(
         self,
-        communicator: Communicator,
+        ring: Communicator,
         gradients: Sequence[Any],
         paths: Sequence[str],
         variables: Sequence[Any],
     ) -> tuple[BucketPlan, _Route]:
         """The plan for these gradients and their route; each is made once."""
-        if self._agreed is None or self._agreed.communicator is not communicator:
-            self._agreed = AgreedPlans(communicator, self._bucket_bytes)
+        if self._agreed is None or self._agreed.communicator is not ring:
+            self._agreed = AgreedPlans(ring, self._bucket_bytes)
             self._routes.clear()
             if kept := self._residuals or self.low_rank:
-                communicator.count_residuals(kept)
-            is_within = communicator.transport == "shm" and communicator not in _told
-            if self._codec != "none" and is_within and communicator.rank == 0:
-                _told.add(communicator)
+                ring.count_residuals(kept)
+            is_within = ring.transport == "shm" and ring not in _told
+            if self._codec != "none" and is_within and ring.rank == 0:
+                _told.add(ring)
                 _log.warning(
                     "compression=%r changes nothing: all ranks are on one host, where gradients do "
                     "not travel.",
@@ -136,7 +136,7 @@ class GradientBridge:
         keeps = self._residuals or self.low_rank
         key = specs, way, tuple(map(id, variables)) if keeps else ()
         if key not in self._routes:
-            plan = self._plan(specs, gradients, communicator.transport if way == "XLA" else None)
+            plan = self._plan(specs, gradients, ring.transport if way == "XLA" else None)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
             thin = None if self.low_rank is None else self.low_rank.of(plan, variables)
             reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)

@@ -31,42 +31,42 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(
-    tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM, of: Any = NONE
+    tensor: Any, ring: Communicator, op: ReduceOp | str = ReduceOp.SUM, of: Any = NONE
 ) -> Any:
     """`ringreduce.keras.all_reduce` of one tensor; `of` as for `collective`."""
     how, value = reduce_op(op), checked(tensor)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("all_reduce of a tensor", array.shape)
-        return communicator.all_reduce(array, how, signature=signature)
+        return ring.all_reduce(array, how, signature=signature)
 
     def gradient(upstream: Any, number: Any) -> Any:
-        _require_gradient(communicator, "all_reduce", how)
-        return all_reduce(upstream, communicator, how, number)
+        _require_gradient(ring, "all_reduce", how)
+        return all_reduce(upstream, ring, how, number)
 
-    return collective(communicator, "reduce a tensor", run, gradient, value, value.shape, of=of)
+    return collective(ring, "reduce a tensor", run, gradient, value, value.shape, of=of)
 
 
 @tf.autograph.experimental.do_not_convert
 def all_gather(
-    tensor: Any, communicator: Communicator, *, counts: Sequence[int] | None = None, of: Any = NONE
+    tensor: Any, ring: Communicator, *, counts: Sequence[int] | None = None, of: Any = NONE
 ) -> Any:
     """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
     value = _as_rows(tensor)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
-        return communicator.all_gather(array, signature=sign("all_gather of tensors"))
+        return ring.all_gather(array, signature=sign("all_gather of tensors"))
 
-    known = _known_counts(value, counts, communicator)
+    known = _known_counts(value, counts, ring)
     shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
 
     def gradient(upstream: Any, number: Any) -> Any:
         rows = tf.shape(value, out_type=tf.int64)[0]
-        each = known or all_gather(rows, communicator, of=number)
-        own = _own_rows_of_sum(upstream, each, communicator, value.shape, number)
+        each = known or all_gather(rows, ring, of=number)
+        own = _own_rows_of_sum(upstream, each, ring, value.shape, number)
         return tf.ensure_shape(own, value.shape)
 
-    return collective(communicator, "gather tensors", run, gradient, value, shape, of=of)
+    return collective(ring, "gather tensors", run, gradient, value, shape, of=of)
 
 
 def _as_rows(tensor: Any) -> Any:
@@ -75,151 +75,141 @@ def _as_rows(tensor: Any) -> Any:
     return tf.reshape(value, (1,)) if value.shape.rank == 0 else value
 
 
-def _known_counts(
-    value: Any, counts: Sequence[int] | None, communicator: Communicator
-) -> list[int] | None:
+def _known_counts(value: Any, counts: Sequence[int] | None, ring: Communicator) -> list[int] | None:
     """All ranks' `counts` of rows to gather, if they are known before anything runs."""
     if counts is None and xla.is_compiling() and value.shape[0] is not None:
-        return [value.shape[0]] * communicator.size
+        return [value.shape[0]] * ring.size
     return None if counts is None else list(counts)
 
 
-def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
+def broadcast(tensor: Any, ring: Communicator, root: int) -> Any:
     """`ringreduce.keras.broadcast`."""
-    source, value = checked_root(root, communicator.size, communicator.config.who), checked(tensor)
+    source, value = checked_root(root, ring.size, ring.config.who), checked(tensor)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("broadcast of a tensor", array.shape)
-        return communicator.broadcast(array, source, signature=signature)
+        return ring.broadcast(array, source, signature=signature)
 
     def gradient(upstream: Any, number: Any) -> Any:
-        total = all_reduce(upstream, communicator, of=number)
+        total = all_reduce(upstream, ring, of=number)
         # A choice, not a condition: all ranks must compute gradients of gradients too.
-        return tf.where(communicator.rank == source, total, tf.zeros_like(total))
+        return tf.where(ring.rank == source, total, tf.zeros_like(total))
 
-    return collective(communicator, "broadcast a tensor", run, gradient, value, value.shape)
+    return collective(ring, "broadcast a tensor", run, gradient, value, value.shape)
 
 
-def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) -> Any:
+def reduce_scatter(tensor: Any, ring: Communicator, op: ReduceOp | str) -> Any:
     """`ringreduce.keras.reduce_scatter`."""
-    how, value = reduce_op(op), _with_rows(tensor, communicator, "reduce_scatter")
+    how, value = reduce_op(op), _with_rows(tensor, ring, "reduce_scatter")
 
     def run(array: np.ndarray, sign: Sign) -> np.ndarray:
-        bounds = chunk_bounds(array.shape[0], communicator.size)
-        return _reduce_rows(communicator, array, bounds, how, sign)
+        bounds = chunk_bounds(array.shape[0], ring.size)
+        return _reduce_rows(ring, array, bounds, how, sign)
 
     counts, shape = None, value.shape
     if shape.rank and shape[0] is not None:
-        counts = np.diff(chunk_bounds(shape[0], communicator.size)).tolist()
+        counts = np.diff(chunk_bounds(shape[0], ring.size)).tolist()
     if shape.rank:
-        shape = tf.TensorShape([counts and counts[communicator.rank]]).concatenate(shape[1:])
+        shape = tf.TensorShape([counts and counts[ring.rank]]).concatenate(shape[1:])
 
     def gradient(upstream: Any, number: Any) -> Any:
-        _require_gradient(communicator, "reduce_scatter", how)
-        whole = all_gather(upstream, communicator, counts=counts, of=number)
+        _require_gradient(ring, "reduce_scatter", how)
+        whole = all_gather(upstream, ring, counts=counts, of=number)
         whole = tf.ensure_shape(whole, value.shape)
-        return whole / communicator.size if how is ReduceOp.MEAN else whole
+        return whole / ring.size if how is ReduceOp.MEAN else whole
 
-    return collective(communicator, "reduce a tensor", run, gradient, value, shape)
+    return collective(ring, "reduce a tensor", run, gradient, value, shape)
 
 
-def all_to_all(tensor: Any, communicator: Communicator, of: Any = NONE) -> Any:
+def all_to_all(tensor: Any, ring: Communicator, of: Any = NONE) -> Any:
     """`ringreduce.keras.all_to_all` of equal parts."""
-    value = _with_rows(tensor, communicator, "all_to_all")
+    value = _with_rows(tensor, ring, "all_to_all")
     if value.shape.rank and value.shape[0] is not None:
-        checked_counts(None, value.shape[0], communicator.size, communicator.config.who)
+        checked_counts(None, value.shape[0], ring.size, ring.config.who)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("all_to_all of a tensor", array.shape)
-        return communicator.all_to_all(array, signature=signature)
+        return ring.all_to_all(array, signature=signature)
 
     def gradient(upstream: Any, number: Any) -> Any:
-        return all_to_all(upstream, communicator, number)
+        return all_to_all(upstream, ring, number)
 
-    return collective(communicator, "exchange parts", run, gradient, value, value.shape, of=of)
+    return collective(ring, "exchange parts", run, gradient, value, value.shape, of=of)
 
 
-def all_to_all_uneven(tensor: Any, communicator: Communicator, counts: Any, of: Any = NONE) -> Any:
+def all_to_all_uneven(tensor: Any, ring: Communicator, counts: Any, of: Any = NONE) -> Any:
     """`ringreduce.keras.all_to_all` with `counts`: the rows, and how many came from each rank."""
-    value = _with_rows(tensor, communicator, "all_to_all")
+    value = _with_rows(tensor, ring, "all_to_all")
     each = tf.convert_to_tensor(counts)
-    if not each.dtype.is_integer or not each.shape.is_compatible_with([communicator.size]):
+    if not each.dtype.is_integer or not each.shape.is_compatible_with([ring.size]):
         raise ArrayError(
             f"all_to_all got counts of dtype {each.dtype.name} and shape {each.shape}",
-            **communicator.config.who,
-            remedy=f"Pass {communicator.size} whole numbers, the rows for each rank.",
+            **ring.config.who,
+            remedy=f"Pass {ring.size} whole numbers, the rows for each rank.",
         )
     if xla.is_compiling():
         raise ConfigError(
             "cannot exchange parts with counts inside a function compiled with jit_compile=True, "
             "which fixes all shapes: how many rows arrive is known only when it runs",
-            **communicator.config.who,
+            **ring.config.who,
             remedy="Leave counts out and pad all parts to one length, or leave jit_compile=True "
             "out of the function that exchanges them.",
         )
 
     def run(array: np.ndarray, counts: np.ndarray, sign: Sign) -> Any:
         signature = sign("all_to_all of tensors")
-        rows, received = communicator.all_to_all(array, counts.tolist(), signature=signature)
+        rows, received = ring.all_to_all(array, counts.tolist(), signature=signature)
         return rows, np.array(received, np.int64)
 
     def gradient(upstream: Any, number: Any, received: Any) -> Any:
-        own, _ = all_to_all_uneven(upstream, communicator, received, number)
+        own, _ = all_to_all_uneven(upstream, ring, received, number)
         return tf.ensure_shape(own, value.shape)
 
     shape = tf.TensorShape([None]).concatenate(value.shape[1:])
-    more = [((communicator.size,), tf.int64)]
+    more = [((ring.size,), tf.int64)]
     given = tf.cast(each, tf.int64)
     what = "exchange parts"
-    return collective(communicator, what, run, gradient, value, shape, given, more=more, of=of)
+    return collective(ring, what, run, gradient, value, shape, given, more=more, of=of)
 
 
 def gather(
-    tensor: Any,
-    communicator: Communicator,
-    root: int,
-    counts: Sequence[int] | None = None,
-    of: Any = NONE,
+    tensor: Any, ring: Communicator, root: int, counts: Sequence[int] | None = None, of: Any = NONE
 ) -> Any:
     """`ringreduce.keras.gather`; its gradient need not exchange known `counts` of rows."""
-    source, value = checked_root(root, communicator.size, communicator.config.who), _as_rows(tensor)
+    source, value = checked_root(root, ring.size, ring.config.who), _as_rows(tensor)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
-        return communicator.gather(array, source, signature=sign("gather of tensors"))
+        return ring.gather(array, source, signature=sign("gather of tensors"))
 
-    known = _known_counts(value, counts, communicator)
-    rows = 0 if communicator.rank != source else sum(known) if known else None
+    known = _known_counts(value, counts, ring)
+    rows = 0 if ring.rank != source else sum(known) if known else None
     shape = tf.TensorShape([rows]).concatenate(value.shape[1:])
 
     def gradient(upstream: Any, number: Any) -> Any:
         each = known
         if each is None:
-            each = all_gather(tf.shape(value, out_type=tf.int64)[0], communicator, of=number)
-        return _parts(upstream, communicator, source, each, value.shape, of=number)
+            each = all_gather(tf.shape(value, out_type=tf.int64)[0], ring, of=number)
+        return _parts(upstream, ring, source, each, value.shape, of=number)
 
-    return collective(communicator, "gather tensors", run, gradient, value, shape, of=of)
+    return collective(ring, "gather tensors", run, gradient, value, shape, of=of)
 
 
-def scatter(
-    tensor: Any, communicator: Communicator, root: int, counts: Sequence[int] | None = None
-) -> Any:
+def scatter(tensor: Any, ring: Communicator, root: int, counts: Sequence[int] | None = None) -> Any:
     """`ringreduce.keras.scatter`."""
-    size, who = communicator.size, communicator.config.who
-    source, value = checked_root(root, size, who), _with_rows(tensor, communicator, "scatter")
+    size, who = ring.size, ring.config.who
+    source, value = checked_root(root, size, who), _with_rows(tensor, ring, "scatter")
     known = None if counts is None else list(counts)
     if value.shape.rank and value.shape[0] is not None:
         known = checked_counts(counts, value.shape[0], size, who)
-    shape = tf.TensorShape([known and known[communicator.rank]]).concatenate(value.shape[1:])
+    shape = tf.TensorShape([known and known[ring.rank]]).concatenate(value.shape[1:])
 
     def sign_with(sign: Sign, array: np.ndarray) -> int:
         return sign("scatter of a tensor", array.shape, known)
 
-    return _parts(value, communicator, source, known, shape, sign_with)
+    return _parts(value, ring, source, known, shape, sign_with)
 
 
-def _own_rows_of_sum(
-    tensor: Any, counts: Any, communicator: Communicator, own: Any, of: Any
-) -> Any:
+def _own_rows_of_sum(tensor: Any, counts: Any, ring: Communicator, own: Any, of: Any) -> Any:
     """This rank's rows of the sum over all ranks; rank r has the next ``counts[r]``.
 
     `counts` is a list if known; `own` is the static shape of the result, as far as it is known.
@@ -228,53 +218,53 @@ def _own_rows_of_sum(
 
     def run(array: np.ndarray, counts: np.ndarray, sign: Sign) -> np.ndarray:
         bounds = bounds_of(counts.tolist())
-        return _reduce_rows(communicator, array, bounds, ReduceOp.SUM, sign)
+        return _reduce_rows(ring, array, bounds, ReduceOp.SUM, sign)
 
     def gradient(upstream: Any, number: Any) -> Any:
-        return all_gather(upstream, communicator, counts=known, of=number)
+        return all_gather(upstream, ring, counts=known, of=number)
 
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
     given = tf.convert_to_tensor(counts, tf.int64)
     what = "reduce a tensor"
-    return collective(communicator, what, run, gradient, tensor, shape, given, of=of)
+    return collective(ring, what, run, gradient, tensor, shape, given, of=of)
 
 
 def _reduce_rows(
-    communicator: Communicator, array: np.ndarray, bounds: Sequence[int], op: ReduceOp, sign: Sign
+    ring: Communicator, array: np.ndarray, bounds: Sequence[int], op: ReduceOp, sign: Sign
 ) -> np.ndarray:
     """Reduce `array` and return this rank's rows, ``[bounds[rank], bounds[rank + 1])``."""
-    rank, size, rest = communicator.rank, communicator.size, array.shape[1:]
+    rank, size, rest = ring.rank, ring.size, array.shape[1:]
     signature = sign("reduce_scatter of a tensor", array.shape, tuple(bounds))
     own = slice(bounds[rank], bounds[rank + 1])
     lengths = np.diff(bounds)
     longest = int(lengths.max())
     if longest * size > 2 * array.shape[0]:
         # The parts are so uneven that padding would cost more than the other half of an all-reduce.
-        return np.array(communicator.all_reduce(array, op, signature=signature)[own])
+        return np.array(ring.all_reduce(array, op, signature=signature)[own])
     if int(lengths.min()) < longest:
         # The ring splits by elements; padding makes the parts end between rows.
         padded = np.zeros((size, longest, *rest), array.dtype)
         for part, start, length in zip(padded, bounds, lengths, strict=False):
             part[:length] = array[start : start + length]
         array = padded
-    chunk = communicator.reduce_scatter(array, op, signature=signature)
+    chunk = ring.reduce_scatter(array, op, signature=signature)
     return np.array(chunk.reshape(longest, *rest)[: own.stop - own.start])
 
 
-def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) -> None:
+def _require_gradient(ring: Communicator, operation: str, op: ReduceOp) -> None:
     """Raise for an operator whose gradient would need to know which rank's element was used."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return
     raise ConfigError(
         f"was asked for the gradient of {operation} with op={op.name.lower()!r}, which has none",
-        **communicator.config.who,
+        **ring.config.who,
         remedy="Use sum or mean, or tf.stop_gradient where no gradient is needed.",
     )
 
 
 def _parts(
     tensor: Any,
-    communicator: Communicator,
+    ring: Communicator,
     source: int,
     counts: Any,
     shape: Any,
@@ -290,10 +280,10 @@ def _parts(
     def run(array: np.ndarray, *rest: Any) -> Any:
         *given, sign = rest
         parts = given[0].tolist() if given else None
-        return communicator.scatter(array, source, parts, signature=sign_with(sign, array))
+        return ring.scatter(array, source, parts, signature=sign_with(sign, array))
 
     def gradient(upstream: Any, number: Any) -> Any:
-        whole = gather(upstream, communicator, source, known, of=number)
+        whole = gather(upstream, ring, source, known, of=number)
         # The same ops on all ranks, so that they compute gradients of gradients in the same order.
         missing = tf.shape(tensor)[0] - tf.shape(whole)[0]
         after = tf.pad([[0, missing]], [[0, tf.rank(whole) - 1], [0, 0]])
@@ -301,15 +291,15 @@ def _parts(
 
     others = [] if counts is None else [tf.convert_to_tensor(counts, tf.int64)]
     what = "scatter a tensor"
-    return collective(communicator, what, run, gradient, tensor, shape, *others, of=of)
+    return collective(ring, what, run, gradient, tensor, shape, *others, of=of)
 
 
-def _with_rows(tensor: Any, communicator: Communicator, operation: str) -> Any:
+def _with_rows(tensor: Any, ring: Communicator, operation: str) -> Any:
     value = checked(tensor)
     if value.shape.rank == 0:
         raise ArrayError(
             f"{operation} got a tensor without dimensions, which has no rows for other ranks",
-            **communicator.config.who,
+            **ring.config.who,
             remedy="Use all_reduce or broadcast, or give it a dimension, along which it is cut.",
         )
     return value

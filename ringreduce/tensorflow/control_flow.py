@@ -29,7 +29,7 @@ def is_in_loop() -> bool:
 
 
 def refuse_unreachable(
-    communicator: Communicator, what: str = _GRADIENTS, *, of_gradient: bool = False
+    ring: Communicator, what: str = _GRADIENTS, *, of_gradient: bool = False
 ) -> None:
     """ConfigError, while tracing, where a collective could not run, or not on all ranks.
 
@@ -38,7 +38,7 @@ def refuse_unreachable(
     """
     if not tf.executing_eagerly() and (found := _problem(what, of_gradient)) is not None:
         where, remedy = found
-        raise ConfigError(f"cannot {what} {where}", **communicator.config.who, remedy=remedy)
+        raise ConfigError(f"cannot {what} {where}", **ring.config.who, remedy=remedy)
 
 
 def _problem(what: str, of_gradient: bool) -> tuple[str, str] | None:

@@ -77,17 +77,17 @@ class Numbers:
 _numbers: weakref.WeakKeyDictionary[Communicator, Numbers] = weakref.WeakKeyDictionary()
 
 
-def _numbers_of(communicator: Communicator) -> Numbers:
+def _numbers_of(ring: Communicator) -> Numbers:
     """The numbers of a communicator's calls."""
-    found = _numbers.get(communicator)
+    found = _numbers.get(ring)
     if found is None:
-        found = _numbers.setdefault(communicator, Numbers())
-        communicator.explain_with(found)
+        found = _numbers.setdefault(ring, Numbers())
+        ring.explain_with(found)
     return found
 
 
 def collective(
-    communicator: Communicator,
+    ring: Communicator,
     what: str,
     run: Callable[..., Any],
     gradient: Callable[..., Any],
@@ -109,9 +109,9 @@ def collective(
         of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is none.
         numbers: those of its kind; by default those of the communicator's collectives.
     """
-    if communicator.size == 1 and not more:
+    if ring.size == 1 and not more:
         return tf.identity(value)
-    numbers = numbers or _numbers_of(communicator)
+    numbers = numbers or _numbers_of(ring)
 
     def numbered(*arrays: np.ndarray) -> tuple[Any, ...]:
         *given, origin = arrays
@@ -126,7 +126,7 @@ def collective(
         results = [(shape, value.dtype), *more, ((), tf.int64)]
         of_gradient = of is not NONE
         result, *further, number = call(
-            communicator, what, numbered, arguments, results, of_gradient=of_gradient
+            ring, what, numbered, arguments, results, of_gradient=of_gradient
         )
         if xla.is_compiling() and is_in_loop():
             # XLA cannot pass on what a loop keeps for its gradient; and there the order of a

@@ -32,9 +32,9 @@ _CLOSED, _AFTER = "the communicator was closed", "made a call after close()"
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
-def watch(communicator: Communicator) -> None:
-    """From now on errors of `communicator` leave the function that is being traced as they are."""
-    _communicators.add(communicator)
+def watch(ring: Communicator) -> None:
+    """From now on errors of `ring` leave the function that is being traced as they are."""
+    _communicators.add(ring)
     _graphs.update(private.graphs_being_traced())
     if _look not in private.called_with_traced:
         private.called_with_traced.append(_look)
@@ -65,8 +65,8 @@ def _call(call: partial[Any]) -> Any:
 
 def _ours(text: str) -> RingReduceError | None:
     """The error that `text` belongs to, or None."""
-    for communicator in list(_communicators):
-        failure = communicator.failure
+    for ring in list(_communicators):
+        failure = ring.failure
         if failure is not None and str(failure)[:_TELLING] in text:
             return failure
     if FORMED_ANEW in text:

@@ -46,25 +46,21 @@ class NumericsCheck:
         self._step += 1
         self._is_bad = False
 
-    def check_own(self, communicator: Communicator, elements: np.ndarray, parts: Parts) -> None:
+    def check_own(self, ring: Communicator, elements: np.ndarray, parts: Parts) -> None:
         """Check this rank's `elements`, contiguous of shape (count,), before they are reduced."""
         is_off = self._mode == "off" or self._is_bad
         if is_off or (found := _found(elements, parts, 0, elements.size)) is None:
             return
         self._report(
-            communicator,
-            communicator.config.rank,
+            ring,
+            ring.config.rank,
             f"has {found} as its own gradient in step {self._step}",
             f"{_ORIGIN}look at that rank's batch, at what the loss divides by or takes the "
             "logarithm of, and at the learning rate.",
         )
 
     def check_mean(
-        self,
-        communicator: Communicator,
-        elements: np.ndarray,
-        parts: Parts,
-        compression: str = "none",
+        self, ring: Communicator, elements: np.ndarray, parts: Parts, compression: str = "none"
     ) -> None:
         """Check this rank's share of the means in `elements`, in mode "raise" only.
 
@@ -73,13 +69,13 @@ class NumericsCheck:
         """
         if self._mode != "raise":
             return
-        bounds = chunk_bounds(elements.size, communicator.size)
-        own = bounds[communicator.rank], bounds[communicator.rank + 1]
+        bounds = chunk_bounds(elements.size, ring.size)
+        own = bounds[ring.rank], bounds[ring.rank + 1]
         found = _found(elements, parts, *own)
         if found is not None:
             encoded = "" if compression == "none" else f", or compression={compression}"
             self._report(
-                communicator,
+                ring,
                 None,
                 # All gradients were finite: `check_own` would have ended this step.
                 f"has {found} as the mean of all ranks' gradients in step {self._step}, though "
@@ -87,22 +83,18 @@ class NumericsCheck:
                 "Look at the learning rate, and clip what grows.",
             )
 
-    def _report(self, communicator: Communicator, peer: int | None, what: str, remedy: str) -> None:
+    def _report(self, ring: Communicator, peer: int | None, what: str, remedy: str) -> None:
         self._is_bad = True
         self._bad_steps += 1
         error = NumericsError(
-            what,
-            **communicator.config.who,
-            peer=peer,
-            operation="gradient reduction",
-            remedy=remedy,
+            what, **ring.config.who, peer=peer, operation="gradient reduction", remedy=remedy
         )
         if self._mode == "raise":
-            raise communicator.fail(error)
+            raise ring.fail(error)
         if str(self._bad_steps).rstrip("0") == "1":
             _log.warning(
                 "[%d/%d] %s This was bad step %d of this rank.",
-                *(*communicator.config.who.values(), error, self._bad_steps),
+                *(*ring.config.who.values(), error, self._bad_steps),
             )
 
 

@@ -46,11 +46,11 @@ class _Latest:
     seen: set[str] = field(default_factory=set)  # names of the ops that have used the variable
 
 
-def token(communicator: Communicator) -> Any:
+def token(ring: Communicator) -> Any:
     """The token of the collective that was traced last, on which the next one is to depend."""
     if tf.executing_eagerly():
         return tf.constant(0, tf.int32)
-    latest = _latest(tf.compat.v1.get_default_graph(), communicator)
+    latest = _latest(tf.compat.v1.get_default_graph(), ring)
     # Functions, loops and conditions with collectives in them, since the latest token.
     others = [op for op in latest.handle.consumers() if op.name not in latest.seen]
     if latest.token is None or others:
@@ -61,46 +61,46 @@ def token(communicator: Communicator) -> Any:
     return latest.token
 
 
-def follow(communicator: Communicator, token: Any) -> None:
+def follow(ring: Communicator, token: Any) -> None:
     """Make the next collective depend on `token`."""
     if tf.executing_eagerly():
         return
-    latest = _latest(tf.compat.v1.get_default_graph(), communicator)
+    latest = _latest(tf.compat.v1.get_default_graph(), ring)
     with tf.control_dependencies(latest.written), tf.device("CPU:0"):
         written = tf.raw_ops.AssignVariableOp(resource=latest.handle, value=token)
     latest.token, latest.written = token, [written]
     latest.seen.add(written.name)
 
 
-def in_order(communicator: Communicator) -> Any:
+def in_order(ring: Communicator) -> Any:
     """A context: ops added within run after the last collective. For what TensorFlow runs."""
-    return tf.control_dependencies([token(communicator)])
+    return tf.control_dependencies([token(ring)])
 
 
-def done(communicator: Communicator, results: Sequence[Any]) -> None:
+def done(ring: Communicator, results: Sequence[Any]) -> None:
     """Make the next collective depend on the one that gave `results`: tensors or ops."""
     with tf.control_dependencies(results):
-        follow(communicator, tf.identity(tf.constant(0, tf.int32)))
+        follow(ring, tf.identity(tf.constant(0, tf.int32)))
 
 
-def _latest(graph: Any, communicator: Communicator) -> _Latest:
+def _latest(graph: Any, ring: Communicator) -> _Latest:
     if not hasattr(graph, _LATEST):
         setattr(graph, _LATEST, weakref.WeakKeyDictionary())
     by_communicator = getattr(graph, _LATEST)
-    if communicator not in by_communicator:
-        handle = private.capture_once(graph, _variable(communicator))
-        by_communicator[communicator] = _Latest(handle)
-    found: _Latest = by_communicator[communicator]
+    if ring not in by_communicator:
+        handle = private.capture_once(graph, _variable(ring))
+        by_communicator[ring] = _Latest(handle)
+    found: _Latest = by_communicator[ring]
     return found
 
 
-def _variable(communicator: Communicator) -> Any:
-    if communicator not in _variables:
+def _variable(ring: Communicator) -> Any:
+    if ring not in _variables:
         # Ops, not a `tf.Variable`: a function may create one of those only in its first trace, and
         # TensorFlow would ask for its gradient.
         with tf.init_scope(), tf.device("CPU:0"):
             name = f"ordering token of ringreduce {next(_numbers)}"
             handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=(), shared_name=name)
             tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
-            _variables.setdefault(communicator, handle)
-    return _variables[communicator]
+            _variables.setdefault(ring, handle)
+    return _variables[ring]

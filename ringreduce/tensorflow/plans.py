@@ -32,19 +32,19 @@ class AgreedPlans:
     may have ended well on some ranks alone.
     """
 
-    def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
-        self.communicator, self._bucket_bytes = communicator, bucket_bytes
+    def __init__(self, ring: Communicator, bucket_bytes: int) -> None:
+        self.communicator, self._bucket_bytes = ring, bucket_bytes
         self._plans: dict[int, BucketPlan] = {}
-        self._epoch = communicator.epoch
+        self._epoch = ring.epoch
         self._latest: BucketPlan | None = None
         self._comparing: BucketPlan | None = None
-        communicator.explain_with(self)
+        ring.explain_with(self)
 
     def require(self, plan: BucketPlan) -> None:
         """Compare a plan with every rank's before its first use; on all ranks MismatchError."""
-        communicator = self.communicator
-        if self._epoch != communicator.epoch:
-            self._epoch, self._plans = communicator.epoch, {}
+        ring = self.communicator
+        if self._epoch != ring.epoch:
+            self._epoch, self._plans = ring.epoch, {}
         if plan.signature in self._plans:
             return
         gradients = [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients]
@@ -63,7 +63,7 @@ class AgreedPlans:
 
         self._comparing = plan
         try:
-            agree(communicator, own, difference, _OPERATION, signature_of("gradients"))
+            agree(ring, own, difference, _OPERATION, signature_of("gradients"))
         finally:
             self._comparing = None
         self._plans[plan.signature] = self._latest = plan

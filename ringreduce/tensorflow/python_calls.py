@@ -23,7 +23,7 @@ from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceE
 
 
 def call(
-    communicator: Communicator,
+    ring: Communicator,
     what: str,
     run: Callable[..., Sequence[Any]],
     arguments: Sequence[Any],
@@ -33,7 +33,7 @@ def call(
 ) -> list[Any]:
     """The results of `run`, as tensors; in a graph this adds a stateful op that calls it.
 
-    `run` uses `communicator`, whose calls run in the program's order; `what` it does is for
+    `run` uses `ring`, whose calls run in the program's order; `what` it does is for
     messages. It gets the values of `arguments`, which it must not change, and returns arrays, whose
     memory becomes TensorFlow's; `results` has static shape and dtype of each, at least one. Its
     `StopIteration` becomes `tf.errors.OutOfRangeError`. `of_gradient` is as for
@@ -42,7 +42,7 @@ def call(
     ConfigError where not all ranks could take part. Other errors are those of `run`: eagerly here,
     from a graph when it is run.
     """
-    failures.watch(communicator)
+    failures.watch(ring)
     if tf.executing_eagerly():
         try:
             found = run(*(tensor.numpy() for tensor in arguments))
@@ -52,22 +52,22 @@ def call(
     if private.is_for_shapes(tf.compat.v1.get_default_graph()):
         # The input of a model is no tensor yet.
         return [tf.compat.v1.placeholder(dtype, shape) for shape, dtype in results]
-    refuse_unreachable(communicator, what, of_gradient=of_gradient)
+    refuse_unreachable(ring, what, of_gradient=of_gradient)
     if xla.is_compiling():
-        return _compiled(communicator, what, run, arguments, results)
+        return _compiled(ring, what, run, arguments, results)
 
     # This runs on the CPU; TensorFlow copies arguments there from any device.
-    with order.in_order(communicator):
+    with order.in_order(ring):
         dtypes = [dtype for _, dtype in results]
         tensors = tf.numpy_function(run, arguments, dtypes, stateful=True)
-    order.done(communicator, tensors)
+    order.done(ring, tensors)
     for tensor, (shape, _) in zip(tensors, results, strict=True):
         tensor.set_shape(shape)
     return list(tensors)
 
 
 def _compiled(
-    communicator: Communicator,
+    ring: Communicator,
     what: str,
     run: Callable[..., Sequence[Any]],
     arguments: Sequence[Any],
@@ -85,7 +85,7 @@ def _compiled(
             raise ConfigError(
                 f"cannot {what} of shape {shape} inside a function compiled with "
                 "jit_compile=True, which fixes all shapes",
-                **communicator.config.who,
+                **ring.config.who,
                 remedy="Give it a tensor of fixed shape: batches of one size (drop_remainder=True)"
                 ", or a sum over the batch.",
             )
@@ -95,7 +95,7 @@ def _compiled(
         nbytes = shape.num_elements() * dtype.size
         spans.append((end, nbytes))
         end += nbytes + -nbytes % ALIGNMENT
-    memory = communicator.empty(end, np.uint8)
+    memory = ring.empty(end, np.uint8)
     arrays = [
         memory[start : start + nbytes].view(dtype.as_numpy_dtype).reshape(shape.as_list())
         for (start, nbytes), (shape, dtype) in zip(spans, kinds, strict=True)
@@ -105,7 +105,7 @@ def _compiled(
         try:
             returned = run(*arrays[:count])
         except RingReduceError as error:
-            if communicator.failure is None:
+            if ring.failure is None:
                 raise RoundFailed(str(error)) from error
             raise
         for result, value in zip(arrays[count:], returned, strict=True):
@@ -114,20 +114,20 @@ def _compiled(
                 raise MismatchError(
                     f"got a result of shape {found.shape} where {result.shape} was compiled, as if "
                     "tensors had the shape of this rank's on all ranks",
-                    **communicator.config.who,
+                    **ring.config.who,
                     operation=what,
                     remedy="Under jit_compile=True pass tensors of equal shape on all ranks.",
                 )
             np.copyto(result, found)
 
-    engine = communicator.engine
+    engine = ring.engine
     assert engine.native is not None
     number = engine.native.register([Layout(memory, memory.size, spans[:count], spans[count:])])
     engine.serve(number, reduce)
     # As long as the function may run, to which branches and loops belong.
     graph = private.function_around(tf.compat.v1.get_default_graph())
     weakref.finalize(graph, engine.forget, number).atexit = False
-    started = xla.start(number, 0, arguments, order.token(communicator))
+    started = xla.start(number, 0, arguments, order.token(ring))
     *tensors, token = xla.wait(number, 0, kinds[count:], started)
-    order.follow(communicator, token)
+    order.follow(ring, token)
     return tensors

@@ -88,12 +88,12 @@ class PackedRoute:
         return [means[index] for index in plan.present], sparse
 
     def _in_graph(self, parts: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        communicator, number = self._communicator, self._number
-        with order.in_order(communicator):
+        ring, number = self._communicator, self._number
+        with order.in_order(ring):
             tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
-        sparse = mean_of_slices(self._reducer, slices, communicator.engine.drain)
+        sparse = mean_of_slices(self._reducer, slices, ring.engine.drain)
         waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]
-        order.done(communicator, [mean for part in waited for mean in part])
+        order.done(ring, [mean for part in waited for mean in part])
         return waited, sparse
 
     def _compiled(self, parts: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -126,8 +126,8 @@ class PythonRoute:
         """The means of the plan's dense gradients and of its sparse ones, in their order."""
         # One more result than means, so that ranks without gradients are compared too.
         results = [((), tf.int32), *((gradient.shape, gradient.dtype) for gradient in dense)]
-        communicator = self._reducer.communicator
-        _, *means = call(communicator, "reduce gradients", self._run, dense, results)
+        ring = self._reducer.communicator
+        _, *means = call(ring, "reduce gradients", self._run, dense, results)
         return means, mean_of_slices(self._reducer, slices)
 
     def _run(self, *arrays: np.ndarray) -> list[Any]:

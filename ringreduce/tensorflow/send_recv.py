@@ -42,85 +42,85 @@ _anchors: list[Any] = []
 _lock = threading.Lock()
 
 
-def send(tensor: Any, communicator: Communicator, to: int, tag: int) -> Any:
+def send(tensor: Any, ring: Communicator, to: int, tag: int) -> Any:
     """`ringreduce.keras.send`."""
-    group_rank, given_tag = _checked(communicator, to, tag)
+    group_rank, given_tag = _checked(ring, to, tag)
     value = checked(tensor)
 
     def run(array: np.ndarray, _: Sign) -> Any:
-        communicator.send(array, group_rank, tag=given_tag)
+        ring.send(array, group_rank, tag=given_tag)
         return np.zeros((), array.dtype)
 
     def gradient(_: Any, number: Any) -> Any:
-        return _gradient_from(group_rank, value, communicator, number)
+        return _gradient_from(group_rank, value, ring, number)
 
-    numbers = _peer(communicator, group_rank).sent
-    return collective(communicator, "send a tensor", run, gradient, value, (), numbers=numbers)
+    numbers = _peer(ring, group_rank).sent
+    return collective(ring, "send a tensor", run, gradient, value, (), numbers=numbers)
 
 
-def receive(like: Any, communicator: Communicator, source: int, tag: int) -> Any:
+def receive(like: Any, ring: Communicator, source: int, tag: int) -> Any:
     """`ringreduce.keras.recv`."""
-    group_rank, given_tag = _checked(communicator, source, tag)
+    group_rank, given_tag = _checked(ring, source, tag)
     value = checked(like)
 
     def run(array: np.ndarray, _: np.ndarray, __: Sign) -> Any:
-        return communicator.recv(array, group_rank, tag=given_tag)
+        return ring.recv(array, group_rank, tag=given_tag)
 
     def gradient(upstream: Any, number: Any) -> Any:
         # Zeros, which come after the send.
-        return tf.zeros_like(upstream) * _gradient_to(group_rank, upstream, communicator, number)
+        return tf.zeros_like(upstream) * _gradient_to(group_rank, upstream, ring, number)
 
-    what, shape, numbers = "receive a tensor", value.shape, _peer(communicator, group_rank).received
-    return collective(communicator, what, run, gradient, value, shape, _anchor(), numbers=numbers)
+    what, shape, numbers = "receive a tensor", value.shape, _peer(ring, group_rank).received
+    return collective(ring, what, run, gradient, value, shape, _anchor(), numbers=numbers)
 
 
-def _gradient_to(group_rank: int, gradient: Any, communicator: Communicator, number: Any) -> Any:
+def _gradient_to(group_rank: int, gradient: Any, ring: Communicator, number: Any) -> Any:
     """Send the gradient of the tensor with that number; return 0."""
 
     def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
         described = [int(number), array.dtype.name, array.shape]
-        communicator.send_object(described, group_rank, tag=_GRADIENT)
-        communicator.send(array, group_rank, tag=_GRADIENT)
+        ring.send_object(described, group_rank, tag=_GRADIENT)
+        ring.send(array, group_rank, tag=_GRADIENT)
         return np.zeros((), array.dtype)
 
     what, given = "send a gradient", tf.convert_to_tensor(number, tf.int64)
-    return collective(communicator, what, run, _refused, gradient, (), given, of=number)
+    return collective(ring, what, run, _refused, gradient, (), given, of=number)
 
 
-def _gradient_from(group_rank: int, like: Any, communicator: Communicator, number: Any) -> Any:
+def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) -> Any:
     """The gradient of the tensor `like`, which has that number."""
-    kept = _peer(communicator, group_rank).gradients
+    kept = _peer(ring, group_rank).gradients
 
     def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
         while not kept[int(number)]:
-            found, dtype, shape = communicator.recv_object(group_rank, tag=_GRADIENT)
+            found, dtype, shape = ring.recv_object(group_rank, tag=_GRADIENT)
             gradient = np.empty(shape, dtype_named(dtype))
-            kept[found].append(communicator.recv(gradient, group_rank, tag=_GRADIENT))
+            kept[found].append(ring.recv(gradient, group_rank, tag=_GRADIENT))
         gradient = kept[int(number)].popleft()
         if (gradient.shape, gradient.dtype) != (array.shape, array.dtype):
-            raise communicator.fail(
+            raise ring.fail(
                 MismatchError(
                     f"sent a tensor of {array.dtype.name} {array.shape}, and received a gradient "
                     f"of {gradient.dtype.name} {gradient.shape}",
-                    **communicator.config.who,
-                    peer=communicator.members[group_rank],
+                    **ring.config.who,
+                    peer=ring.members[group_rank],
                     remedy="Receive with the shape and dtype of what is sent.",
                 )
             )
         return gradient
 
     what, given = "receive a gradient", tf.convert_to_tensor(number, tf.int64)
-    return collective(communicator, what, run, _refused, like, like.shape, given, of=number)
+    return collective(ring, what, run, _refused, like, like.shape, given, of=number)
 
 
-def _checked(communicator: Communicator, peer: int, tag: int) -> tuple[int, int]:
-    who = communicator.config.who
-    return checked_peer(peer, communicator.rank, communicator.size, who), checked_tag(tag, who)
+def _checked(ring: Communicator, peer: int, tag: int) -> tuple[int, int]:
+    who = ring.config.who
+    return checked_peer(peer, ring.rank, ring.size, who), checked_tag(tag, who)
 
 
-def _peer(communicator: Communicator, group_rank: int) -> _Peer:
+def _peer(ring: Communicator, group_rank: int) -> _Peer:
     with _lock:
-        return _peers.setdefault(communicator, defaultdict(_Peer))[group_rank]
+        return _peers.setdefault(ring, defaultdict(_Peer))[group_rank]
 
 
 def _anchor() -> Any:

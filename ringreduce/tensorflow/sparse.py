@@ -149,23 +149,23 @@ def mean_of_slices(
 
 def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Indices and values of the means, alternating as in `arrays`, in new memory."""
-    communicator, plan, numerics = reducer.communicator, reducer.plan, reducer.numerics
+    ring, plan, numerics = reducer.communicator, reducer.plan, reducer.numerics
     specs = [plan.gradients[index] for index in plan.sparse]
     own = [
-        _merged(communicator, spec, indices, values)
+        _merged(ring, spec, indices, values)
         for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
     ]
     for spec, (indices, rows) in zip(specs, own, strict=True):
-        numerics.check_own(communicator, rows.reshape(-1), [(spec, 0, indices)])
+        numerics.check_own(ring, rows.reshape(-1), [(spec, 0, indices)])
     # All ranks' numbers of rows, as a sum, since only reductions check a signature.
-    counts = np.zeros((communicator.size, len(own)), np.int64)
-    counts[communicator.rank] = [len(indices) for indices, _ in own]
-    communicator.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
+    counts = np.zeros((ring.size, len(own)), np.int64)
+    counts[ring.rank] = [len(indices) for indices, _ in own]
+    ring.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
     is_gathered = [
         gathers_rows(counts[:, place].tolist(), spec, own[place][1].itemsize)
         for place, spec in enumerate(specs)
     ]
-    gathered = _gathered(communicator, own, counts, is_gathered)
+    gathered = _gathered(ring, own, counts, is_gathered)
     means: list[np.ndarray] = []
     for place, spec in enumerate(specs):
         indices, rows = own[place]
@@ -175,25 +175,25 @@ def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.nd
             # All rows of the table, as a dense gradient.
             table = np.zeros((spec.shape[0], rows.shape[1]), rows.dtype)
             table[indices] = rows
-            communicator.all_reduce(table, ReduceOp.MEAN, signature=plan.signature)
+            ring.all_reduce(table, ReduceOp.MEAN, signature=plan.signature)
             indices, rows = np.arange(spec.shape[0]), table
-        numerics.check_mean(communicator, rows.reshape(-1), [(spec, 0, indices)])
+        numerics.check_mean(ring, rows.reshape(-1), [(spec, 0, indices)])
         values = rows.reshape(len(rows), *spec.shape[1:])
         means += indices.astype(arrays[2 * place].dtype, copy=False), values
     return means
 
 
 def _merged(
-    communicator: Communicator, spec: GradientSpec, indices: np.ndarray, values: np.ndarray
+    ring: Communicator, spec: GradientSpec, indices: np.ndarray, values: np.ndarray
 ) -> _Rows:
     """This rank's rows, indices rising and unique; duplicates are added in their order."""
     rising, positions = np.unique(indices.astype(np.int64, copy=False), return_inverse=True)
     if rising.size and (rising[0] < 0 or rising[-1] >= spec.shape[0]):
         outside = int(rising[0] if rising[0] < 0 else rising[-1])
-        raise communicator.fail(
+        raise ring.fail(
             ArrayError(
                 f"has row {outside} in its gradient of {spec.describe()}",
-                **communicator.config.who,
+                **ring.config.who,
                 operation="gradient reduction",
                 remedy=f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed.",
             )
@@ -205,10 +205,7 @@ def _merged(
 
 
 def _gathered(
-    communicator: Communicator,
-    own: Sequence[_Rows],
-    counts: np.ndarray,
-    is_gathered: Sequence[bool],
+    ring: Communicator, own: Sequence[_Rows], counts: np.ndarray, is_gathered: Sequence[bool]
 ) -> list[list[_Rows]]:
     """For each gathered gradient every rank's rows, in rank order; for the others nothing.
 
@@ -220,16 +217,16 @@ def _gathered(
     found: list[list[_Rows]] = [[] for _ in own]
     if not counts[:, chosen].any():
         for place in chosen:
-            found[place] = [own[place]] * communicator.size  # All without rows.
+            found[place] = [own[place]] * ring.size  # All without rows.
         return found
     parts: list[np.ndarray] = []
     for place in chosen:
         indices, rows = own[place]
         pad = np.zeros(-rows.nbytes % INDEX_BYTES, np.uint8)
         parts += indices.view(np.uint8), rows.reshape(-1).view(np.uint8), pad
-    everyone = communicator.all_gather(np.concatenate(parts))
+    everyone = ring.all_gather(np.concatenate(parts))
     at = 0
-    for rank in range(communicator.size):
+    for rank in range(ring.size):
         for place in chosen:
             rows = own[place][1]
             count, width = int(counts[rank, place]), rows.shape[1]

@@ -21,19 +21,17 @@ from ringreduce.tensorflow.agreement import Difference, agree, refuse
 from ringreduce.vocabulary.words import named
 
 
-def broadcast_variables(
-    variables: Sequence[Any], communicator: Communicator, root: int = 0
-) -> bool:
+def broadcast_variables(variables: Sequence[Any], ring: Communicator, root: int = 0) -> bool:
     """Give all ranks `root`'s values of `variables`; return whether any differed on this rank.
 
     A variable, `tf.Variable` or `keras.Variable`, is assigned only where its value differs. Raises
     as `broadcast_values`.
     """
-    checked_root(root, communicator.size, communicator.config.who)
-    if communicator.size == 1:
+    checked_root(root, ring.size, ring.config.who)
+    if ring.size == 1:
         return False
     own = [value_of(variable) for variable in variables]
-    found = broadcast_values([path_of(variable) for variable in variables], communicator, root, own)
+    found = broadcast_values([path_of(variable) for variable in variables], ring, root, own)
     differed = False
     for variable, before, after in zip(variables, own, found, strict=True):
         if before.tobytes() != after.tobytes():
@@ -43,7 +41,7 @@ def broadcast_variables(
 
 
 def broadcast_values(
-    paths: Sequence[str], communicator: Communicator, root: int, values: Sequence[np.ndarray]
+    paths: Sequence[str], ring: Communicator, root: int, values: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """The `values` that `root` passed, on all ranks; new arrays.
 
@@ -57,11 +55,11 @@ def broadcast_values(
     layout = [(path, value.shape, value.dtype.name) for path, value in named]
     own = {"versions": versions, "variables": layout}
     what, signature = "broadcast of the initial weights", signature_of("variables")
-    agree(communicator, own, lambda *pair: _difference(own, *pair[2:]), what, signature)
+    agree(ring, own, lambda *pair: _difference(own, *pair[2:]), what, signature)
     found = [np.array(value) for value in values]  # TensorFlow's ops get scalars, not arrays.
     for value in found:
         # As bytes, so that every dtype travels, booleans and 8-bit floats included.
-        communicator.broadcast(value.reshape(-1).view(np.uint8), root)
+        ring.broadcast(value.reshape(-1).view(np.uint8), root)
     return found
 
 
@@ -148,12 +146,12 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     refuse(ring, _who_differs(variables, gathered, ring.members), "verify_replicas")
 
 
-def differing(variables: Sequence[Any], communicator: Communicator) -> list[Any]:
+def differing(variables: Sequence[Any], ring: Communicator) -> list[Any]:
     """Those of `variables` of which not all ranks hold the same value.
 
     Collective. Ranks that have different numbers of variables find no difference.
     """
-    gathered = communicator.all_gather_object([_hash_of(variable) for variable in variables])
+    gathered = ring.all_gather_object([_hash_of(variable) for variable in variables])
     if len(set(map(len, gathered))) > 1:
         return []
     columns = zip(*gathered, strict=True)
