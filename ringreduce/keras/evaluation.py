@@ -20,17 +20,9 @@ import tensorflow as tf
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras import private
+from ringreduce.keras import metric_states, private
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.batches import BATCH_SIZE, Feed, Plan, feed_of
-from ringreduce.keras.metric_states import (
-    MetricStates,
-    combined_results,
-    entries_of,
-    merged,
-    restored,
-    states_of,
-)
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
@@ -91,7 +83,7 @@ def evaluate(
     if share.is_whole:
         return run(**own, steps=steps, verbose=shown, return_dict=return_dict)
     logs: dict[str, Any] = {}
-    states = MetricStates()
+    states = metric_states.MetricStates()
     if share.is_empty:
         # Keras cannot evaluate an empty share; the metrics may not even be built.
         model.reset_metrics()
@@ -100,15 +92,16 @@ def evaluate(
         if not share.is_empty:
             logs = run(**own, verbose=shown, return_dict=True)
             # It matters only that the number of batches is not 0.
-            states = states_of(model, 1)
+            states = metric_states.states_of(model, 1)
         answering.finish(with_losses=True)
     names = [] if share.is_empty else in_order(model, logs)
-    gathered = ring.all_gather_object({"entries": entries_of(logs, states.results), "names": names})
-    together = combined_results(model, states, ring)
-    result = {**logs, **merged([theirs["entries"] for theirs in gathered], together)}
+    entries = metric_states.entries_of(logs, states.results)
+    gathered = ring.all_gather_object([entries, names])
+    together = metric_states.combined_results(model, states, ring)
+    result = {**logs, **metric_states.merged([theirs for theirs, _ in gathered], together)}
     if return_dict:
         return {name: result[name] for name in sorted(result)}
-    names = next((theirs["names"] for theirs in gathered if theirs["names"]), [])
+    names = next((theirs for _, theirs in gathered if theirs), [])
     values = [result[name] for name in names if name in result]
     return values[0] if len(values) == 1 else values
 
@@ -177,7 +170,7 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
         for variable in layer.non_trainable_weights
         if not is_own_piece(variable)
     ]
-    with restored(averages):
+    with metric_states.restored(averages):
         # A rank with an empty share may have a model that is not built, and needs no averages.
         if len(set(ring.all_gather_object(len(averages)))) == 1:
             bridge.broadcast_variables(averages, ring)
@@ -192,11 +185,7 @@ class _Share:
     """
 
     def __init__(
-        self,
-        whole: tuple[Any, Any, Any],
-        batch_size: int | None,
-        steps: int | None,
-        ring: Communicator,
+        self, whole: Any, batch_size: int | None, steps: int | None, ring: Communicator
     ) -> None:
         x = self._x = whole[0]
         self.parts, self.is_empty, self.is_whole = whole, False, True

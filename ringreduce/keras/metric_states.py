@@ -55,9 +55,7 @@ def states_of(model: Any, batches: int) -> MetricStates:
     return MetricStates(batches, variables, values, numbers_in(model.get_metrics_result()))
 
 
-def combined_results(
-    model: Any, states: MetricStates, communicator: Communicator
-) -> dict[str, Any]:
+def combined_results(model: Any, states: MetricStates, ring: Communicator) -> dict[str, Any]:
     """The results by name of `model`'s metrics on all ranks' batches, equal on all; none without.
 
     Collective; three short exchanges. Variables with the aggregation "sum" are added, with "mean"
@@ -70,12 +68,12 @@ def combined_results(
         [v.path, value.dtype.name, list(value.shape), v.aggregation]
         for v, value in zip(states.variables, states.values, strict=True)
     ]
-    gathered = communicator.all_gather_object([states.batches, own_layout])
-    refuse(communicator, _difference(gathered, communicator.members), "averaging of metrics")
+    gathered = ring.all_gather_object([states.batches, own_layout])
+    refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
     counted = [rank for rank, (batches, _) in enumerate(gathered) if batches]
     if not counted:
         return {}
-    is_first = communicator.rank == counted[0]
+    is_first = ring.rank == counted[0]
     layout = gathered[counted[0]][1]
     lengths = [int(np.prod(shape)) for _, _, shape, _ in layout]
     # One array for all of them. In float64 counts are exact up to 2**53.
@@ -87,7 +85,7 @@ def combined_results(
             if aggregation in ("sum", "mean") or (aggregation == "only_first_replica" and is_first):
                 part[:] = value.reshape(-1)
     if packed.size:
-        communicator.all_reduce(packed, ReduceOp.SUM)
+        ring.all_reduce(packed, ReduceOp.SUM)
     for part, aggregation in zip(parts, aggregations, strict=True):
         if aggregation == "mean":
             part /= len(counted)
@@ -101,9 +99,8 @@ def combined_results(
             for variable, value in zip(states.variables, together, strict=True):
                 variable.assign(value)
             results = numbers_in(model.get_metrics_result())
-    every = communicator.all_gather_object(
-        {n: packed_number(value) for n, value in results.items()}
-    )
+    packed_results = {name: packed_number(value) for name, value in results.items()}
+    every = ring.all_gather_object(packed_results)
     names = dict.fromkeys(name for theirs in every for name in theirs)
     return {name: _agreed([unpacked_number(t[name]) for t in every if name in t]) for name in names}
 
@@ -197,15 +194,14 @@ def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | Non
         first, expected = counted[0]
         # Without the path: numbers in automatic names depend on what else a process has made.
         if [entry[1:] for entry in layout] != [entry[1:] for entry in expected]:
-            here, there = (
-                ", ".join(
-                    f"{path} ({dtype} of shape {tuple(shape)})" for path, dtype, shape, _ in each
-                )
-                for each in (expected, layout)
-            )
             return Difference(
                 rank,
-                f"found that rank {first} keeps metrics in {here} and rank {rank} in {there}",
+                f"found that rank {first} keeps metrics in {_described(expected)} and rank {rank} "
+                f"in {_described(layout)}",
                 "Compile the model with the same metrics on every rank.",
             )
     return None
+
+
+def _described(layout: list[Any]) -> str:
+    return ", ".join(f"{path} ({dtype} of shape {tuple(n)})" for path, dtype, n, _ in layout)

@@ -235,12 +235,8 @@ class Pipeline:
             settings = Settings("arguments of Pipeline.fit", settings_in(arguments))
             require_same_settings([settings], among)
         note_sharding(replicas)
-        warn_of_differences(
-            self.model,
-            replicas,
-            f"stage {self.stage}",
-            "batch, since each micro-batch is computed by itself: ",
-        )
+        what = "batch, since each micro-batch is computed by itself: "
+        warn_of_differences(self.model, replicas, f"stage {self.stage}", what)
         self.model.optimizer.build(self.model.trainable_variables)
         history = fit_on(
             self.model,
@@ -360,23 +356,18 @@ class _WholeLogs(keras.callbacks.Callback):
         self._latest: dict[str, Any] = {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Replace this stage's logs of a batch."""
-        self._replace(logs)
+        self._latest = self._pipeline.whole_logs(logs)
+        logs.clear()
+        logs.update(self._latest)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Replace those of an epoch, means over all copies."""
-        self._replace(logs)
-        self._latest = dict(logs)
+        # Of an epoch they are means over all copies.
+        self.on_train_batch_end(0, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Here Keras passes those from before the last `on_epoch_end`."""
+        # Keras passes those from before the last `on_epoch_end`.
         if logs is not None:
             logs.update(self._latest)
-
-    def _replace(self, logs: dict[str, Any]) -> None:
-        whole = self._pipeline.whole_logs(logs)
-        logs.clear()
-        logs.update(whole)
 
 
 def _checked(stages: Any, micro_batches: Any, ring: Communicator) -> list[Callable[[], Any]]:

@@ -106,14 +106,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ring = default_communicator()
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     known = [each for each in _added if each._ring is ring]
-    added = Settings(
-        "process sets", {"ranks": str(one.ranks)}, "Add the same ones on all ranks, in order."
-    )
-    require_same_settings([added], ring)
+    remedy = "Add the same ones on all ranks, in order."
+    require_same_settings([Settings("process sets", {"ranks": str(one.ranks)}, remedy)], ring)
     if one.ranks[-1] >= ring.size or any(each.ranks == one.ranks for each in known):
+        why = f"ranks are 0 to {ring.size - 1}" if one.ranks[-1] >= ring.size else "it is there"
         raise ConfigError(
-            f"cannot add {one}: "
-            + (f"ranks are 0 to {ring.size - 1}" if one.ranks[-1] >= ring.size else "it is there"),
+            f"cannot add {one}: {why}",
             **ring.config.who,
             remedy="Add each set once, of ranks of this job.",
         )

@@ -64,12 +64,8 @@ def load_model(
     if sync_batch_normalization:
         replaced[keras.layers.BatchNormalization] = SyncBatchNormalization
     loading = _Loading(replaced, communicator, options)
-    model = keras.models.load_model(
-        path,
-        custom_objects={**loading.stand_ins(), **(custom_objects or {})},
-        compile=compile,
-        safe_mode=safe_mode,
-    )
+    objects = {**loading.stand_ins(), **(custom_objects or {})}
+    model = keras.models.load_model(path, objects, compile, safe_mode)
     loading.require_all()
     optimizer = getattr(model, "optimizer", None)
     # A model's own `compile_from_config` may have wrapped it.
@@ -82,17 +78,14 @@ class _Loading:
     """Makes layers and optimizers of a file others than it names."""
 
     def __init__(
-        self,
-        replaced: Mapping[Any, Any],
-        communicator: Communicator | None,
-        options: Mapping[str, Any],
+        self, replaced: Mapping[Any, Any], ring: Communicator | None, options: Mapping[str, Any]
     ) -> None:
         # By name or class: a class, and options for it.
         self._replaced = {
             key: (one.func, one.keywords) if isinstance(one, partial) else (one, {})
             for key, one in replaced.items()
         }
-        self._communicator, self._options = communicator, options
+        self._communicator, self._options = ring, options
         self._found: set[Any] = set()
 
     def stand_ins(self) -> dict[str, Any]:
@@ -114,8 +107,7 @@ class _Loading:
         if has_parts or {"strategy", "compression"} & self._options.keys():
             # It may have state of its own, or its state is in pieces, so it is wrapped before that
             # is loaded.
-            for name in dir(keras.optimizers):
-                one = getattr(keras.optimizers, name)
+            for name, one in vars(keras.optimizers).items():
                 is_class = isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
                 if is_class and name not in ("Optimizer", "LossScaleOptimizer"):
                     found[name] = _making(one, self._optimizer)
@@ -148,7 +140,5 @@ class _Loading:
 
 def _making(plain: Any, make: Callable[..., Any]) -> Any:
     """A stand-in for `plain`, of which `make` returns what a configuration is for."""
-    members = {
-        "from_config": classmethod(lambda _, *args, **options: make(plain, *args, **options))
-    }
-    return type(plain.__name__, (plain,), members)
+    from_config = classmethod(lambda _, *args, **options: make(plain, *args, **options))
+    return type(plain.__name__, (plain,), {"from_config": from_config})

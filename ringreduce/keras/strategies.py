@@ -114,8 +114,8 @@ class EveryStep(Strategy):
 
 class _EveryStep(Running):
     def take(self, step: Step) -> None:
-        reducer, variables = step.reducer, step.variables
-        step.apply(reducer.reduce(step.gradients, variables, step.kinds, step.weight), variables)
+        gradients, variables, kinds, weight, reducer, apply = step
+        apply(reducer.reduce(gradients, variables, kinds, weight), variables)
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,8 @@ class VerifyReplicas(keras.callbacks.Callback):
 
     def _verify(self) -> None:
         state = _shared_state(self.model, self.model.trainable_variables)
-        equal_now = getattr(self.model.optimizer, "equal_now", None)
-        state = state if equal_now is None else equal_now(state)
-        bridge.verify_replicas(state, self._communicator)
+        equal_now = getattr(self.model.optimizer, "equal_now", lambda every: every)
+        bridge.verify_replicas(equal_now(state), self._communicator)
         self._verify_group()
 
     def _verify_group(self) -> None:

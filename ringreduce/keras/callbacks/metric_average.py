@@ -9,13 +9,8 @@ import keras
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.metric_states import (
-    MetricStates,
-    combined_results,
-    entries_of,
-    merged,
-    states_of,
-)
+from ringreduce.keras import metric_states
+from ringreduce.keras.metric_states import MetricStates, states_of
 from ringreduce.keras.mistakes import warn_of_same_rows
 from ringreduce.tensorflow.agreement import Difference, refuse
 
@@ -97,7 +92,7 @@ class MetricAverage(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         results = {**training.results, **_as_validation(validation.results)}
         own = {
-            "entries": entries_of(logs, results),
+            "entries": metric_states.entries_of(logs, results),
             "validated": validated,
             "digest": training.digest() if self._is_first else "",
         }
@@ -105,10 +100,11 @@ class MetricAverage(keras.callbacks.Callback):
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
         warn_of_same_rows([theirs["digest"] for theirs in gathered], ring)
         self._is_first = False
-        together = combined_results(self.model, training, ring)
+        together = metric_states.combined_results(self.model, training, ring)
         if any(theirs["validated"] for theirs in gathered):
-            together.update(_as_validation(combined_results(self.model, validation, ring)))
-        logs.update(merged([theirs["entries"] for theirs in gathered], together))
+            others = metric_states.combined_results(self.model, validation, ring)
+            together.update(_as_validation(others))
+        logs.update(metric_states.merged([theirs["entries"] for theirs in gathered], together))
         self._latest = dict(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
