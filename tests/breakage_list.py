@@ -877,7 +877,7 @@ BREAKAGES = (
     ),
     Breakage(
         "process-set-of-others",
-        "ringreduce/keras/process_sets.py",
+        "ringreduce/keras/horovod.py",
         "ring.split(0 if ring.rank in one.ranks else None)",
         "ring.split(int(ring.rank in one.ranks))",
         "A rank that is not in a process set takes part in one of the others.",

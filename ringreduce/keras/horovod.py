@@ -16,20 +16,16 @@ of the job. A `name` is not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.advice import ABSENT, OPTIONS
-from ringreduce.keras.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import times_back
 from ringreduce.pure.payload import checked_counts
 from ringreduce.tensorflow import xla
@@ -50,6 +46,126 @@ __all__ = [
 
 Average, Sum = ReduceOp.MEAN, ReduceOp.SUM
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+
+
+class ProcessSet:
+    """Some ranks of the job, which make collective calls of their own once it is added.
+
+    `Communicator.split` does what `add_process_set` does, for several groups at once.
+
+    Attributes:
+        ranks: in ascending order.
+        process_set_id: a number, equal on all ranks; None before it is added, and once it is
+            removed.
+
+    Raises:
+        ConfigError: `ranks` are no different whole numbers from 0 on.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        given = list(ranks)
+        self.ranks = sorted(given)
+        is_clean = all(isinstance(rank, int) and rank >= 0 for rank in given)
+        if not given or not is_clean or len(set(given)) < len(given):
+            raise ConfigError(
+                f"got the ranks {given} for a ProcessSet",
+                remedy="Pass a list of ranks of the job, each once.",
+            )
+        self.process_set_id: int | None = None
+        self._ring: Communicator | None = None
+        self._group: Communicator | None = None
+
+    def included(self) -> bool:
+        """Whether this rank is in it."""
+        return default_communicator().rank in self.ranks
+
+    def size(self) -> int:
+        """Number of its ranks."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This rank's number in it. Raises as `communicator`."""
+        return self.communicator.rank
+
+    @property
+    def communicator(self) -> Communicator:
+        """The group. Raises ConfigError on a rank that is not in it, and unless it is added."""
+        ring = default_communicator()
+        if self._ring is not ring:
+            raise ConfigError(
+                f"{self} has not been added, or was removed",
+                **ring.config.who,
+                remedy="Call add_process_set on all ranks, or pass it to init(process_sets=[...]).",
+            )
+        if self._group is None:
+            raise ConfigError(
+                f"makes a call on {self}, in which it is not",
+                **ring.config.who,
+                remedy="Make it where process_set.included() is true.",
+            )
+        return self._group
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({self.ranks})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    def __init__(self) -> None:
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:  # type: ignore[override]
+        return list(range(default_communicator().size))
+
+    @property
+    def communicator(self) -> Communicator:
+        return default_communicator()
+
+
+global_process_set = _GlobalProcessSet()
+# Those that were added and not removed, in this order.
+_added: list[ProcessSet] = []
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Form the group of a process set, or of a list of ranks; return the process set.
+
+    Collective over all ranks of the job, also those that are not in it: all add the same sets in
+    the same order.
+
+    Raises:
+        ConfigError: there is no such rank, or there is a set of these ranks.
+        MismatchError: the ranks pass different sets.
+    """
+    ring = default_communicator()
+    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    known = [each for each in _added if each._ring is ring]
+    remedy = "Add the same ones on all ranks, in order."
+    require_same_settings([Settings("process sets", {"ranks": str(one.ranks)}, remedy)], ring)
+    if one.ranks[-1] >= ring.size or any(each.ranks == one.ranks for each in known):
+        why = f"ranks are 0 to {ring.size - 1}" if one.ranks[-1] >= ring.size else "it is there"
+        raise ConfigError(
+            f"cannot add {one}: {why}",
+            **ring.config.who,
+            remedy="Add each set once, of ranks of this job.",
+        )
+    one._group = ring.split(0 if ring.rank in one.ranks else None)
+    one._ring = ring
+    one.process_set_id = 1 + max((each.process_set_id or 0 for each in known), default=0)
+    _added[:] = [*known, one]
+    return one
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Close the group of a process set; return whether there was one. All ranks call it."""
+    if process_set not in _added:
+        return False
+    _added.remove(process_set)
+    group = process_set._group
+    process_set.process_set_id = process_set._ring = process_set._group = None
+    if group is not None:
+        group.close()
+    return True
 
 
 def init(process_sets: Sequence[ProcessSet] = (), **settings: Any) -> Communicator:
@@ -102,8 +218,7 @@ def DistributedOptimizer(
             )
         options["accumulate_steps"] = backward_passes_per_step
     options["scale_local_gradients"] = scale_local_gradients
-    ring = _unless_global(process_set)
-    return rr.DistributedOptimizer(optimizer, ring, **_with_effect(options))
+    return rr.DistributedOptimizer(optimizer, _unless_global(process_set), **_with_effect(options))
 
 
 def DistributedGradientTape(
