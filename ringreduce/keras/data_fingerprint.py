@@ -1,8 +1,7 @@
 """Fingerprints of a dataset's elements as they pass, for ranks that divide it to compare.
 
-Ranks that each take a part of a dataset must all see the same dataset: unseeded shuffling gives
-every rank another order, and then some samples are used twice and others never. Reading ahead to
-find out would change what is read, so the elements are fingerprinted on their way:
+Unseeded shuffling gives every rank another order, and then some samples are used twice and others
+never. Reading ahead to find out would change what is read, so elements are looked at on their way:
 
     dataset -> groups -> fingerprint of all so far -> single elements -> this rank's part
                           `- after each group `Communicator.claim`: the neighbours compare
@@ -32,12 +31,10 @@ _STRING_BYTES = 64  # a guess
 
 
 def fingerprinted(dataset: Any, what: str, remedy: str, communicator: Communicator) -> Any:
-    """`dataset` with the same elements, which ranks compare as they are read.
+    """`dataset` with the same elements, whose `targets` ranks compare as they are read.
 
     Not collective. A difference breaks the ring, with a MismatchError that names `what`, such as
-    ``the dataset given to rr.shard``, the user's line, and `remedy`. Of each element its `targets`
-    are compared; those without a fingerprint (datasets) pass unseen. Costs a pass over the memory
-    of what is compared, and some microseconds for small elements.
+    ``the dataset given to rr.shard``, the user's line, and `remedy`. Datasets of datasets pass.
     """
     specs = tf.nest.flatten(targets(dataset.element_spec), expand_composites=True)
     if communicator.size == 1 or any(spec.dtype in (tf.variant, tf.resource) for spec in specs):

@@ -87,11 +87,10 @@ class InitialValues:
     ) -> list[Any]:
         """Give all ranks rank 0's values of those of `variables` that have not received them yet.
 
-        Collective where there are any. While tracing, random generators that the function has used
-        get different states on all ranks, where they have the same. `state` are further variables,
-        on which gradients do not depend; `settings` returns those of optimizer and model, which
-        must be equal. Returns the gradients to use: `gradients`, of `kinds`, unless this is an
-        eager step and some rank had other values.
+        Collective where there are any; then random generators that the function being traced has
+        used get different states. `state` are further variables, on which gradients do not depend;
+        `settings` returns what must be equal. Returns the gradients to use: `gradients`, of
+        `kinds`, unless this is an eager step and some rank had other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:

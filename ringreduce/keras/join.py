@@ -169,23 +169,15 @@ def _require_same(weighting: str, ring: Communicator) -> None:
 def _longest(count: int, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where a rank does not know its own."""
     counts = ring.all_gather_object(count)
-    named = zip(ring.members, counts, strict=True)
-    endless = [rank for rank, n in named if n == tf.data.INFINITE_CARDINALITY]
-    if endless:
-        raise ring.fail(
-            ConfigError(
-                f"the dataset of rank{'s' * (len(endless) > 1)} "
-                f"{', '.join(map(str, endless))} never ends",
-                remedy="Data that never ends needs no rr.join; pass steps_per_epoch to fit.",
-            )
-        )
-    if max(counts) == 0:
-        raise ring.fail(
-            ConfigError(
-                "no rank has any data",
-                remedy="Look at how the data is divided: rr.shard takes what is not batched.",
-            )
-        )
+    named, problem = zip(ring.members, counts, strict=True), ""
+    if endless := [str(rank) for rank, n in named if n == tf.data.INFINITE_CARDINALITY]:
+        problem = f"the dataset of rank{'s' * (len(endless) > 1)} {', '.join(endless)} never ends"
+        remedy = "Data that never ends needs no rr.join; pass steps_per_epoch to fit."
+    elif max(counts) == 0:
+        problem = "no rank has any data"
+        remedy = "Look at how the data is divided: rr.shard takes what is not batched."
+    if problem:
+        raise ring.fail(ConfigError(problem, remedy=remedy))
     return None if min(counts) < 0 else max(counts)
 
 
@@ -221,12 +213,9 @@ def filled(batch: Any) -> Any:
 
 
 def build(model: Any, empty: Any) -> None:
-    """Create the variables of model, metrics and optimizer now, for batches like `empty`.
-
-    An empty step could not undo creating them, and TensorFlow creates no variables in a function
-    where they would depend on the exchange at its beginning.
-    """
-    # A loss has metrics of its own, one for each output.
+    """Create the variables of model, metrics and optimizer now, for batches like `empty`."""
+    # TensorFlow creates none where they would depend on the exchange at a step's beginning. A loss
+    # has metrics of its own, one for each output.
     compiled = [getattr(model, name, None) for name in ("_compile_metrics", "_compile_loss")]
     if type(model).call is keras.Model.call:
         # Only its train_step knows how its parts are called, such as a generator and a

@@ -1,10 +1,9 @@
 """Computes metrics of all ranks together: from the sum of their states, not the mean of results.
 
-Ranks see different amounts of different data, so the mean of their results is not the result on all
-data; for an area under a curve it is far off. But states (total and count, say) add up: one
-all-reduce sums them, each rank puts the sums into its metrics, reads the results, and restores its
-own values. Each variable's `aggregation` says how values combine; for those of
-`Metric.add_variable` it is "sum".
+Ranks see different amounts of different data, so the mean of results is not the result on all data.
+But states (total and count, say) add up: one all-reduce sums them, each rank puts the sums into its
+metrics, reads the results, and restores its own values. Each variable's `aggregation` says how its
+values combine.
 """
 
 from __future__ import annotations
@@ -106,11 +105,8 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
-    """What `merged` needs of this rank's logs; `results` are those of its own metrics.
-
-    A value is a metric's if its name and value are: a `train_step` may log something else under
-    that name, such as a loss beside a loss tracker that it does not update.
-    """
+    """What `merged` needs of this rank's logs; `results` are those of its own metrics."""
+    # A `train_step` may log something else under a metric's name, so values are compared too.
     numbers = numbers_in(logs)
     entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))
     for name, number in numbers.items():
@@ -121,11 +117,7 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
 
 
 def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str, Any]:
-    """All ranks' values of what they log, equal on all ranks.
-
-    `together`, from `combined_results`, is used where the value is a metric's on all ranks that log
-    it. Other numbers are averaged, each rank with equal weight.
-    """
+    """Of what ranks log what is in `together`, where all log a metric's; means of other numbers."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for theirs in entries for name in theirs):
         logged = [theirs[name] for theirs in entries if name in theirs]

@@ -111,11 +111,8 @@ def _has_divided(ring: Communicator) -> bool:
 def warn_of_different_weights(
     model: Any, trained: Sequence[Any], communicator: Communicator
 ) -> None:
-    """Compare the weights of `model` that are not among `trained`; rank 0 warns of a difference.
-
-    Collective. Frozen layers with random values, `Normalization` adapted to a part of the data, and
-    moving averages are such weights. States of random generators should differ and are left out.
-    """
+    """Compare the weights of `model` that are not among `trained`; rank 0 warns. Collective."""
+    # States of random generators should differ.
     if communicator.size == 1:
         return
     known = {id(variable) for variable in trained}

@@ -1,9 +1,8 @@
 """Batch normalization over the batches of all ranks.
 
 Each rank computes count, mean and sum of squared deviations of its own batch; after one all-gather
-every rank combines them in the same order. That is exact for batches of different sizes, and
-accurate where the mean is large against the deviations; the rejected alternative, sums of values
-and of squares, loses all digits there.
+every rank combines them in the same order. Sums of values and of squares would lose all digits
+where the mean is large against the deviations.
 
 See: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances", 1979.

@@ -1,8 +1,4 @@
-"""All private names of Keras that this package uses, checked on import.
-
-This file changes nothing in Keras. A name that a later version has moved is reported when
-`ringreduce.keras` is imported, and not during training.
-"""
+"""All private names of Keras that this package uses, checked on import; it changes none."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Loads a model and wraps its optimizer, so that training continues over the ring.
 
-A model trained under `DistributedOptimizer` is saved by Keras's own means: ``model.save``,
-``model.save_weights``, `tf.train.Checkpoint`, `keras.callbacks.ModelCheckpoint`. The files hold the
-wrapped optimizer with its state, and nothing of ours, so they load where ringreduce is not
-installed, and those of plain Keras load here.
+Files of models trained under `DistributedOptimizer` hold the wrapped optimizer, and nothing of
+ours: they load where ringreduce is not installed, and those of plain Keras load here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Makes the states of random generators (Dropout, noise, augmentation) differ between ranks.
 
-A program seeds all ranks alike, for equal weights and shuffling. Then all draw the same masks, too,
-and a global batch has less randomness than it should. So a generator in the same state on several
-ranks gets another seed on all but the first. States are compared, not their origin: repeating it
-changes nothing, or repairs what a checkpoint has made equal again.
+A program seeds all ranks alike, for equal weights and shuffling. Then all draw the same masks, too.
+So a generator in the same state on several ranks gets another seed on all but the first. States are
+compared, not their origin: repeating it repairs what a checkpoint has made equal again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Settings that must be equal on all ranks, and the first of them that are not.
-
-Weights that differ because of another momentum or activation look like any others: nothing else
-says so.
-"""
+"""Settings that must be equal on all ranks, and the first of them that are not."""
 
 from __future__ import annotations
 

@@ -129,10 +129,7 @@ def _is_share(given: Any) -> bool:
 
 
 class Measure(keras.callbacks.Callback):
-    """Measures how long this rank computes in a step, without waiting, and settles `shares`.
-
-    It sees all executions of the training function, which may be of several steps each.
-    """
+    """Measures how long this rank computes in a step, without waiting, and settles `shares`."""
 
     def __init__(self, shares: Shares, ring: Communicator, verbose: Any) -> None:
         super().__init__()
@@ -142,7 +139,6 @@ class Measure(keras.callbacks.Callback):
         self._prints = bool(verbose) and ring.rank == 0
         self._before = 0.0
         self._seconds: list[float] = []
-        self._is_done = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to measure the first step."""
@@ -150,13 +146,12 @@ class Measure(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Note the time of a step; after the last one that is needed, settle shares. Collective."""
-        if self._is_done:
+        if len(self._seconds) == _WARM_UP + _MEASURED:
             return
         now = self._now()
         self._seconds.append(now - self._before)
         self._before = now
         if len(self._seconds) == _WARM_UP + _MEASURED:
-            self._is_done = True
             steps = getattr(self.model, "steps_per_execution", 1)
             own = statistics.median(self._seconds[_WARM_UP:]) / steps
             rows = self._shares.settle(own)
@@ -165,7 +160,7 @@ class Measure(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Say so if there were too few steps."""
-        if not self._is_done:
+        if len(self._seconds) < _WARM_UP + _MEASURED:
             self._say("batch shares stayed equal: too few steps to measure", "")
 
     def _now(self) -> float:

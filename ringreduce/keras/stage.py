@@ -259,11 +259,8 @@ def _graph(function: Callable[..., Any]) -> Any:
 
 @contextmanager
 def _other_seeds(number: int) -> Iterator[None]:
-    """Within the block, layers of each stage draw other seeds; in the end nothing was drawn.
-
-    All ranks are seeded alike, and Keras takes default seeds from Python's generator: equal layers
-    of different stages would begin with equal weights.
-    """
+    """Within the block, layers of each stage draw other seeds; in the end nothing was drawn."""
+    # Keras takes default seeds from Python's generator, which all ranks seed alike.
     state = random.getstate()
     random.seed(f"{random.random()} {number}")
     try:

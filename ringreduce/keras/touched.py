@@ -7,13 +7,11 @@ it sees a small variable that consists of the rows with a gradient.
     stand-in     1         6        what is read is gathered, what is assigned scattered, in place
 
 So clipping, decay, the schedule, the step counter and a loss scale are Keras's own code, for all
-optimizers that work element by element. The rejected alternative, an update of our own for each of
-them, would have to follow every change of theirs.
+optimizers that work element by element.
 
 A row is *touched* in a step if its gradient, the mean over all ranks, is not 0 in every element. So
-it does not matter whether rows or whole tables travelled, and a rank without rows of the batch
-touches nothing. docs/guides/keras.md says what that means for momentum, decay, bias correction,
-clipping and the learning rate, row by row, and how training may differ.
+it does not matter whether rows or whole tables travelled. docs/guides/keras.md says what that means
+for momentum, decay, bias correction, clipping and the learning rate.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ from ringreduce.vocabulary.errors import ConfigError
 
 def touched_rows(update_rows: str, inner: Any, sparse_as_dense: bool) -> TouchedRows | None:
     """What `DistributedOptimizer` needs for its argument `update_rows`; None for "all"."""
-    if update_rows not in ("all", "touched"):
-        raise ConfigError(f"update_rows is {update_rows!r}; accepted: 'all', 'touched'")
     if update_rows == "all":
         return None
+    if update_rows != "touched":
+        raise ConfigError(f"update_rows is {update_rows!r}; accepted: 'all', 'touched'")
     if sparse_as_dense:
         raise ConfigError(
             'got update_rows="touched" and sparse_as_dense=True, after which no gradient has rows',

@@ -1,7 +1,6 @@
-"""Keeps files whole that several ranks of a host save at once.
+"""Keeps files whole that several ranks of a host save at once, by ``model.save`` on every rank.
 
-Programs end with ``model.save(path)`` on every rank. Keras writes into the file itself, so two
-ranks would write into each other's. Each now writes a file of its own beside it and renames that.
+Each writes a file of its own beside the one that was asked for, and renames that.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ _prepared: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def save_whole_files(model: Any, communicator: Communicator) -> None:
-    """From now on ``model.save`` and ``model.save_weights`` replace a file in one step.
-
-    Ranks other than 0 warn once that they write it too.
-    """
+    """From now on ``model.save`` and ``model.save_weights`` replace a file in one step."""
     if communicator.size == 1 or model in _prepared:
         return
     _prepared.add(model)
@@ -32,13 +28,19 @@ def save_whole_files(model: Any, communicator: Communicator) -> None:
 class _Saving:
     def __init__(self, model: Any, name: str, communicator: Communicator) -> None:
         self._model, self._name, self._rank = weakref.ref(model), name, communicator.rank
-        self._has_warned = False
+        self._warns = communicator.rank > 0
 
     def __call__(self, filepath: Any, *arguments: Any, **options: Any) -> Any:
         model = self._model()
-        save = getattr(type(model), self._name)
-        path = str(filepath)
-        self._warn(path)
+        save, path = getattr(type(model), self._name), str(filepath)
+        if self._warns:
+            self._warns = False
+            warn_at_users_line(
+                f"rank {self._rank} saves {path} too. If the ranks share that file, let rank 0 "
+                f"alone write it: rr.on_rank_zero(lambda: model.{self._name}(...)), or callbacks "
+                "within rr.fit or rr.callbacks.Together.",
+                UserWarning,
+            )
         overwrite = arguments[0] if arguments else options.get("overwrite", True)
         is_file = path.endswith((".keras", ".h5")) and options.get("zipped") is not False
         if not overwrite or not is_file or "://" in path or options.get("max_shard_size"):
@@ -52,14 +54,3 @@ class _Saving:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(own)
         return None
-
-    def _warn(self, path: str) -> None:
-        if self._rank == 0 or self._has_warned:
-            return
-        self._has_warned = True
-        warn_at_users_line(
-            f"rank {self._rank} saves {path} too. If the ranks share that file, let rank 0 alone "
-            f"write it: rr.on_rank_zero(lambda: model.{self._name}(...)), or callbacks within "
-            "rr.fit or rr.callbacks.Together.",
-            UserWarning,
-        )

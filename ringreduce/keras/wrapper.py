@@ -1,11 +1,10 @@
 """An optimizer that forwards to another in all that Keras and TensorFlow use of it.
 
-It has no variables. What is read, set, saved, restored and checkpointed is the inner optimizer's,
-so files are those of the plain one. A subclass defines what differs.
+It has no variables: what is read, saved and checkpointed is the inner optimizer's, so files are
+those of the plain one. A subclass defines what differs.
 
-An optimizer's state belongs to the variables it was built for. A copy is for other variables, of a
-copied model or another process, known only when it is built. Until then it has its state for
-stand-ins; Keras's own copies (`KerasSaveable.__reduce__`) lose it, with a warning.
+A copy is for other variables, of a copied model or another process, known only when it is built.
+Until then it has its state for stand-ins; Keras's own copies (`KerasSaveable.__reduce__`) lose it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Averages the gradients of a step over all ranks, by one of three routes with bit-equal results.
+"""Averages the gradients of a step over all ranks, by routes with bit-equal results.
 
-In a graph, native ops hand each bucket to the engine as soon as its gradients are computed; in what
-XLA compiles, custom calls do that. Eagerly, and without the native library, one Python function
-takes all gradients (`ringreduce.tensorflow.routes`).
+Which one: `GradientBridge._route`; what they do: `ringreduce.tensorflow.routes`.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ _Route = PackedRoute | PythonRoute
 
 
 class GradientBridge:
-    """Averages lists of gradients over all ranks.
-
-    The arguments, and errors, are those of `DistributedOptimizer`.
-    """
+    """Averages lists of gradients over all ranks; arguments as for `DistributedOptimizer`."""
 
     def __init__(
         self,

@@ -1,11 +1,8 @@
 """Collectives on tensors that reduce, gather or copy: eagerly and in `tf.function`, with gradients.
 
 They run in program order (`ringreduce.tensorflow.order`), including those of the backward pass and
-of the bridge; the communicator first waits for what its engine was given. So ranks that run the
-same program make the same calls in the same order. Nothing travels while tracing.
-
-A collective of a backward pass carries the number of the one whose gradient it is, since TensorFlow
-chooses the order of a backward pass by more than the program (`differentiable.py`).
+of the bridge; nothing travels while tracing. One of a backward pass carries the number of the one
+whose gradient it is (`ringreduce.tensorflow.differentiable`).
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses; the
 mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of the mean loss.

@@ -1,10 +1,9 @@
 """Makes errors of the ring leave a TensorFlow function as ours, and not as TensorFlow's alone.
 
-An op fails with a code and a text, of which TensorFlow makes an exception in C++, by a fixed table,
-with none of our code on the stack. So the functions that hold our ops, and no others, are called
-through `_call`; TensorFlow says when it has traced one, as its debugger needs. If the text is that
-of an error that has broken a communicator of this process, the exception is of both classes:
-``except ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``.
+An op fails with a code and a text, of which TensorFlow makes an exception in C++, with none of our
+code on the stack. So the functions that hold our ops, and no others, are called through `_call`. If
+the text is that of an error that has broken a communicator of this process, the exception is of
+both classes: ``except ringreduce.PeerLostError`` and ``except tf.errors.OpError`` catch it.
 
 After Ctrl-C the op may fail too, since another rank has ended first. If Python then raises
 KeyboardInterrupt in the constructor of TensorFlow's exception, C++ makes a RuntimeError of both.

@@ -137,10 +137,9 @@ class LowRankReducer:
         self._kept.step += 1
 
     def reduce(self, bucket: int, values: np.ndarray, mean: Callable[[np.ndarray], object]) -> None:
-        """Replace `values`, float32 of shape (count,), with about their mean over all ranks.
+        """Replace `values`, float32 of shape (count,), with about what `mean` makes of an array.
 
-        `mean` averages an array in place. A matrix whose mean is not finite becomes NaN on all
-        ranks; Q and residuals stay as they were.
+        A matrix whose mean is not finite becomes NaN on all ranks; Q and residuals stay.
         """
         matrices = self._matrices[bucket]
         if self._is_dense or not matrices:

@@ -29,11 +29,7 @@ _ORIGIN = "The first step with such a message, and the rank it names, are where 
 
 
 class NumericsCheck:
-    """Checks the buckets of one bridge's steps. Used by one thread at a time.
-
-    ConfigError if `mode` is none of `MODES`. In mode "raise" what is not finite is a NumericsError,
-    on all ranks.
-    """
+    """Checks the buckets of one bridge's steps, in a mode of `MODES`; for one thread."""
 
     def __init__(self, mode: str) -> None:
         if mode not in MODES:
@@ -62,11 +58,7 @@ class NumericsCheck:
     def check_mean(
         self, ring: Communicator, elements: np.ndarray, parts: Parts, compression: str = "none"
     ) -> None:
-        """Check this rank's share of the means in `elements`, in mode "raise" only.
-
-        In other modes the rank with the bad gradient has reported it; this costs nearly as much as
-        its check.
-        """
+        """Check this rank's share of the means in `elements`, in mode "raise" only."""
         if self._mode != "raise":
             return
         bounds = chunk_bounds(elements.size, ring.size)

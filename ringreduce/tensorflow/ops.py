@@ -1,7 +1,6 @@
 """The native ops in a graph: they hand a bucket's gradients over and return its means.
 
-TensorFlow's C API registers them on first use (native/src/tf_ops.c), found in its libraries by
-their symbols, so one library of ours serves every TensorFlow 2; and XLA's interface the custom
+TensorFlow's C API registers them on first use (native/src/tf_ops.c), and XLA's interface the custom
 calls (native/src/xla_calls.c). Where that fails, gradients go through Python.
 """
 
@@ -37,21 +36,14 @@ def are_available() -> bool:
 
 
 def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
-    """Add the op that packs `gradients`, of one dtype, into a bucket for the engine.
-
-    `gradients` have the order of the bucket's slots. Returns a token, computed when the bucket has
-    been handed over.
-    """
+    """Add the op that packs `gradients`, in the order of slots, for the engine; return a token."""
     given = {"gradients": list(gradients), "plan": plan, "bucket": bucket}
     with tf.device("CPU:0"):
         return private.apply_op("RingreduceStart", **given)
 
 
 def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
-    """Add the op that waits for a bucket; return the means of its gradients.
-
-    `tokens` are those of all starts of the step: a wait could hold the thread that a start needs.
-    """
+    """Add the op that waits for a bucket, after all starts; return the means of its gradients."""
     given = {"gradients": list(gradients), "plan": plan, "bucket": bucket}
     with tf.device("CPU:0"):
         means = private.apply_op("RingreduceWait", tokens=list(tokens), **given)
@@ -71,11 +63,8 @@ def custom_calls_missing() -> str | None:
 
 
 def _registered(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_int) -> str | None:
-    """Call `function` of the native library to register with TensorFlow; None, or why it failed.
-
-    It takes the path of one of TensorFlow's `libraries` (parts of names), `arguments`, and a buffer
-    for the reason of a failure; it returns 0 if it succeeded.
-    """
+    """Call `function` of the native library to register with TensorFlow; None, or why it failed."""
+    # With the path of one of TensorFlow's libraries, and memory for the reason; 0: it succeeded.
     library = native.library()
     if library is None:
         return native.why_missing()

@@ -1,18 +1,13 @@
 """Runs the collectives of a graph in the order of the program, on every rank.
 
-TensorFlow orders stateful ops as the program does, with exceptions: one that touches variables,
-such as a condition, a loop or another function with a reduction in it, waits only for those that
-touch the same variables. XLA runs independent ops in any order. So each collective depends on the
-ordering token of the one before it: an int32 scalar that is computed when that one is done.
+TensorFlow orders stateful ops as the program does, but one that touches variables, such as a loop
+with a reduction in it, only against those that touch the same ones; XLA runs independent ops in any
+order. So each collective depends on the ordering token of the one before it, an int32 scalar.
 
 A token cannot be used in another function's graph, nor outside of its loop. So a variable of the
-communicator holds the latest token: the first collective of a graph reads it, and each writes its
-own. TensorFlow then orders functions with collectives, since all touch that variable; for XLA it is
-a value that goes in and comes out.
-
-TensorFlow does not order ops on a variable in the backward pass of a function whose gradient a tape
-outside of it asks for. There ranks may run collectives in different orders, which their signatures
-show (`ringreduce.tensorflow.differentiable`).
+communicator holds the latest: the first collective of a graph reads it, and each writes its own.
+In the backward pass of a function for a tape outside of it TensorFlow orders no ops on variables:
+there signatures show that ranks differ (`ringreduce.tensorflow.differentiable`).
 """
 
 from __future__ import annotations

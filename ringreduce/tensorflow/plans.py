@@ -112,8 +112,7 @@ def _buckets(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str]:
 class BucketReducer:
     """Reduces the buckets of one plan in place, in the thread that calls it.
 
-    `residuals` returns those of a bucket; None: what rounding takes is lost. `thin` reduces buckets
-    between hosts where compression is by `PowerSGD`.
+    `residuals` returns those of a bucket, if they are kept; `thin` reduces buckets for `PowerSGD`.
     """
 
     def __init__(
@@ -146,11 +145,7 @@ class BucketReducer:
             self._thin.begin_step()
 
     def reduce(self, bucket: int, values: np.ndarray) -> None:
-        """Replace a bucket's `values` with their mean; every rank reduces buckets in order.
-
-        `values` has the shape (count,), is contiguous, and has the bucket's dtype. Raises as
-        `Communicator.all_reduce` and `NumericsCheck`.
-        """
+        """Replace a bucket's contiguous `values`, of shape (count,), with their mean; in order."""
         parts = self._parts[bucket]
         self.numerics.check_own(self.communicator, values, parts)
         encodes = self._encodes and values.dtype == np.float32

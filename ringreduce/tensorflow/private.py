@@ -1,8 +1,6 @@
 """All private names of TensorFlow that this package uses, checked on import.
 
-This file replaces nothing in TensorFlow, and changes only a function that it is given. A name that
-a later version has moved is reported when `ringreduce.tensorflow` is imported, and not during
-training.
+This file replaces nothing in TensorFlow, and changes only a function that it is given.
 """
 
 from __future__ import annotations

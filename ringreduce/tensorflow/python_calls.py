@@ -73,11 +73,7 @@ def _compiled(
     arguments: Sequence[Any],
     results: Sequence[tuple[Any, Any]],
 ) -> list[Any]:
-    """`call` in a graph that XLA will compile; ConfigError where a shape is not known.
-
-    The engine calls `run`, one call at a time, in the program's order. `run` may write to its
-    arrays, and the arrays that it returns are copied.
-    """
+    """`call` in a graph that XLA will compile; ConfigError where a shape is not known."""
     kinds = [(tensor.shape, tensor.dtype) for tensor in arguments]
     kinds += [(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in results]
     for shape, _ in kinds:

@@ -6,17 +6,14 @@ Buckets that TensorFlow's threads pack and the engine reduces, in a graph and wh
                                  |  engine     |
     gradients of bucket 1 --> start 1 --token--+--> wait 1 --> means of bucket 1
 
-A start runs as soon as its bucket's gradients are computed, before those of earlier layers are.
-Every wait depends on every start, so that no wait holds a thread that a start needs. Starts and
-waits are native ops, or custom calls where XLA compiles the graph. XLA runs independent ops in any
-order: there every start also depends on the token of the collective before it, and the last wait on
-all others. Buckets are in registered memory where ranks share some. A gradient that has a bucket to
+Every wait depends on every start, so that no wait holds a thread that a start needs; where XLA
+compiles, every start also on the token of the collective before it, and the last wait on all
+others. Buckets are in registered memory where ranks share some; a gradient that has a bucket to
 itself in a step that XLA compiles is reduced in XLA's memory.
 
-One Python function, for which the step waits, eagerly and where there are no native ops. It is one,
-not one per bucket: stateful ops run in program order, so several would not overlap, and each that
-blocks holds a thread that another may need. The means are views of a bucket's memory, which
-TensorFlow then owns. Sparse gradients come after it.
+One Python function, for which the step waits, eagerly and where there are no native ops: several
+would run one after the other, and each that blocks holds a thread that another may need. The means
+are views of a bucket's memory, which TensorFlow then owns. Sparse gradients come after it.
 """
 
 from __future__ import annotations
@@ -38,11 +35,7 @@ from ringreduce.tensorflow.sparse import mean_of_slices
 
 
 class PackedRoute:
-    """The route of one plan, whose buckets are registered with the engine.
-
-    Memory and registration last as long as this object; a graph that runs after that gets an error
-    that says so. The engine's thread calls `reducer`.
-    """
+    """The route of one plan; its buckets are registered with the engine as long as it lives."""
 
     def __init__(self, reducer: BucketReducer, present: Sequence[Any]) -> None:
         self._reducer = reducer
@@ -71,10 +64,7 @@ class PackedRoute:
         weakref.finalize(self, engine.forget, self._number).atexit = False
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients and of its sparse ones, in their order.
-
-        Sparse ones are reduced between the starts and the waits; what XLA compiles has none.
-        """
+        """The means of the plan's dense gradients and of its sparse ones, in their order."""
         plan = self._plan
         by_gradient = dict(zip(plan.present, dense, strict=True))
         parts = [[by_gradient[slot.gradient] for slot in b.slots] for b in plan.buckets]

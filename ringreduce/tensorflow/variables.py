@@ -88,21 +88,14 @@ def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
 
 
 def is_initialized(variable: Any) -> bool:
-    """Whether a variable has a value; call it outside of a function, or in `tf.init_scope`.
-
-    A variable created while a function is traced gets its value after that. Until then it reads as
-    zeros, without an error.
-    """
+    """Whether a variable has a value: one made while a function is traced gets it after that."""
     plain = variable if isinstance(variable, tf.Variable) else variable.value
     return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
 
 
 def lasting(value: Any) -> Any:
-    """A variable that outlives the function being traced; `value` is from outside of that.
-
-    A function whose first trace has created a `tf.Variable`, be it in `tf.init_scope`, is traced
-    again, which takes as long.
-    """
+    """A variable that outlives the function being traced; `value` is from outside of that."""
+    # A function whose first trace has made a `tf.Variable`, be it here, is traced again.
     with tf.init_scope():
         return private.Variable(value, trainable=False)
 

@@ -1,9 +1,7 @@
 """The native ops as custom calls of XLA, for what `jit_compile=True` compiles.
 
-XLA can call functions that are registered with it (native/src/xla_calls.c); TensorFlow's op
-`XlaCallModule` adds a call to a graph as a module of StableHLO, XLA's input language. XLA runs
-independent ops in any order; ordering tokens, int32 scalars that go in and come out, fix it. Where
-this cannot be used, gradients can be reduced outside of what is compiled.
+TensorFlow's op `XlaCallModule` adds a call to a graph as a module of StableHLO, XLA's input
+language. Ordering tokens, int32 scalars that go in and come out, fix the order of calls.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ def is_compiling() -> bool:
 
 
 def compiled_alike(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """`gradient`, a backward pass, traced for XLA if the forward pass being traced is.
-
-    TensorFlow traces the gradients of a compiled function in another graph and has it compiled too,
-    but does not say so while tracing.
-    """
+    """`gradient`, a backward pass, traced for XLA if the forward pass being traced is."""
+    # TensorFlow has the gradients of a compiled function compiled, but traces them as if not.
     if not is_compiling():
         return gradient
 
@@ -64,12 +59,10 @@ def why_not() -> str | None:
 def start(
     plan: int, bucket: int, gradients: Sequence[Any], after: Any, in_place: bool = False
 ) -> list[Any]:
-    """Add the call that packs `gradients` into a bucket and hands it to the engine.
+    """Add the call that packs `gradients`, in the order of slots, for the engine; return a token.
 
-    `gradients` have known shapes and the order of the bucket's slots; `after` is the token of the
-    collective before. With `in_place` there is one gradient, and it is reduced in XLA's memory.
-    Returns a token, an int32 scalar that is computed when the bucket has been handed over; before
-    it, with `in_place`, the gradient, for `wait` alone.
+    `after` is the token of the collective before. With `in_place` there is one gradient, which is
+    reduced in XLA's memory; it is returned too, before the token and for `wait` alone.
     """
     operands = [*gradients, after]
     results = [(gradient.shape, gradient.dtype) for gradient in gradients] if in_place else []
@@ -85,11 +78,10 @@ def wait(
     kept: Sequence[Any] = (),
     last: bool = True,
 ) -> list[Any]:
-    """Add the call that waits for a bucket; return its `results`, of these shapes and dtypes.
+    """Add the call that waits for a bucket; return `results`, of these shapes and dtypes, a token.
 
-    The last one is a token. `tokens` are those of all starts of the step, so that XLA cannot put a
-    wait before a start, and of waits that must end first; `kept` is the gradient that `start`
-    returned, if it did. With `last` XLA must keep this call even if nothing uses its results.
+    `tokens` are those of all starts of the step and of waits that must end first; `kept` is what
+    `start` returned before its token. With `last` XLA keeps this call if nothing uses its results.
     """
     operands = [*kept, *tokens]
     return _call("wait", plan, bucket, operands, results, bool(kept), has_effect=last)

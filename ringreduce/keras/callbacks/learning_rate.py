@@ -72,15 +72,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Without `staircase`, get the number of batches of an epoch."""
-        if self._staircase:
-            return
-        steps = self._steps_per_epoch or (self.params or {}).get("steps")
-        if not steps:
+        self._steps = int(self._steps_per_epoch or (self.params or {}).get("steps") or 0)
+        if not self._steps and not self._staircase:
             raise ConfigError(
                 f"{type(self).__name__} does not know how many batches an epoch has",
                 remedy="Pass steps_per_epoch to it, or to fit.",
             )
-        self._steps = int(steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the rate, with `staircase`."""

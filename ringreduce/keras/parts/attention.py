@@ -95,10 +95,8 @@ class _Attention(SplitLayer):
         self.refuse(return_attention_scores=return_attention_scores)
         group = self.ring()
         # What is given twice enters once, and its gradients are added up once.
-        entered = {
-            id(given): entering(given, group)
-            for given in (query, value, key)[: 2 + (key is not None)]
-        }
+        given = (query, value) if key is None else (query, value, key)
+        entered = {id(one): entering(one, group) for one in given}
         return super().call(
             entered[id(query)],
             entered[id(value)],

@@ -113,9 +113,8 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
         total = tf.reduce_sum(vectors * tf.expand_dims(own, -1), -2)
         if self.combiner == "sum":
             return total
-        powers = own if self.combiner == "mean" else own * own
-        by = tf.reduce_sum(powers, -1)
-        by = by if self.combiner == "mean" else tf.sqrt(by)
+        is_mean = self.combiner == "mean"
+        by = tf.reduce_sum(own, -1) if is_mean else tf.sqrt(tf.reduce_sum(own * own, -1))
         return tf.math.divide_no_nan(total, by[..., None])
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
@@ -129,11 +128,9 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
 
     def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
         """A tensor of that shape."""
-        return keras.KerasTensor(
-            self.compute_output_shape(inputs.shape),
-            dtype=self.compute_dtype,
-            ragged=bool(getattr(inputs, "ragged", False)) and not self.combiner,
-        )
+        shape = self.compute_output_shape(inputs.shape)
+        is_ragged = bool(getattr(inputs, "ragged", False)) and not self.combiner
+        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=is_ragged)
 
     def get_config(self) -> dict[str, Any]:
         """That of the plain layer, and the combiner where there is one."""
@@ -172,14 +169,8 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
     tables = [layer._embeddings for layer in layers]
 
     def exchange(*own: Any) -> list[Any]:
-        return rows_of_all(
-            [table.value for table in tables],
-            own,
-            [layer.input_dim for layer in layers],
-            [layer.name for layer in layers],
-            dtype,
-            ring,
-        )
+        rows, names = [layer.input_dim for layer in layers], [layer.name for layer in layers]
+        return rows_of_all([table.value for table in tables], own, rows, names, dtype, ring)
 
     found = in_parts(exchange, *given, communicator=ring)
     return {

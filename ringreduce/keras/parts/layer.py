@@ -124,9 +124,8 @@ def by_index(initializer: Any, part: Part) -> Callable[[Any], Any]:
     draw = seeded(initializer, part.communicator)
 
     def piece(dtype: Any) -> Any:
-        first = part.place(part.communicator.rank)
         rows = range(part.shape[0])
-        rows = rows[first[0]] if part.axis == 0 else rows
+        rows = rows[part.place(part.communicator.rank)[0]] if part.axis == 0 else rows
         return np.stack([draw(row)(part.shape[1:], dtype) for row in rows])
 
     return piece

@@ -99,8 +99,7 @@ def _exchange_ids(
         asked_of_us = _by_table(came, counts[:, ring.rank])
         return [*map(np.argsort, orders), *(part // size for part in asked_of_us), counts]
 
-    results: list[Any] = [((None,), tf.int64)] * (2 * tables)
-    results.append(((size, size, tables), tf.int64))
+    results: list[Any] = [*[((None,), tf.int64)] * (2 * tables), ((size, size, tables), tf.int64)]
     return call(ring, "look up rows", run, list(ids), results)
 
 
@@ -137,8 +136,7 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
         def gradient(upstream: Any, number: Any) -> Any:
             return exchange(upstream, tf.transpose(elements, [1, 0, 2]), number)
 
-        what = "look up rows"
-        return collective(ring, what, run, gradient, flat, (None,), elements, of=of)
+        return collective(ring, "look up rows", run, gradient, flat, (None,), elements, of=of)
 
     flat = tf.concat([tf.reshape(each, [-1]) for each in values], 0)
     # Those who were asked now send.
@@ -160,10 +158,9 @@ def _by_rank(tables: Sequence[np.ndarray], counts: np.ndarray) -> np.ndarray:
 
 def _by_table(came: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
     """The reverse, of what came from each rank: by table, rank after rank."""
-    if counts.shape[1] == 1:
+    if (tables := counts.shape[1]) == 1:
         return [came]
     pieces = np.split(came, np.cumsum(counts.reshape(-1))[:-1])
-    tables = counts.shape[1]
     return [np.concatenate(pieces[number::tables]) for number in range(tables)]
 
 

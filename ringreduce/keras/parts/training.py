@@ -73,16 +73,12 @@ def joint(
     """Have `apply` use `gradients` as if each part were whole: clipped alike, and finite or not."""
     gradients = list(gradients)
     # What is no gradient, but a new value, is not clipped.
-    used = [
-        n
-        for n, variable in enumerate(variables)
-        if gradients[n] is not None and not getattr(variable, "overwrite_with_gradient", False)
-    ]
+    values = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
+    used = [n for n, is_value in enumerate(values) if gradients[n] is not None and not is_value]
     parts = {n: part for n in used if (part := part_of(variables[n])) is not None}
     clips = [one for one in all_within(inner) if one.clipnorm or one.global_clipnorm]
-    scaled = [
-        one for one in all_within(inner) if isinstance(one, keras.optimizers.LossScaleOptimizer)
-    ]
+    kind = keras.optimizers.LossScaleOptimizer
+    scaled = [one for one in all_within(inner) if isinstance(one, kind)]
     if not parts or not (clips or scaled):
         apply(gradients, variables)
         return
