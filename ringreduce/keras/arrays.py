@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -82,11 +82,7 @@ class Arrays:
         return keras.tree.map_structure(lambda array: array[rows], self.parts)
 
     def batches(
-        self,
-        indices: Callable[[int, int], Sequence[np.ndarray]],
-        count: int,
-        rows: int,
-        single: int = 0,
+        self, indices: Callable[[int, int], list[np.ndarray]], count: int, rows: int, single: int
     ) -> Any:
         """A tf.data.Dataset of `count` batches of about `rows` rows.
 

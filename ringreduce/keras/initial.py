@@ -115,9 +115,9 @@ class InitialValues:
         self._given.update(given)
         for key in given:
             self._without_value.pop(key, None)
-        if not tf.executing_eagerly():
+        if not tf.executing_eagerly() or (ring.size == 1 and group is None):
             return gradients
-        return _without_others(gradients, kinds, not differed, ring, group)
+        return _without_others(gradients, kinds, not differed, ring)
 
     def _require(self, ring: Communicator) -> list[Any]:
         """Raise if a step runs whose variables had no values when it was traced, nor since."""
@@ -144,10 +144,7 @@ class InitialValues:
 
 
 def give_values(
-    state: Sequence[Any],
-    variables: Sequence[Any],
-    ring: Communicator,
-    group: Communicator | None = None,
+    state: Sequence[Any], variables: Sequence[Any], ring: Communicator, group: Communicator | None
 ) -> bool:
     """Give all ranks rank 0's values; return whether `variables` differed on one of its `group`."""
     if state:
@@ -165,15 +162,9 @@ def plain_variable(variable: Any) -> Any:
 
 
 def _without_others(
-    gradients: list[Any],
-    kinds: Sequence[Kind],
-    usable: bool,
-    ring: Communicator,
-    group: Communicator | None,
+    gradients: list[Any], kinds: Sequence[Kind], usable: bool, ring: Communicator
 ) -> list[Any]:
     """Gradients whose mean over all ranks is the mean over the ranks where they are usable."""
-    if ring.size == 1 and group is None:
-        return gradients
     useful = count_true(ring, usable)
     if useful == ring.size:
         return gradients

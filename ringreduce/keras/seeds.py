@@ -70,8 +70,7 @@ def seed_states_in_use() -> list[Any]:
     """States that the function being traced has used, in the same order on all ranks; or none."""
     found: dict[int, Any] = {}
     for graph in graphs_being_traced():
-        # A later TensorFlow may have no such attribute; generators are left to `fold_seeds` then.
-        for variable in getattr(graph, "_watched_variables", ()):
+        for variable in graph._watched_variables:
             if is_seed_state(variable):
                 found.setdefault(id(variable), variable)
 

@@ -104,7 +104,7 @@ def is_distributed(model: Any) -> bool:
     return bool(wrappers_in(model))
 
 
-def wrappers_in(model: Any) -> list[Wrapper]:
+def wrappers_in(model: Any) -> list[Any]:
     """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     lists = [one for one in held if isinstance(one, (list, tuple))]
@@ -119,8 +119,7 @@ def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> Non
     if not is_initialized() or communicator is default_communicator():
         return
     layers = [v for v in private.layers_of(model) if isinstance(v, SyncBatchNormalization)]
-    averaging: list[Any] = [*wrappers_in(model), *layers]
-    for one in averaging:
+    for one in (*wrappers_in(model), *layers):
         if one.communicator is None:
             name = "DistributedOptimizer" if isinstance(one, Wrapper) else "SyncBatchNormalization"
             raise ConfigError(

@@ -27,12 +27,7 @@ from ringreduce.vocabulary.errors import ConfigError
 class Wrapper(keras.optimizers.Optimizer):
     """Forwards everything to the optimizer that it wraps, but for what a subclass defines."""
 
-    # A subclass has these.
-    communicator: Any
-    around: Callable[[Any], Wrapper]
-    settle: Callable[[], None]
-    broadcast_state: Callable[[int], None]
-    is_alone: Any
+    around: Callable[[Any], Wrapper]  # which a subclass has
 
     def __init__(self, inner: Any) -> None:
         # Not the base's: variables and options are those of `inner`.

@@ -63,6 +63,7 @@ _graph = FuncGraph("ringreduce")
 _captures = getattr(_graph, "function_captures", None)
 for _owner, _owners, _names in (
     (_graph, "FuncGraph", ("_add_control_dependencies", "outer_graph", "function_captures")),
+    (_graph, "FuncGraph", ("_watched_variables",)),
     (_graph_stack, "_default_graph_stack", ("stack",)),
     (_ConcreteFunction, "ConcreteFunction", ("_call_flat", "graph")),
     (_captures, "FunctionCaptures", ("by_val_internal", "pop", "add_or_replace")),

@@ -95,14 +95,8 @@ class SplitLayer(PartLayer):
 
 
 class _SplitDense(SplitLayer, keras.layers.Dense):
-    def __init__(
-        self,
-        units: int,
-        *arguments: Any,
-        communicator: Communicator | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(units, *arguments, communicator=communicator, **options)
+    def __init__(self, units: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(units, *arguments, **options)
         self.refuse(
             kernel_constraint=self.kernel_constraint,
             bias_constraint=self.bias_constraint,
