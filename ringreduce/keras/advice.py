@@ -12,11 +12,9 @@ _GROUPS = "use communicator.split(color), and pass communicator="
 _TIMELINE = "use ringreduce run --trace DIR, and ringreduce trace DIR"
 
 # What Horovod may be built with, and ringreduce never is.
-ABSENT = frozenset(
-    f"{what}_{state}"
-    for what in ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
-    for state in ("built", "enabled")
-) | {"mpi_threads_supported"}
+_TRANSPORTS = ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
+ABSENT = {f"{one}_{state}" for one in _TRANSPORTS for state in ("built", "enabled")}
+ABSENT.add("mpi_threads_supported")
 
 # What `ringreduce.keras.horovod` has.
 _PROVIDED = {

@@ -60,9 +60,8 @@ class Arrays:
             sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
         # As Keras does, which takes no weights without targets.
         given = [part for part in (x, y, None if y is None else sample_weight) if part is not None]
-        found = keras.tree.map_structure(
-            lambda array: Rows(_as_numpy(array)), keras.tree.lists_to_tuples(given)
-        )
+        as_tuples = keras.tree.lists_to_tuples(given)
+        found = keras.tree.map_structure(lambda array: Rows(_as_numpy(array)), as_tuples)
         # As Keras does: a list of inputs without y must not look like x and y.
         is_tuple = len(found) > 1 or isinstance(found[0], tuple)
         # x, (x, y) or (x, y, sample_weight), in tuples and dicts, as `Rows`.

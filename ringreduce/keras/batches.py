@@ -12,7 +12,7 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,9 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     x, y, sample_weight = (*parts, None, None)[:3]
     if are_arrays(x):
         return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
-    feed = next((feed for form, feed in _FEEDS.items() if isinstance(x, form)), None)
+    feeds = ((tf.data.Dataset, _DatasetFeed), (keras.utils.PyDataset, _PyDatasetFeed))
+    kinds: Any = (*feeds, (Iterable, _StreamFeed))
+    feed = next((feed for form, feed in kinds if isinstance(x, form)), None)
     if feed is None or isinstance(x, (list, tuple, dict, str, bytes)):
         raise ConfigError(f"cannot share out {type(x).__name__} among ranks", remedy=FORMS)
     if y is not None or sample_weight is not None:
@@ -139,7 +141,8 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
             f"got y or sample_weight beside a {type(x).__name__}",
             remedy="Let it yield them: (x, y) or (x, y, sample_weight).",
         )
-    return feed(x, plan)
+    found: Feed = feed(x, plan)
+    return found
 
 
 class _ArrayFeed(Feed):
@@ -325,13 +328,6 @@ class _StreamFeed(Feed):
         except Exception as error:
             self.failure = error
             raise
-
-
-_FEEDS: dict[Any, Callable[[Any, Plan], Feed]] = {
-    tf.data.Dataset: _DatasetFeed,
-    keras.utils.PyDataset: _PyDatasetFeed,
-    Iterable: _StreamFeed,
-}
 
 
 def _counted(dataset: Any, count: int) -> Any:

@@ -49,10 +49,8 @@ class Reducer:
             factors = {Kind.MEAN: weight.factor, Kind.LOCAL: own, Kind.MAXIMUM: weight.own}
         elif self.scale_local and size > 1:
             factors = {Kind.LOCAL: 1 / size}
-        gradients = [
-            weighted(gradient, kind, factors[kind]) if kind in factors else gradient
-            for gradient, kind in zip(gradients, kinds, strict=True)
-        ]
+        pairs = zip(gradients, kinds, strict=True)
+        gradients = [weighted(g, k, factors[k]) if k in factors else g for g, k in pairs]
         # The others are not compared: ranks may have other local variables, with other names.
         shared = [number for number, kind in enumerate(kinds) if kind is Kind.MEAN]
         means: dict[int, Any] = {}

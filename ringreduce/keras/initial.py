@@ -136,11 +136,8 @@ class InitialValues:
 
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:
         """Those of `variables` that have received no values, each once."""
-        return [
-            variable
-            for key, variable in {id(plain_variable(v)): v for v in variables}.items()
-            if self._given.get(key) is not plain_variable(variable)
-        ]
+        each = {id(plain_variable(v)): v for v in variables}
+        return [v for key, v in each.items() if self._given.get(key) is not plain_variable(v)]
 
 
 def give_values(
@@ -182,7 +179,5 @@ def _without_others(
         *(*ring.config.who.values(), ring.size - useful),
     )
     factor = ring.size / useful if usable else 0.0
-    return [
-        gradient if kind in (Kind.LOCAL, Kind.PART) else weighted(gradient, kind, factor)
-        for gradient, kind in zip(gradients, kinds, strict=True)
-    ]
+    pairs, own = zip(gradients, kinds, strict=True), (Kind.LOCAL, Kind.PART)
+    return [g if kind in own else weighted(g, kind, factor) for g, kind in pairs]

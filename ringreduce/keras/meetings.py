@@ -192,11 +192,8 @@ class _Alone(Running):
                 )
         key = tuple(map(id, step.variables))
         if key not in self._rounds:
-            shared = [
-                variable
-                for variable, kind in zip(step.variables, step.kinds, strict=True)
-                if kind is Kind.MEAN
-            ]
+            pairs = zip(step.variables, step.kinds, strict=True)
+            shared = [variable for variable, kind in pairs if kind is Kind.MEAN]
             # Outside of the function that is being traced, since it outlives that.
             with tf.init_scope():
                 self._rounds[key] = _Round(shared, self._strategy, self._use)

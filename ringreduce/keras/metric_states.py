@@ -63,10 +63,8 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
     ranks' results. The metrics hold what they held when this returns or raises: a MismatchError,
     on all ranks, if their metrics differ.
     """
-    own_layout = [
-        [v.path, value.dtype.name, list(value.shape), v.aggregation]
-        for v, value in zip(states.variables, states.values, strict=True)
-    ]
+    pairs = zip(states.variables, states.values, strict=True)
+    own_layout = [[v.path, n.dtype.name, list(n.shape), v.aggregation] for v, n in pairs]
     gathered = ring.all_gather_object([states.batches, own_layout])
     refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
     counted = [rank for rank, (batches, _) in enumerate(gathered) if batches]

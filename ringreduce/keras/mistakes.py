@@ -31,10 +31,8 @@ _log = logging.getLogger(__name__)
 # Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
 _divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_PACKAGES = (
-    *(str(Path(str(module.__file__)).parent) for module in (keras, tf)),
-    str(Path(__file__).parents[1]),
-)
+_FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
+_PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
 
 
 class DataWarning(UserWarning):
@@ -154,9 +152,8 @@ def differences(model: Any) -> list[str]:
     for loss in keras.tree.flatten(getattr(model, "loss", None) or []):
         reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else None
         if reduction in ("mean_with_sample_weight", "sum"):
-            found.append(
-                f"the loss {loss.name}: with reduction={reduction!r} it is no mean over samples"
-            )
+            how = f"with reduction={reduction!r} it is no mean over samples"
+            found.append(f"the loss {loss.name}: {how}")
     masks = [isinstance(v, keras.layers.Masking) or getattr(v, "mask_zero", False) for v in layers]
     outputs = getattr(model, "outputs", None)
     # Of a subclassed model it is not known whether an output has a mask.
@@ -218,11 +215,7 @@ def users_frame() -> FrameType:
 def warn_at_users_line(text: str, category: type[Warning]) -> None:
     """`warnings.warn` that points at the user's program."""
     frame = users_frame()
+    place = frame.f_code.co_filename, frame.f_lineno
     # With the registry of that module the same warning of a line is shown once, as Python's are.
-    warnings.warn_explicit(
-        text,
-        category,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, *place, registry=registry)

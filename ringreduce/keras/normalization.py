@@ -10,6 +10,7 @@ variances", 1979.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import keras
@@ -80,11 +81,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             # Leave out the placeholder batch of a rank that has no data left.
             own = tf.where(weight.own > 0, own, tf.zeros_like(own))
         counts = [1] * ring.size
-        return _combined(
-            weighting.across_ranks(
-                own[tf.newaxis], lambda value: collectives.all_gather(value, ring, counts=counts)
-            )
-        )
+        gather = partial(collectives.all_gather, ring=ring, counts=counts)
+        return _combined(weighting.across_ranks(own[tf.newaxis], gather))
 
 
 # Keras writes the name and module of the class into a file; the configuration is the plain layer's.

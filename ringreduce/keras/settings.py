@@ -56,12 +56,10 @@ def _difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | N
     for (what, one, remedy), (other, two, _) in pairs[:known]:
         names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
         if names:
-            differ = "; ".join(
-                f"{name} is {one.get(name, 'absent')} on rank {first} and "
-                f"{two.get(name, 'absent')} on rank {rank}"
-                for name in names[:_SHOWN]
-            )
-            return Difference(rank, f"found different {what or other}: {differ}", remedy)
+            each = [(n, one.get(n, "absent"), two.get(n, "absent")) for n in names[:_SHOWN]]
+            differ = [f"{n} is {a} on rank {first} and {b} on rank {rank}" for n, a, b in each]
+            text = f"found different {what or other}: {'; '.join(differ)}"
+            return Difference(rank, text, remedy)
     return None
 
 
@@ -86,30 +84,26 @@ def settings_in(value: Any, name: str = "") -> dict[str, str]:
             return {name: f"{len(value)} values ({signature_of(*value):x})"}
         parts = {str(index): part for index, part in enumerate(value)}
     elif hasattr(value, "get_config"):
-        found = {name: type(value).__name__}
+        own = {name: type(value).__name__}
         try:
-            return {**settings_in(value.get_config(), name), **found}
+            return {**settings_in(value.get_config(), name), **own}
         except Exception:  # The user's own class may have none that works.
-            return found
+            return own
     else:
         return {name: getattr(value, "__name__", type(value).__name__)}
-    return {
-        place: text
-        for key, part in parts.items()
-        for place, text in settings_in(part, f"{name}.{key}" if name else key).items()
-    }
+    found: dict[str, str] = {}
+    for key, part in parts.items():
+        found |= settings_in(part, f"{name}.{key}" if name else key)
+    return found
 
 
 def settings_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Those of a Keras optimizer; not a constant learning rate, a variable that ranks copy."""
     if isfunction(private.learning_rate_of(optimizer)):
         return {"optimizer": type(optimizer).__name__}  # Keras warns where a lambda is described.
-    found = settings_in(optimizer, "optimizer")
-    return {
-        name.removeprefix("optimizer."): text
-        for name, text in found.items()
-        if name.rpartition(".")[2] != "learning_rate"
-    }
+    found = settings_in(optimizer, "optimizer").items()
+    kept = [(name, text) for name, text in found if name.rpartition(".")[2] != "learning_rate"]
+    return {name.removeprefix("optimizer."): text for name, text in kept}
 
 
 def settings_of_model(model: Any) -> list[Settings]:

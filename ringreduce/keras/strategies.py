@@ -170,10 +170,8 @@ class _Accumulating(Running):
             # ranks; for local variables over this rank's steps.
             of_local = cycle.mean if reducer.scale_local else cycle.own
             divisors = {Kind.MEAN: cycle.mean, Kind.PART: cycle.mean, Kind.LOCAL: of_local}
-            means = [
-                None if total is None else total.divided(divisors.get(kind))
-                for total, kind in zip(cycle.sums, kinds, strict=True)
-            ]
+            sums = zip(cycle.sums, kinds, strict=True)
+            means = [total and total.divided(divisors.get(kind)) for total, kind in sums]
             apply(reducer.reduce(means, variables, kinds), variables)
             for total in filter(None, cycle.sums):
                 total.clear()

@@ -19,9 +19,8 @@ from ringreduce.vocabulary.errors import ConfigError
 _log = logging.getLogger(__name__)
 # Each element's step depends on that element's gradients alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Nadam")
-_STEPS = tuple(
-    getattr(keras.optimizers, name).update_step for name in (*ELEMENTWISE, "Lion", "Ftrl")
-)
+_KNOWN = (*ELEMENTWISE, "Lion", "Ftrl")
+_STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
 
 
 def refuse_unusable(inner: Any) -> None:

@@ -90,12 +90,8 @@ def open_meeting(ports: str, size: int) -> tuple[str, int]:
 
 def enter(config: Config, local_size: int, choices: Choices) -> None:
     """Make this process the rank that `config` describes, one of `local_size` of its host."""
-    enter_job(
-        config,
-        default_threads(local_size),
-        decided=(*choices.settings, *_OWN),
-        variables=choices.variables,
-    )
+    decided, threads = (*choices.settings, *_OWN), default_threads(local_size)
+    enter_job(config, threads, decided=decided, variables=choices.variables)
 
 
 @contextlib.contextmanager

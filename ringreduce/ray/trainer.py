@@ -52,12 +52,8 @@ class _RingReduceBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: RingReduceConfig) -> None:
         """Make the workers ranks, before any calls the training function."""
-        form(
-            len(worker_group),
-            worker_group.execute_single_async,
-            backend_config.choices,
-            backend_config.starts,
-        )
+        size, submit = len(worker_group), worker_group.execute_single_async
+        form(size, submit, backend_config.choices, backend_config.starts)
         backend_config.starts += 1
 
 

@@ -18,7 +18,7 @@ from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
 from ringreduce.tensorflow.control_flow import refuse_unreachable
-from ringreduce.tensorflow.low_rank import LowRank, PowerSGD
+from ringreduce.tensorflow.low_rank import LowRank, LowRankReducer, PowerSGD
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.residuals import Residuals
@@ -87,19 +87,12 @@ class GradientBridge:
         refuse_unreachable(ring)
         failures.watch(ring)
         given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
-        encoded = [
-            self._codec.encoded(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-            for gradient in given
-        ]
+        encoded = [self._codec.encoded(g) if isinstance(g, tf.IndexedSlices) else g for g in given]
         plan, route = self._routed(ring, encoded, paths, variables)
-        dense, sparse = route.mean(
-            [encoded[index] for index in plan.present], [encoded[index] for index in plan.sparse]
-        )
+        present, sparse = ([encoded[i] for i in each] for each in (plan.present, plan.sparse))
+        dense, sparse = route.mean(present, sparse)
         means = dict(zip((*plan.present, *plan.sparse), (*dense, *sparse), strict=True))
-        return [
-            None if gradient is None else tf.cast(means[number], gradient.dtype)
-            for number, gradient in enumerate(given)
-        ]
+        return [None if g is None else tf.cast(means[i], g.dtype) for i, g in enumerate(given)]
 
     def own(self, gradient: Any) -> Any:
         """This rank's gradient in the form that `mean` returns; nothing travels."""
@@ -113,10 +106,11 @@ class GradientBridge:
         variables: Sequence[Any],
     ) -> tuple[BucketPlan, _Route]:
         """The plan for these gradients and their route; each is made once."""
+        kept = self._residuals if self.low_rank is None else self.low_rank.residuals
         if self._agreed is None or self._agreed.communicator is not ring:
             self._agreed = AgreedPlans(ring, self._bucket_bytes)
             self._routes.clear()
-            if kept := self._residuals or self.low_rank:
+            if kept is not None:
                 ring.count_residuals(kept)
             is_within = ring.transport == "shm" and ring not in _told
             if self._codec != "none" and is_within and ring.rank == 0:
@@ -128,12 +122,11 @@ class GradientBridge:
                 )
         specs = tuple(map(_spec_of, gradients, paths))
         way = "eager" if tf.executing_eagerly() else "XLA" if xla.is_compiling() else "graph"
-        keeps = self._residuals or self.low_rank
-        key = specs, way, tuple(map(id, variables)) if keeps else ()
+        key = specs, way, () if kept is None else tuple(map(id, variables))
         if key not in self._routes:
             plan = self._plan(specs, gradients, ring.transport if way == "XLA" else None)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
-            thin = None if self.low_rank is None else self.low_rank.of(plan, variables)
+            thin = None if self.low_rank is None else LowRankReducer(self.low_rank, plan, variables)
             reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)
             present = [gradients[index] for index in plan.present]
             self._routes[key] = plan, self._route(way, reducer, present)

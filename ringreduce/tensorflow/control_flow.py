@@ -23,9 +23,8 @@ def vouch_for_branch() -> None:
 
 def is_in_loop() -> bool:
     """Whether the graph being traced, or one around it, is the body of a loop."""
-    return any(
-        isinstance(graph, private.WhileBodyFuncGraph) for graph in private.graphs_being_traced()
-    )
+    graphs = private.graphs_being_traced()
+    return any(isinstance(graph, private.WhileBodyFuncGraph) for graph in graphs)
 
 
 def refuse_unreachable(

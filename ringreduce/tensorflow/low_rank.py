@@ -76,10 +76,6 @@ class LowRank:
         # Q transposed, by the variable's identity. The variable is kept, so that no other gets it.
         self._across: dict[int, tuple[Any, np.ndarray]] = {}
 
-    def of(self, plan: BucketPlan, variables: Sequence[Any]) -> LowRankReducer:
-        """What reduces the buckets of `plan`, whose gradients are those of `variables`."""
-        return LowRankReducer(self, plan, variables)
-
     def across(self, variable: Any, columns: int, number: int) -> np.ndarray:
         """Q of the gradient with this number, to be changed."""
         if id(variable) not in self._across:
@@ -87,10 +83,6 @@ class LowRank:
             shape = self.settings.rank, columns
             self._across[id(variable)] = variable, drawn.standard_normal(shape, np.float32)
         return self._across[id(variable)][1]
-
-    def squared_norm(self) -> float:
-        """See `Residuals.squared_norm`."""
-        return self.residuals.squared_norm()
 
     def state(self, variables: Sequence[Any]) -> dict[str, np.ndarray]:
         """What is equal on all ranks, by place in `variables`."""
@@ -123,7 +115,7 @@ class _Matrix(NamedTuple):
 
 
 class LowRankReducer:
-    """Reduces buckets of one plan."""
+    """Reduces the buckets of `plan`, whose gradients are those of `variables`."""
 
     def __init__(self, kept: LowRank, plan: BucketPlan, variables: Sequence[Any]) -> None:
         self._kept = kept

@@ -70,11 +70,8 @@ class PackedRoute:
         parts = [[by_gradient[slot.gradient] for slot in b.slots] for b in plan.buckets]
         way = self._compiled if xla.is_compiling() else self._in_graph
         waited, sparse = way(parts, slices)
-        means = {
-            slot.gradient: mean
-            for bucket, part in zip(plan.buckets, waited, strict=True)
-            for slot, mean in zip(bucket.slots, part, strict=True)
-        }
+        gradients = [slot.gradient for bucket in plan.buckets for slot in bucket.slots]
+        means = dict(zip(gradients, [mean for part in waited for mean in part], strict=True))
         return [means[index] for index in plan.present], sparse
 
     def _in_graph(self, parts: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -151,10 +151,8 @@ def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.nd
     """Indices and values of the means, alternating as in `arrays`, in new memory."""
     ring, plan, numerics = reducer.communicator, reducer.plan, reducer.numerics
     specs = [plan.gradients[index] for index in plan.sparse]
-    own = [
-        _merged(ring, spec, indices, values)
-        for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
-    ]
+    given = zip(specs, arrays[::2], arrays[1::2], strict=True)
+    own = [_merged(ring, *each) for each in given]
     for spec, (indices, rows) in zip(specs, own, strict=True):
         numerics.check_own(ring, rows.reshape(-1), [(spec, 0, indices)])
     # All ranks' numbers of rows, as a sum, since only reductions check a signature.

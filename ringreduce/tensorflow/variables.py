@@ -74,10 +74,9 @@ def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
                 f"runs {library} {here}, rank {peer} runs {library} {there}",
                 "Install the same versions on every rank: results would differ silently.",
             )
-    own, others = (
-        [GradientSpec(p, tuple(s), d) for p, s, d in each["variables"]] for each in (ours, theirs)
-    )
-    if difference := first_difference(own, others, "variables"):
+    layouts = ours["variables"], theirs["variables"]
+    specs = [[GradientSpec(p, tuple(s), dtype) for p, s, dtype in each] for each in layouts]
+    if difference := first_difference(specs[0], specs[1], "variables"):
         return Difference(
             peer,
             f"has another model than rank {peer}: here {difference[0]}; there {difference[1]}",

@@ -9,7 +9,7 @@ import pytest
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec
-from ringreduce.tensorflow.low_rank import LowRank, PowerSGD
+from ringreduce.tensorflow.low_rank import LowRank, LowRankReducer, PowerSGD
 from ringreduce.testing import ring_of_threads
 from tests.scope import in_full
 
@@ -63,7 +63,7 @@ def simulated(size: int) -> list[list[np.ndarray]]:
 def test_it_is_what_the_simulation_gives(size: int, hosts: tuple[str, ...]) -> None:
     def work(comm: Communicator) -> Any:
         kept = LowRank(PowerSGD(RANK, start_step=1))
-        reducer = kept.of(PLAN, [object() for _ in SHAPES])
+        reducer = LowRankReducer(kept, PLAN, [object() for _ in SHAPES])
         (bucket,) = PLAN.buckets
         found = []
         for step in range(STEPS):
@@ -94,7 +94,8 @@ def test_what_travels_is_thin() -> None:
     """Of a matrix, its rows and columns times the rank; a vector and a small matrix as they are."""
 
     def work(comm: Communicator) -> list[int]:
-        reducer = LowRank(PowerSGD(RANK, start_step=0)).of(PLAN, [object() for _ in SHAPES])
+        kept = LowRank(PowerSGD(RANK, start_step=0))
+        reducer = LowRankReducer(kept, PLAN, [object() for _ in SHAPES])
         sizes: list[int] = []
         reducer.begin_step()
         reducer.reduce(

@@ -129,13 +129,11 @@ def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | Non
 
     for rank, validation in enumerate(has_data):
         if names(rank, validation=validation) != names(first, validation=validation):
-            here, there = (
-                f"rank {members[r]} logs {', '.join(names(r, validation=True)) or 'nothing'}"
-                for r in (first, rank)
-            )
+            here, there = (", ".join(names(r, validation=True)) for r in (first, rank))
             return Difference(
                 members[rank],
-                f"found that {here} and {there}",
+                f"found that rank {members[first]} logs {here or 'nothing'} and rank "
+                f"{members[rank]} logs {there or 'nothing'}",
                 "Compile the same metrics on every rank, give all of them validation data or none, "
                 "and let a train_step log under the same names everywhere.",
             )

@@ -163,9 +163,8 @@ class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
         """The layer, or one with fewer heads of keys and values."""
         if num_key_value_heads is None:
             return super().__new__(cls, num_heads, key_dim, *arguments, **options)
-        return ParallelGroupQueryAttention(
-            key_dim, num_heads, num_key_value_heads, *arguments, **options
-        )
+        heads = num_heads, num_key_value_heads
+        return ParallelGroupQueryAttention(key_dim, *heads, *arguments, **options)
 
     def __init__(self, num_heads: int, key_dim: int, *arguments: Any, **options: Any) -> None:
         super().__init__(num_heads, key_dim, *arguments, **options)

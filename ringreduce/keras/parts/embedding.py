@@ -173,10 +173,10 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
         return rows_of_all([table.value for table in tables], own, rows, names, dtype, ring)
 
     found = in_parts(exchange, *given, communicator=ring)
-    return {
-        layer: own.with_flat_values(rows) if isinstance(own, tf.RaggedTensor) else rows
-        for layer, own, rows in zip(layers, ids.values(), found, strict=True)
-    }
+    for place, own in enumerate(ids.values()):
+        if isinstance(own, tf.RaggedTensor):
+            found[place] = own.with_flat_values(found[place])
+    return dict(zip(layers, found, strict=True))
 
 
 def _flat(ids: Any) -> Any:

@@ -142,10 +142,8 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
     # Those who were asked now send.
     came = exchange(flat, tf.transpose(counts, [1, 0, 2]) * widths, NONE)
     ends = tf.reduce_sum(counts[ring.rank], 0) * widths
-    return [
-        tf.reshape(piece, [-1, *value.shape[1:]])
-        for piece, value in zip(tf.split(came, ends, num=len(values)), values, strict=True)
-    ]
+    pieces = zip(tf.split(came, ends, num=len(values)), values, strict=True)
+    return [tf.reshape(piece, [-1, *value.shape[1:]]) for piece, value in pieces]
 
 
 def _by_rank(tables: Sequence[np.ndarray], counts: np.ndarray) -> np.ndarray:

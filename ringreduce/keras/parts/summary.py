@@ -41,11 +41,8 @@ def summary(model: Any) -> str:
         rows.append([*shown, *(f"{size:.2f}" for size in sizes)])
     rows.append(["all", "", "", "", *(f"{size:.2f}" for size in total)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    text = "\n".join(lines)
+    cells = [map(str.ljust, row, widths) for row in rows]
+    text = "\n".join("  ".join(line).rstrip() for line in cells)
     if not parts or parts[0][1].communicator.rank == 0:
         print(text, flush=True)
     return text
