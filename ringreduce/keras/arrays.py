@@ -137,10 +137,8 @@ def split(parts: Any, fraction: float) -> tuple[Any, Any]:
     count = Arrays(*parts).count
     at = math.floor(count * (1.0 - fraction))
     if not 0 < at < count:
-        raise ConfigError(
-            f"cannot split {count} samples with validation_split={fraction}",
-            remedy="Pass a fraction that leaves samples on both sides.",
-        )
+        text = f"cannot split {count} samples with validation_split={fraction}"
+        raise ConfigError(text, remedy="Pass a fraction that leaves samples on both sides.")
     return slice_rows(parts, 0, at), slice_rows(parts, at, count)
 
 

@@ -115,11 +115,9 @@ class Plan:
         """Raise unless a global batch has a row for each rank; `name` is what to raise."""
         ring = self.ring
         if rows < ring.size and not self.deal:
-            raise ConfigError(
-                f"got a global batch of {rows} samples, fewer than the {ring.size} ranks",
-                **ring.config.who,
-                remedy=f"Raise the {name}: batches are those of all ranks together.",
-            )
+            text = f"got a global batch of {rows} samples, fewer than the {ring.size} ranks"
+            remedy = f"Raise the {name}: batches are those of all ranks together."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
 
 
 def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
@@ -137,10 +135,8 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     if feed is None or isinstance(x, (list, tuple, dict, str, bytes)):
         raise ConfigError(f"cannot share out {type(x).__name__} among ranks", remedy=FORMS)
     if y is not None or sample_weight is not None:
-        raise ConfigError(
-            f"got y or sample_weight beside a {type(x).__name__}",
-            remedy="Let it yield them: (x, y) or (x, y, sample_weight).",
-        )
+        text = f"got y or sample_weight beside a {type(x).__name__}"
+        raise ConfigError(text, remedy="Let it yield them: (x, y) or (x, y, sample_weight).")
     found: Feed = feed(x, plan)
     return found
 
@@ -198,10 +194,8 @@ class _DatasetFeed(Feed):
                 "model.fit.",
             )
         if 0 in ranks or len(rows) > 1:
-            raise ConfigError(
-                f"got a dataset of single samples as {plan.what}",
-                remedy="Batch it by the global batch size, or pass that as batch_size.",
-            )
+            remedy = "Batch it by the global batch size, or pass that as batch_size."
+            raise ConfigError(f"got a dataset of single samples as {plan.what}", remedy=remedy)
         if (known := rows.pop()) is not None:
             plan.require_rows(known, "batch size")
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal

@@ -67,10 +67,8 @@ class ProcessSet:
         self.ranks = sorted(given)
         is_clean = all(isinstance(rank, int) and rank >= 0 for rank in given)
         if not given or not is_clean or len(set(given)) < len(given):
-            raise ConfigError(
-                f"got the ranks {given} for a ProcessSet",
-                remedy="Pass a list of ranks of the job, each once.",
-            )
+            text = f"got the ranks {given} for a ProcessSet"
+            raise ConfigError(text, remedy="Pass a list of ranks of the job, each once.")
         self.process_set_id: int | None = None
         self._ring: Communicator | None = None
         self._group: Communicator | None = None
@@ -92,17 +90,13 @@ class ProcessSet:
         """The group. Raises ConfigError on a rank that is not in it, and unless it is added."""
         ring = default_communicator()
         if self._ring is not ring:
-            raise ConfigError(
-                f"{self} has not been added, or was removed",
-                **ring.config.who,
-                remedy="Call add_process_set on all ranks, or pass it to init(process_sets=[...]).",
-            )
+            text = f"{self} has not been added, or was removed"
+            remedy = "Call add_process_set on all ranks, or pass it to init(process_sets=[...])."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         if self._group is None:
-            raise ConfigError(
-                f"makes a call on {self}, in which it is not",
-                **ring.config.who,
-                remedy="Make it where process_set.included() is true.",
-            )
+            text = f"makes a call on {self}, in which it is not"
+            remedy = "Make it where process_set.included() is true."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         return self._group
 
     def __repr__(self) -> str:
@@ -429,11 +423,9 @@ def _unless_global(process_set: ProcessSet) -> Communicator | None:
 def _root_in(process_set: ProcessSet, root_rank: int) -> int:
     """The number of a rank of the job within the set."""
     if root_rank not in process_set.ranks:
-        raise ConfigError(
-            f"got root_rank {root_rank}, which is not in {process_set}",
-            **process_set.communicator.config.who,
-            remedy="Pass a rank of the job that is in it.",
-        )
+        text = f"got root_rank {root_rank}, which is not in {process_set}"
+        remedy = "Pass a rank of the job that is in it."
+        raise ConfigError(text, **process_set.communicator.config.who, remedy=remedy)
     return process_set.ranks.index(root_rank)
 
 

@@ -192,10 +192,8 @@ def empty_batch(dataset: Any) -> Any:
 
     def like(spec: Any) -> Any:
         if spec.shape.rank in (None, 0):
-            raise ConfigError(
-                f"got a dataset with elements {spec}",
-                remedy="Batch it, and give it tensors of known rank.",
-            )
+            text = f"got a dataset with elements {spec}"
+            raise ConfigError(text, remedy="Batch it, and give it tensors of known rank.")
         shape = [0, *(1 if n is None else n for n in spec.shape[1:])]
         if isinstance(spec, tf.RaggedTensorSpec):
             ends = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank

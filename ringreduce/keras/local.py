@@ -42,10 +42,8 @@ class LocalVariables:
     def add(self, variable: Any) -> None:
         """ConfigError if it is no variable of Keras or TensorFlow."""
         if not isinstance(variable, (keras.Variable, tf.Variable)):
-            raise ConfigError(
-                f"got {type(variable).__name__} as a local variable",
-                remedy="Pass variables, such as those in layer.trainable_variables, one by one.",
-            )
+            remedy = "Pass variables, such as those in layer.trainable_variables, one by one."
+            raise ConfigError(f"got {type(variable).__name__} as a local variable", remedy=remedy)
         self._variables[id(plain_variable(variable))] = variable
 
     def check(self, inner: Any) -> None:

@@ -71,10 +71,8 @@ class LocalSGD(Strategy):
         name = type(self).__name__
         for one in all_within(inner):
             if isinstance(one, keras.optimizers.LossScaleOptimizer):
-                raise ConfigError(
-                    f"got {one.name} with strategy={name}, whose ranks would skip other steps",
-                    remedy="Use mixed_bfloat16, which needs no loss scale.",
-                )
+                text = f"got {one.name} with strategy={name}, whose ranks would skip other steps"
+                raise ConfigError(text, remedy="Use mixed_bfloat16, which needs no loss scale.")
             if getattr(one, "use_ema", False):
                 raise ConfigError(
                     f"got {one.name} with use_ema and strategy={name}: averages of weights would "
@@ -115,10 +113,8 @@ class _Alone(Running):
     def __init__(self, strategy: LocalSGD, use: Use) -> None:
         self._strategy, self._use = strategy, use
         if isinstance(use.compression, PowerSGD):
-            raise ConfigError(
-                f"got PowerSGD with strategy={type(strategy).__name__}",
-                remedy="Use compression='int8' or 'bf16' for meetings.",
-            )
+            text = f"got PowerSGD with strategy={type(strategy).__name__}"
+            raise ConfigError(text, remedy="Use compression='int8' or 'bf16' for meetings.")
         # One optimizer may be applied to several sets of variables, each with its own meetings.
         self._rounds: dict[tuple[int, ...], _Round] = {}
         # Of rounds that have not begun.

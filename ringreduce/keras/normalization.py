@@ -52,10 +52,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ) -> None:
         super().__init__(*arguments, **options)
         if self.synchronized:
-            raise ConfigError(
-                "SyncBatchNormalization got synchronized=True",
-                remedy="Leave it out: it is for tf.distribute. This layer always synchronizes.",
-            )
+            remedy = "Leave it out: it is for tf.distribute. This layer always synchronizes."
+            raise ConfigError("SyncBatchNormalization got synchronized=True", remedy=remedy)
         self.communicator = communicator
 
     # Read by `compile`, and set by the base class.

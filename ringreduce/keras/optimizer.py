@@ -239,10 +239,8 @@ class DistributedOptimizer(Wrapper):
         if len(grads) != len(known):
             if variables is None:
                 keras.optimizers.Optimizer.apply(self, grads)  # Raises Keras's own error.
-            raise ConfigError(
-                f"got {len(grads)} gradients for {len(known)} variables",
-                remedy="Pass one for each variable, None where there is none.",
-            )
+            text = f"got {len(grads)} gradients for {len(known)} variables"
+            raise ConfigError(text, remedy="Pass one for each variable, None where there is none.")
         grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
@@ -404,10 +402,8 @@ class DistributedOptimizer(Wrapper):
                 between ranks.
         """
         if self._initial.are_given:
-            raise ConfigError(
-                "got a local variable after the first step, in which it was shared",
-                remedy="Call register_local_var before training.",
-            )
+            text = "got a local variable after the first step, in which it was shared"
+            raise ConfigError(text, remedy="Call register_local_var before training.")
         self._local.add(variable)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
@@ -451,10 +447,8 @@ class DistributedOptimizer(Wrapper):
             ConfigError: called on `DistributedOptimizer` itself, which wraps no class yet.
         """
         if cls._inner_class is None:
-            raise ConfigError(
-                "DistributedOptimizer has no configuration of its own",
-                remedy="Use keras.optimizers.deserialize, and wrap what it returns.",
-            )
+            remedy = "Use keras.optimizers.deserialize, and wrap what it returns."
+            raise ConfigError("DistributedOptimizer has no configuration of its own", remedy=remedy)
         further = {} if custom_objects is None else {"custom_objects": custom_objects}
         return DistributedOptimizer(cls._inner_class.from_config(config, **further))
 

@@ -135,11 +135,9 @@ class Pipeline:
         own = judged if self._stage.is_last else {}
         self.model.compile(optimizer=chosen, run_eagerly=True, **own)
         if joint := joint_in(self.model.optimizer):
-            raise ConfigError(
-                f"got {joint}: each stage would go by its own gradients",
-                **self._ring.config.who,
-                remedy="Use clipnorm or clipvalue; mixed_bfloat16 needs no loss scale.",
-            )
+            text = f"got {joint}: each stage would go by its own gradients"
+            remedy = "Use clipnorm or clipvalue; mixed_bfloat16 needs no loss scale."
+            raise ConfigError(text, **self._ring.config.who, remedy=remedy)
         refuse_other_ring(self.model, "rr.Pipeline", self.replicas)
         refuse_other_optimizer(self.model, self.replicas)
         self._stage.prepare(self.micro_batches)
@@ -192,11 +190,9 @@ class Pipeline:
                     f"x[:{count // unit * unit}].",
                 )
         elif batch_size is not None:
-            raise ConfigError(
-                f"got batch_size={batch_size} for {type(x).__name__}",
-                **ring.config.who,
-                remedy="Batch it by the rows of all copies: dataset.batch(n, drop_remainder=True).",
-            )
+            text = f"got batch_size={batch_size} for {type(x).__name__}"
+            remedy = "Batch it by the rows of all copies: dataset.batch(n, drop_remainder=True)."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         plan = Plan(
             replicas,
             "the data given to Pipeline.fit",
@@ -308,11 +304,9 @@ class Pipeline:
 
     def _require_compiled(self) -> None:
         if not self.model.compiled:
-            raise ConfigError(
-                "got no optimizer and no loss",
-                **self._ring.config.who,
-                remedy="Call pipeline.compile(optimizer, loss) first.",
-            )
+            text = "got no optimizer and no loss"
+            remedy = "Call pipeline.compile(optimizer, loss) first."
+            raise ConfigError(text, **self._ring.config.who, remedy=remedy)
 
     def _callbacks(self, callbacks: Any) -> list[Any]:
         """Callbacks for this rank; all but those that save models act on one rank or on all."""

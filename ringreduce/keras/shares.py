@@ -111,10 +111,8 @@ def agreed_shares(given: Any, ring: Communicator) -> Shares:
     gathered = ring.all_gather_object(own) if ring.size > 1 else [own]
     for rank, (theirs, _) in zip(ring.members, gathered, strict=True):
         if theirs.startswith("bad"):
-            raise ConfigError(
-                f"got batch_share={theirs[5:]} on rank {rank}; accepted: {ACCEPTED}",
-                **ring.config.who,
-            )
+            text = f"got batch_share={theirs[5:]} on rank {rank}; accepted: {ACCEPTED}"
+            raise ConfigError(text, **ring.config.who)
     remedy = 'Pass "measured" or "equal" on every rank, or a number on every rank.'
     require_same_settings([Settings("arguments of rr.fit", {"batch_share": kind}, remedy)], ring)
     weights = weights_of([number for _, number in gathered]) if kind == "a number" else ()

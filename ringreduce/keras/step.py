@@ -73,19 +73,15 @@ def compile_gradients(model: Any) -> None:
     require_compiled(model)
     _require_wrapped(model)
     if model.jit_compile:
-        raise ConfigError(
-            "got a model with jit_compile=True, which compiles all of the step",
-            remedy="Call model.compile(..., jit_compile=False) first.",
-        )
+        text = "got a model with jit_compile=True, which compiles all of the step"
+        raise ConfigError(text, remedy="Call model.compile(..., jit_compile=False) first.")
     put_around(model, WrapOrder.COMPILED, _divided)
 
 
 def _require_wrapped(model: Any) -> None:
     if not isinstance(model.optimizer, DistributedOptimizer):
-        raise ConfigError(
-            f"got a model whose optimizer ({model.optimizer.name}) is no DistributedOptimizer",
-            remedy="Wrap it, or call model.compile(..., jit_compile=True).",
-        )
+        text = f"got a model whose optimizer ({model.optimizer.name}) is no DistributedOptimizer"
+        raise ConfigError(text, remedy="Wrap it, or call model.compile(..., jit_compile=True).")
 
 
 def _divided(model: Any, step: Step, data: Any) -> Any:

@@ -73,15 +73,11 @@ class DistributedGradientTape:
         if tape is None:
             tape = tf.GradientTape(persistent, watch_accessed_variables)
         elif not isinstance(tape, tf.GradientTape):
-            raise ConfigError(
-                f"got {tape!r} to wrap, which is no tf.GradientTape",
-                remedy="Pass one, or nothing to have one made.",
-            )
+            text = f"got {tape!r} to wrap, which is no tf.GradientTape"
+            raise ConfigError(text, remedy="Pass one, or nothing to have one made.")
         elif persistent or not watch_accessed_variables:
-            raise ConfigError(
-                "got a tape, and options for making one",
-                remedy="Make the tape with persistent and watch_accessed_variables.",
-            )
+            remedy = "Make the tape with persistent and watch_accessed_variables."
+            raise ConfigError("got a tape, and options for making one", remedy=remedy)
         if compression == "int8" or isinstance(compression, PowerSGD):
             raise ConfigError(
                 f"got compression={compression!r} for a tape, which keeps nothing for the next "

@@ -66,11 +66,9 @@ def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
     """All ranks' rows in rank order; for means divided by the number of ranks."""
     how = reduce_op(op)
     if how not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise ArrayError(
-            f"cannot reduce tf.IndexedSlices with op={how.name.lower()!r}",
-            **ring.config.who,
-            remedy="Use sum or mean, or tf.convert_to_tensor first.",
-        )
+        text = f"cannot reduce tf.IndexedSlices with op={how.name.lower()!r}"
+        remedy = "Use sum or mean, or tf.convert_to_tensor first."
+        raise ArrayError(text, **ring.config.who, remedy=remedy)
     values = all_gather(slices.values, ring)
     if how is ReduceOp.MEAN:
         values = values / tf.cast(ring.size, values.dtype)

@@ -26,15 +26,11 @@ _STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
 def refuse_unusable(inner: Any) -> None:
     """Raise ConfigError unless gradients can be reduced for `inner`: see `DistributedOptimizer`."""
     if isinstance(inner, Wrapper):
-        raise ConfigError(
-            f"got an optimizer that is already distributed ({inner.name})",
-            remedy="Wrap it once: a second average would only cost time.",
-        )
+        text = f"got an optimizer that is already distributed ({inner.name})"
+        raise ConfigError(text, remedy="Wrap it once: a second average would only cost time.")
     if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ConfigError(
-            f"got {inner!r} to wrap, which is no Keras 3 optimizer",
-            remedy="Pass one, such as keras.optimizers.SGD(0.01).",
-        )
+        text = f"got {inner!r} to wrap, which is no Keras 3 optimizer"
+        raise ConfigError(text, remedy="Pass one, such as keras.optimizers.SGD(0.01).")
     for one in all_within(inner):
         if steps := getattr(one, "gradient_accumulation_steps", None):
             raise ConfigError(
@@ -45,10 +41,8 @@ def refuse_unusable(inner: Any) -> None:
             )
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if replicas > 1:
-        raise ConfigError(
-            f"is used inside a tf.distribute strategy of {replicas} replicas",
-            remedy="Use one or the other; a ringreduce worker is one replica.",
-        )
+        text = f"is used inside a tf.distribute strategy of {replicas} replicas"
+        raise ConfigError(text, remedy="Use one or the other; a ringreduce worker is one replica.")
 
 
 def all_within(optimizer: Any) -> list[Any]:
@@ -158,10 +152,8 @@ def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) 
 def require_compiled(model: Any, more: str = "") -> None:
     """Return if `model` is a model that was compiled; ConfigError, which ends with `more`."""
     if not isinstance(model, keras.Model) or not model.compiled:
-        raise ConfigError(
-            f"got {model!r}, which is no compiled model",
-            remedy="Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first." + more,
-        )
+        remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first." + more
+        raise ConfigError(f"got {model!r}, which is no compiled model", remedy=remedy)
 
 
 def require_distributed(model: Any, communicator: Communicator) -> None:

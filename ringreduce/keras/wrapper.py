@@ -87,10 +87,8 @@ class Wrapper(keras.optimizers.Optimizer):
         """
         if type(outer) is not LossScaleOptimizer:
             kind = type(outer).__name__
-            raise ConfigError(
-                f"got a {kind} around a DistributedOptimizer, whose steps some ranks would skip",
-                remedy=f"Write DistributedOptimizer({kind}(...)).",
-            )
+            text = f"got a {kind} around a DistributedOptimizer, whose steps some ranks would skip"
+            raise ConfigError(text, remedy=f"Write DistributedOptimizer({kind}(...)).")
         wrapper = self
         if not isinstance(self._inner, LossScaleOptimizer):
             options = (outer.initial_scale, outer.dynamic_growth_steps, outer.name)

@@ -62,11 +62,9 @@ class ReportCheckpoint(keras.callbacks.Callback):
         if checkpoint is None:
             return
         if not self.model.built:
-            raise ConfigError(
-                "cannot continue from a checkpoint: the model is not built",
-                **ring.config.who,
-                remedy="Build it before fit, with model.build() or a keras.Input.",
-            )
+            text = "cannot continue from a checkpoint: the model is not built"
+            remedy = "Build it before fit, with model.build() or a keras.Input."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         build_optimizer_here(self.model)
         with checkpoint.as_directory() as folder:
             self.model.load_weights(os.path.join(folder, FILE))

@@ -167,9 +167,7 @@ def _spec_of(gradient: Any, path: str) -> GradientSpec:
     if gradient is None:
         return GradientSpec(path, (), "", present=False)
     if not gradient.shape.is_fully_defined():
-        raise ConfigError(
-            f"got a gradient of unknown shape {gradient.shape} for {path}",
-            remedy="Give the variable a fixed shape.",
-        )
+        text = f"got a gradient of unknown shape {gradient.shape} for {path}"
+        raise ConfigError(text, remedy="Give the variable a fixed shape.")
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     return GradientSpec(path, tuple(gradient.shape), gradient.dtype.name, sparse=is_sparse)

@@ -29,10 +29,8 @@ class Codec(str):
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """As Horovod's: `tensor`, rounded if it is of floats, and what `decompress` needs."""
         if self == "int8":
-            raise ConfigError(
-                "int8 is for what an optimizer sends, which keeps what rounding takes",
-                remedy="Use Compression.fp16 or Compression.bf16.",
-            )
+            text = "int8 is for what an optimizer sends, which keeps what rounding takes"
+            raise ConfigError(text, remedy="Use Compression.fp16 or Compression.bf16.")
         return self.encoded(tensor), tensor.dtype
 
     def decompress(self, tensor: Any, dtype: Any) -> Any:

@@ -139,11 +139,9 @@ def all_to_all_uneven(tensor: Any, ring: Communicator, counts: Any, of: Any = NO
     value = _with_rows(tensor, ring, "all_to_all")
     each = tf.convert_to_tensor(counts)
     if not each.dtype.is_integer or not each.shape.is_compatible_with([ring.size]):
-        raise ArrayError(
-            f"all_to_all got counts of dtype {each.dtype.name} and shape {each.shape}",
-            **ring.config.who,
-            remedy=f"Pass {ring.size} whole numbers, the rows for each rank.",
-        )
+        text = f"all_to_all got counts of dtype {each.dtype.name} and shape {each.shape}"
+        remedy = f"Pass {ring.size} whole numbers, the rows for each rank."
+        raise ArrayError(text, **ring.config.who, remedy=remedy)
     if xla.is_compiling():
         raise ConfigError(
             "cannot exchange parts with counts inside a function compiled with jit_compile=True, "
@@ -252,11 +250,9 @@ def _require_gradient(ring: Communicator, operation: str, op: ReduceOp) -> None:
     """Raise for an operator whose gradient would need to know which rank's element was used."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return
-    raise ConfigError(
-        f"was asked for the gradient of {operation} with op={op.name.lower()!r}, which has none",
-        **ring.config.who,
-        remedy="Use sum or mean, or tf.stop_gradient where no gradient is needed.",
-    )
+    text = f"was asked for the gradient of {operation} with op={op.name.lower()!r}, which has none"
+    remedy = "Use sum or mean, or tf.stop_gradient where no gradient is needed."
+    raise ConfigError(text, **ring.config.who, remedy=remedy)
 
 
 def _parts(
@@ -294,9 +290,7 @@ def _parts(
 def _with_rows(tensor: Any, ring: Communicator, operation: str) -> Any:
     value = checked(tensor)
     if value.shape.rank == 0:
-        raise ArrayError(
-            f"{operation} got a tensor without dimensions, which has no rows for other ranks",
-            **ring.config.who,
-            remedy="Use all_reduce or broadcast, or give it a dimension, along which it is cut.",
-        )
+        text = f"{operation} got a tensor without dimensions, which has no rows for other ranks"
+        remedy = "Use all_reduce or broadcast, or give it a dimension, along which it is cut."
+        raise ArrayError(text, **ring.config.who, remedy=remedy)
     return value

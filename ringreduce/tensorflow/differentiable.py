@@ -146,8 +146,6 @@ def checked(tensor: Any) -> Any:
     """`tensor` converted to a tensor of a dtype that can travel."""
     value = tf.convert_to_tensor(tensor)
     if value.dtype.name not in DTYPE_NAMES:
-        raise ArrayError(
-            f"cannot send a tensor of dtype {value.dtype.name}",
-            remedy=f"Convert it with tf.cast to one of {', '.join(DTYPE_NAMES)}.",
-        )
+        remedy = f"Convert it with tf.cast to one of {', '.join(DTYPE_NAMES)}."
+        raise ArrayError(f"cannot send a tensor of dtype {value.dtype.name}", remedy=remedy)
     return value

@@ -133,7 +133,5 @@ def _anchor() -> Any:
 
 
 def _refused(*_: Any) -> Any:
-    raise ConfigError(
-        "was asked for a gradient of a gradient of send or recv, which has none",
-        remedy="Use all_to_all, gather or scatter.",
-    )
+    text = "was asked for a gradient of a gradient of send or recv, which has none"
+    raise ConfigError(text, remedy="Use all_to_all, gather or scatter.")

@@ -55,21 +55,17 @@ class Broadcast(keras.callbacks.Callback):
         """Copy now if the model is built on all ranks, else after the first batch."""
         ring = self._communicator or default_communicator()
         if not 0 <= self._root < ring.size:
-            raise ConfigError(
-                f"cannot copy from rank {self._root}",
-                **ring.config.who,
-                remedy=f"root_rank may be 0 to {ring.size - 1}.",
-            )
+            text = f"cannot copy from rank {self._root}"
+            remedy = f"root_rank may be 0 to {ring.size - 1}."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         if ring.size == 1:
             return
         built = count_true(ring, self.model.built)
         self._is_due = built < ring.size
         if self._is_due and self._root:
-            raise ConfigError(
-                f"cannot copy from rank {self._root}: the model is built on {built} ranks",
-                **ring.config.who,
-                remedy="Build the model before fit, with model.build() or a keras.Input.",
-            )
+            text = f"cannot copy from rank {self._root}: the model is built on {built} ranks"
+            remedy = "Build the model before fit, with model.build() or a keras.Input."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         if not self._is_due:
             build_optimizer_here(self.model)
             broadcast_state(self.model, self._root, ring, self._local)

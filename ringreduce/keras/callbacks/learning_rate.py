@@ -74,10 +74,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
         """Without `staircase`, get the number of batches of an epoch."""
         self._steps = int(self._steps_per_epoch or (self.params or {}).get("steps") or 0)
         if not self._steps and not self._staircase:
-            raise ConfigError(
-                f"{type(self).__name__} does not know how many batches an epoch has",
-                remedy="Pass steps_per_epoch to it, or to fit.",
-            )
+            text = f"{type(self).__name__} does not know how many batches an epoch has"
+            raise ConfigError(text, remedy="Pass steps_per_epoch to it, or to fit.")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the rate, with `staircase`."""

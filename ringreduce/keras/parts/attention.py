@@ -65,11 +65,9 @@ class _Attention(SplitLayer):
 
     def _require_heads(self, count: int, what: str) -> None:
         if count % (size := self.ring().size):
-            raise ConfigError(
-                f"cannot divide the {count} {what} of {self.name} among {size} ranks",
-                **self.ring().config.who,
-                remedy=f"Make it a multiple of {size}, or pass a group whose size divides it.",
-            )
+            text = f"cannot divide the {count} {what} of {self.name} among {size} ranks"
+            remedy = f"Make it a multiple of {size}, or pass a group whose size divides it."
+            raise ConfigError(text, **self.ring().config.who, remedy=remedy)
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         """Draw this rank's heads. Collective."""

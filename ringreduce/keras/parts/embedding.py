@@ -82,11 +82,9 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
             return
         ring = self.ring()
         if self.input_dim < ring.size:
-            raise ConfigError(
-                f"cannot divide the {self.input_dim} rows of {self.name} among {ring.size} ranks",
-                **ring.config.who,
-                remedy="Use keras.layers.Embedding: so small a table costs nothing whole.",
-            )
+            text = f"cannot divide the {self.input_dim} rows of {self.name} among {ring.size} ranks"
+            remedy = "Use keras.layers.Embedding: so small a table costs nothing whole."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         part = Part(ring, (self.input_dim, self.output_dim), is_dealt=True)
         self._embeddings = self._add(
             part,

@@ -79,11 +79,8 @@ class PartLayer(keras.layers.Layer):
     def _add(self, part: Part, draw: Callable[..., Any], **options: Any) -> Any:
         """A weight that is this rank's piece; `draw` gets shape and dtype of the whole."""
         if options.get("constraint") is not None:
-            raise ConfigError(
-                f"got a constraint for {self.name}, which would see a piece of the whole",
-                **part.communicator.config.who,
-                remedy="Leave it out.",
-            )
+            text = f"got a constraint for {self.name}, which would see a piece of the whole"
+            raise ConfigError(text, **part.communicator.config.who, remedy="Leave it out.")
         if (regularizer := keras.regularizers.get(options.get("regularizer"))) is not None:
             options["regularizer"] = _of_wholes(regularizer, part.communicator)
 
@@ -106,11 +103,9 @@ class PartLayer(keras.layers.Layer):
     def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
         # TensorFlow asks for what tf.train.Checkpoint and SavedModels hold.
         if parts_in(self.weights):
-            raise ConfigError(
-                f"cannot save {self.name} with TensorFlow's checkpoints: ranks have pieces of it",
-                **self.ring().config.who,
-                remedy="Call rr.on_rank_zero(lambda: model.save(path)) on all ranks.",
-            )
+            text = f"cannot save {self.name} with TensorFlow's checkpoints: ranks have pieces of it"
+            remedy = "Call rr.on_rank_zero(lambda: model.save(path)) on all ranks."
+            raise ConfigError(text, **self.ring().config.who, remedy=remedy)
         return super()._trackable_children(*arguments, **options)
 
 
@@ -135,11 +130,9 @@ def by_blocks(initializer: Any, part: Part) -> Callable[[Any], Any]:
     """Draws this rank's rows of a table, of which never more than a block is whole."""
     given = keras.initializers.get(initializer)
     if isinstance(given, _OF_WHOLE_SHAPES):
-        raise ConfigError(
-            f"got the initializer {type(given).__name__} for a table, which is drawn in blocks",
-            **part.communicator.config.who,
-            remedy="Use one that draws each element by itself, such as uniform or random_normal.",
-        )
+        text = f"got the initializer {type(given).__name__} for a table, which is drawn in blocks"
+        remedy = "Use one that draws each element by itself, such as uniform or random_normal."
+        raise ConfigError(text, **part.communicator.config.who, remedy=remedy)
     size, rank, (count, *rest) = part.communicator.size, part.communicator.rank, part.shape
     draw = seeded(given, part.communicator)
 
@@ -195,11 +188,9 @@ def _of_wholes(regularizer: Any, ring: Communicator) -> Any:
     if ring.size == 1:
         return regularizer
     if not isinstance(regularizer, _REGULARIZERS):
-        raise ConfigError(
-            f"got the regularizer {type(regularizer).__name__} for a variable in pieces",
-            **ring.config.who,
-            remedy="Use L1, L2 or L1L2, which are sums over elements.",
-        )
+        text = f"got the regularizer {type(regularizer).__name__} for a variable in pieces"
+        remedy = "Use L1, L2 or L1L2, which are sums over elements."
+        raise ConfigError(text, **ring.config.who, remedy=remedy)
 
     @tf.custom_gradient
     def total(own: Any) -> Any:

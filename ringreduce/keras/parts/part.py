@@ -68,11 +68,9 @@ class Part:
         """ConfigError unless each rank gets as much; `what` names the axis and whose it is."""
         size, count = self.communicator.size, self.shape[self.axis]
         if count % size:
-            raise ConfigError(
-                f"cannot divide {what}, {count}, among {size} ranks",
-                **self.communicator.config.who,
-                remedy=f"Make it a multiple of {size}, or pass a group whose size divides it.",
-            )
+            text = f"cannot divide {what}, {count}, among {size} ranks"
+            remedy = f"Make it a multiple of {size}, or pass a group whose size divides it."
+            raise ConfigError(text, **self.communicator.config.who, remedy=remedy)
 
 
 _NAME = "_ringreduce_part"

@@ -28,11 +28,9 @@ def model_group(variables: Iterable[Any]) -> Communicator | None:
             groups.setdefault(part.communicator.members, part.communicator)
     if len(groups) > 1:
         first = next(iter(groups.values()))
-        raise ConfigError(
-            f"has split layers on different groups, of ranks {' and '.join(map(str, groups))}",
-            **first.config.who,
-            remedy="Pass all split layers of a model one communicator.",
-        )
+        text = f"has split layers on different groups, of ranks {' and '.join(map(str, groups))}"
+        remedy = "Pass all split layers of a model one communicator."
+        raise ConfigError(text, **first.config.who, remedy=remedy)
     return next(iter(groups.values()), None)
 
 

@@ -88,10 +88,8 @@ class SplitLayer(PartLayer):
     def refuse(self, **options: Any) -> None:
         """ConfigError if one of `options` is set, which would need or see the whole layer."""
         if given := [name for name, value in options.items() if value]:
-            raise ConfigError(
-                f"got {', '.join(given)} for {self.name}, of which each rank has a piece",
-                remedy="Leave it out, or use Keras's layer.",
-            )
+            text = f"got {', '.join(given)} for {self.name}, of which each rank has a piece"
+            raise ConfigError(text, remedy="Leave it out, or use Keras's layer.")
 
 
 class _SplitDense(SplitLayer, keras.layers.Dense):
