@@ -123,15 +123,14 @@ class InitialValues:
         """Raise if a step runs whose variables had no values when it was traced, nor since."""
         missing = [bridge.path_of(variable) for variable in self._without_value.values()]
         if missing:
-            raise ring.fail(
-                ConfigError(
-                    "has variables that had no values when the training step was traced "
-                    f"({', '.join(missing[:3])}), so rank 0's could not be copied",
-                    **ring.config.who,
-                    remedy="Build the model and call optimizer.build(model.trainable_variables) "
-                    "before training.",
-                )
+            error = ConfigError(
+                "has variables that had no values when the training step was traced "
+                f"({', '.join(missing[:3])}), so rank 0's could not be copied",
+                **ring.config.who,
+                remedy="Build the model and call optimizer.build(model.trainable_variables) "
+                "before training.",
             )
+            raise ring.fail(error)
         return [np.int32(0)]
 
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:

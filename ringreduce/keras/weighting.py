@@ -252,16 +252,15 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
         if not total[0] > 0:
             if compiling:
                 # XLA may already have run whatever does not depend on it.
-                raise communicator.fail(
-                    ConfigError(
-                        "has no data in this step, as all ranks: a step that XLA compiles cannot "
-                        "be given up",
-                        **communicator.config.who,
-                        operation="exchange of weights",
-                        remedy="Give the dataset a fixed length (dataset.apply(tf.data."
-                        "experimental.assert_cardinality(n))), or leave jit_compile=True out.",
-                    )
+                error = ConfigError(
+                    "has no data in this step, as all ranks: a step that XLA compiles cannot "
+                    "be given up",
+                    **communicator.config.who,
+                    operation="exchange of weights",
+                    remedy="Give the dataset a fixed length (dataset.apply(tf.data."
+                    "experimental.assert_cardinality(n))), or leave jit_compile=True out.",
                 )
+                raise communicator.fail(error)
             raise StopIteration("no rank has any data left")
         return (np.float32(total[0]),)
 

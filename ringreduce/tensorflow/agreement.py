@@ -47,8 +47,7 @@ def refuse(ring: Communicator, found: Difference | None, operation: str) -> None
     """Raise the MismatchError of a difference that all ranks have found; None: return."""
     if found is None:
         return
-    raise ring.fail(
-        MismatchError(
-            found.text, **ring.config.who, peer=found.peer, operation=operation, remedy=found.remedy
-        )
+    error = MismatchError(
+        found.text, **ring.config.who, peer=found.peer, operation=operation, remedy=found.remedy
     )
+    raise ring.fail(error)

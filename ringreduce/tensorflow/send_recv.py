@@ -98,15 +98,14 @@ def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) 
             kept[found].append(ring.recv(gradient, group_rank, tag=_GRADIENT))
         gradient = kept[int(number)].popleft()
         if (gradient.shape, gradient.dtype) != (array.shape, array.dtype):
-            raise ring.fail(
-                MismatchError(
-                    f"sent a tensor of {array.dtype.name} {array.shape}, and received a gradient "
-                    f"of {gradient.dtype.name} {gradient.shape}",
-                    **ring.config.who,
-                    peer=ring.members[group_rank],
-                    remedy="Receive with the shape and dtype of what is sent.",
-                )
+            error = MismatchError(
+                f"sent a tensor of {array.dtype.name} {array.shape}, and received a gradient "
+                f"of {gradient.dtype.name} {gradient.shape}",
+                **ring.config.who,
+                peer=ring.members[group_rank],
+                remedy="Receive with the shape and dtype of what is sent.",
             )
+            raise ring.fail(error)
         return gradient
 
     what, given = "receive a gradient", tf.convert_to_tensor(number, tf.int64)

@@ -188,14 +188,13 @@ def _merged(
     rising, positions = np.unique(indices.astype(np.int64, copy=False), return_inverse=True)
     if rising.size and (rising[0] < 0 or rising[-1] >= spec.shape[0]):
         outside = int(rising[0] if rising[0] < 0 else rising[-1])
-        raise ring.fail(
-            ArrayError(
-                f"has row {outside} in its gradient of {spec.describe()}",
-                **ring.config.who,
-                operation="gradient reduction",
-                remedy=f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed.",
-            )
+        error = ArrayError(
+            f"has row {outside} in its gradient of {spec.describe()}",
+            **ring.config.who,
+            operation="gradient reduction",
+            remedy=f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed.",
         )
+        raise ring.fail(error)
     rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
     total = np.zeros((rising.size, rows.shape[1]), _wide(rows.dtype))
     kernels.add_rows(total, positions, rows.astype(total.dtype, copy=False))

@@ -109,15 +109,14 @@ def _refuse_bad(
     """ArrayError on all ranks if one has an id of no row; `bad`: by rank, the id and its table."""
     for rank, (value, number) in zip(ring.members, bad.tolist(), strict=True):
         if number >= 0:
-            raise ring.fail(
-                ArrayError(
-                    f"takes part in a look-up in which rank {rank} asks for id {value} of "
-                    f"{names[number]}, whose ids are 0 to {rows[number] - 1}",
-                    **ring.config.who,
-                    remedy="Look at what the model is fed; values that are in no vocabulary need "
-                    "a row of their own.",
-                )
+            error = ArrayError(
+                f"takes part in a look-up in which rank {rank} asks for id {value} of "
+                f"{names[number]}, whose ids are 0 to {rows[number] - 1}",
+                **ring.config.who,
+                remedy="Look at what the model is fed; values that are in no vocabulary need "
+                "a row of their own.",
             )
+            raise ring.fail(error)
 
 
 def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> list[Any]:
