@@ -43,10 +43,7 @@ from ringreduce.keras.mistakes import (
 )
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
-from ringreduce.keras.parts.attention import (
-    ParallelGroupQueryAttention,
-    ParallelMultiHeadAttention,
-)
+from ringreduce.keras.parts.attention import ParallelGroupQueryAttention, ParallelMultiHeadAttention
 from ringreduce.keras.parts.embedding import ShardedEmbedding, look_up
 from ringreduce.keras.parts.layer import PartLayer
 from ringreduce.keras.parts.split import ColumnParallelDense, RowParallelDense

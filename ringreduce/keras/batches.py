@@ -240,24 +240,18 @@ class _Ordered(keras.utils.PyDataset):
     """The batches of another PyDataset that this rank makes, in the order of an epoch."""
 
     def __init__(self, dataset: Any, plan: Plan, feed: Feed) -> None:
-        super().__init__(
-            workers=dataset.workers,
-            use_multiprocessing=dataset.use_multiprocessing,
-            max_queue_size=dataset.max_queue_size,
-        )
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
         self._dataset, self._plan, self._feed, self.epoch = dataset, plan, feed, plan.first
         self._known: tuple[Any, list[int]] = ((), [])
 
     @property
     def num_batches(self) -> int:
-        """Of an epoch, on this rank."""
         return len(self._indices())
 
     def __getitem__(self, index: int) -> Any:
         return self.batch(self._indices()[index])
 
     def batch(self, index: int) -> Any:
-        """A batch of the other PyDataset."""
         try:
             return _standard(self._dataset[index], self._plan.class_weight)
         except Exception as error:

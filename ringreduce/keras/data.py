@@ -120,11 +120,7 @@ class _Dealt(keras.utils.PyDataset):
     """The batches of another PyDataset that belong to this rank."""
 
     def __init__(self, dataset: Any, ring: Communicator, even: bool, check: bool) -> None:
-        super().__init__(
-            workers=dataset.workers,
-            use_multiprocessing=dataset.use_multiprocessing,
-            max_queue_size=dataset.max_queue_size,
-        )
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
         self._dataset, self._even = dataset, even
         self._rank, self._size = ring.rank, ring.size
         self._passes = FingerprintedPasses(_WHAT, _REMEDY, ring) if check else None

@@ -213,7 +213,6 @@ class _Share:
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """Within the block `parts` can be read, once."""
         self._feed.begin(0)
         try:
             yield

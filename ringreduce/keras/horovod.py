@@ -170,14 +170,9 @@ def init(process_sets: Sequence[ProcessSet] = (), **settings: Any) -> Communicat
     return ring
 
 
-# Options of Horovod's that are of no effect here, with what they may be.
-_OF_NO_EFFECT: dict[str, tuple[Any, ...]] = {
-    "device_dense": ("",),
-    "device_sparse": ("",),
-    "gradient_predivide_factor": (1.0,),
-    "groups": (None,),
-    "num_groups": (0,),
-}
+# Options of Horovod's that are of no effect here, with their defaults.
+_OF_NO_EFFECT = {"device_dense": "", "device_sparse": "", "gradient_predivide_factor": 1.0}
+_OF_NO_EFFECT |= {"groups": None, "num_groups": 0}
 
 
 def DistributedOptimizer(
@@ -421,7 +416,6 @@ def _unless_global(process_set: ProcessSet) -> Communicator | None:
 
 
 def _root_in(process_set: ProcessSet, root_rank: int) -> int:
-    """The number of a rank of the job within the set."""
     if root_rank not in process_set.ranks:
         text = f"got root_rank {root_rank}, which is not in {process_set}"
         remedy = "Pass a rank of the job that is in it."
@@ -431,8 +425,8 @@ def _root_in(process_set: ProcessSet, root_rank: int) -> int:
 
 def _with_effect(options: dict[str, Any]) -> dict[str, Any]:
     """`options` without those of Horovod's that are of no effect; ConfigError if one would be."""
-    for name, values in _OF_NO_EFFECT.items():
-        if (value := options.pop(name, values[0])) not in values:
+    for name, default in _OF_NO_EFFECT.items():
+        if (value := options.pop(name, default)) != default:
             raise ConfigError(f"got {name}={value!r}", remedy=f"{OPTIONS[name]}.".capitalize())
     return options
 
@@ -461,5 +455,4 @@ def _scaled(tensor: Any, factor: float) -> Any:
 
 
 def _with_gradient_times(tensor: Any, factor: float) -> Any:
-    """`tensor`, whose gradient is multiplied by `factor`."""
     return times_back(tf.convert_to_tensor(tensor), tf.constant(factor, tf.float64))

@@ -134,7 +134,6 @@ class InitialValues:
         return [np.int32(0)]
 
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:
-        """Those of `variables` that have received no values, each once."""
         each = {id(plain_variable(v)): v for v in variables}
         return [v for key, v in each.items() if self._given.get(key) is not plain_variable(v)]
 

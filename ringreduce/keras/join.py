@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras import private
+from ringreduce.keras import private, wrappable
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.normalization import SyncBatchNormalization
@@ -28,13 +28,6 @@ from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.step import Step, WrapOrder, put_around
-from ringreduce.keras.wrappable import (
-    build_optimizer_here,
-    is_alone,
-    refuse_other_ring,
-    require_compiled,
-    warn_of_plain_optimizer,
-)
 from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -85,8 +78,8 @@ def join(
     """
     ring = communicator or default_communicator()
     _require_same(weighting, ring)
-    require_compiled(model, " For a loop of your own use rr.joined(dataset).")
-    refuse_other_ring(model, "rr.join", ring)
+    wrappable.require_compiled(model, " For a loop of your own use rr.joined(dataset).")
+    wrappable.refuse_other_ring(model, "rr.join", ring)
     empty = empty_batch(dataset)
     if ring.size == 1:
         return dataset
@@ -97,7 +90,7 @@ def join(
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     note_sharding(ring)
     longest = _longest(count, ring)
-    warn_of_plain_optimizer(model, "rr.join", ring)
+    wrappable.warn_of_plain_optimizer(model, "rr.join", ring)
     build(model, empty)
     fold_seeds(model, ring)
     weigh_steps(model, weighting, ring, is_counted=longest is not None)
@@ -223,7 +216,7 @@ def build(model: Any, empty: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled(empty))
         model.test_on_batch(x, y, sample_weight)
         model.reset_metrics()
-    build_optimizer_here(model)
+    wrappable.build_optimizer_here(model)
 
 
 # The last logs of each model, by position, dtype and shape.
@@ -239,7 +232,7 @@ def weigh_steps(model: Any, weighting: str, ring: Communicator, is_counted: bool
     `model` and its optimizer are built. With `is_counted` all ranks know when an epoch ends: those
     that step alone need nothing of others then.
     """
-    how = weighting, ring, not (is_counted and is_alone(model))
+    how = weighting, ring, not (is_counted and wrappable.is_alone(model))
     if _followed.get(model) == how:
         return
     _followed[model] = how

@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.strategies import Running, Step, Strategy, Use
+from ringreduce.keras.strategies import Running, Step, Strategy, Use, wide
 from ringreduce.keras.weighting import Kind, weighted
 from ringreduce.keras.wrappable import all_within
 from ringreduce.pure.encodings import Coding, encoding_of
@@ -216,7 +216,7 @@ class _Round:
         self._meeting: _Meeting | None = None
         self.is_settled = lasting(True)
         self.count, self.own = lasting(np.int64(0)), lasting(0.0)
-        values = [tf.cast(tf.convert_to_tensor(each), _wide(each)) for each in variables]
+        values = [tf.cast(tf.convert_to_tensor(each), wide(each)) for each in variables]
         # Equal on all ranks.
         self._anchors = [lasting(each) for each in values]
         # This rank's weights when the meeting under way began.
@@ -235,7 +235,6 @@ class _Round:
         self.own.assign(0.0)
 
     def meet(self) -> None:
-        """Begin a meeting."""
         vouch_for_branch()
         changes = []
         pairs = zip(self._anchors, self._variables, strict=True)
@@ -298,10 +297,6 @@ class _Round:
         return self._meeting
 
 
-def _wide(variable: Any) -> Any:
-    return tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
-
-
 class _Meeting:
     """Averages changes in the engine's thread; one meeting at a time.
 
@@ -328,7 +323,6 @@ class _Meeting:
         self._took_s = 0.0
 
     def begin(self, *given: np.ndarray) -> list[Any]:
-        """Begin with this rank's changes, and its weight."""
         *changes, own = given
         for part, change in zip(self._parts(), changes, strict=True):
             part[:] = change.reshape(-1)
@@ -337,7 +331,6 @@ class _Meeting:
         return [np.int32(0)]
 
     def end(self) -> list[np.ndarray]:
-        """Wait for the mean changes."""
         work, self.work = self.work, None
         began = time.perf_counter()
         work.wait()
@@ -346,7 +339,6 @@ class _Meeting:
         return [part.reshape(shape).copy() for part, shape in found]
 
     def squared_norm(self) -> float:
-        """Of residuals."""
         kept = None if self._coding is None else self._coding.residuals
         return 0.0 if kept is None else float(np.dot(kept.ravel(), kept.ravel()))
 

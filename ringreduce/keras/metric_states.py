@@ -177,7 +177,6 @@ def restored(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-    """How the metric variables of ranks that had batches differ."""
     named = zip(members, gathered, strict=True)
     counted = [(rank, layout) for rank, (batches, layout) in named if batches]
     for rank, layout in counted:

@@ -193,29 +193,17 @@ class Pipeline:
             text = f"got batch_size={batch_size} for {type(x).__name__}"
             remedy = "Batch it by the rows of all copies: dataset.batch(n, drop_remainder=True)."
             raise ConfigError(text, **ring.config.who, remedy=remedy)
-        plan = Plan(
-            replicas,
-            "the data given to Pipeline.fit",
-            batch_size=batch_size,
-            steps=steps_per_epoch,
-            first=initial_epoch,
-            shuffle=shuffle,
-            seed=seed,
-            check=check,
-        )
+        what = "the data given to Pipeline.fit"
+        order: Any = {"first": initial_epoch, "shuffle": shuffle, "seed": seed}
+        plan = Plan(replicas, what, batch_size, steps_per_epoch, **order, check=check)
         training = feed_of((x, y, sample_weight), plan)
         validation = None
         if validation_data is not None:
             is_alone = not isinstance(validation_data, (tuple, list))
             parts = (validation_data,) if is_alone else validation_data
-            plan = Plan(
-                replicas,
-                "the validation data given to Pipeline.fit",
-                batch_size=batch_size if are_arrays(parts[0]) else None,
-                steps=validation_steps,
-                deal=True,
-                check=check,
-            )
+            what = "the validation data given to Pipeline.fit"
+            rows = batch_size if are_arrays(parts[0]) else None
+            plan = Plan(replicas, what, rows, validation_steps, deal=True, check=check)
             validation = feed_of(parts, plan)
         given = {
             "epochs": epochs,

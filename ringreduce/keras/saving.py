@@ -73,8 +73,6 @@ def load_model(
 
 
 class _Loading:
-    """Makes layers and optimizers of a file others than it names."""
-
     def __init__(
         self, replaced: Mapping[Any, Any], ring: Communicator | None, options: Mapping[str, Any]
     ) -> None:
@@ -112,7 +110,6 @@ class _Loading:
         return found
 
     def require_all(self) -> None:
-        """ConfigError unless every layer was there."""
         names = {key for key in self._replaced if isinstance(key, str)} - self._found
         if names:
             raise ConfigError(

@@ -206,7 +206,6 @@ class _Incoming:
         self._work = self._begun()
 
     def take(self) -> Any:
-        """The next one, as a tensor."""
         array = self._work.wait()
         self._work = self._begun()
         return tf.convert_to_tensor(array)
@@ -229,11 +228,9 @@ class _Total:
 
     @property
     def found(self) -> Any:
-        """The sum; None where no micro-batch had a gradient."""
         return self._rows if self._dense is None else self._dense.read_value()
 
     def add(self, gradient: Any, *, is_first: bool) -> None:
-        """Add that of another micro-batch."""
         if gradient is None or isinstance(gradient, tf.IndexedSlices):
             self._rows = gradient if is_first else _joined(self._rows, gradient)
         elif self._dense is None:
@@ -245,7 +242,6 @@ class _Total:
 
 
 def _joined(one: Any, other: Any) -> Any:
-    """The sum of two gradients that have rows of a table."""
     if one is None or other is None:
         return other if one is None else one
     values = tf.concat([one.values, other.values], 0)
@@ -301,7 +297,6 @@ def _model_of(made: Any, arrives: Spec | None) -> Any:
 
 
 def _spec_left_by(model: Any) -> Spec:
-    """What a stage that is not the last one sends."""
     if len(model.outputs) != 1:
         raise _Problem(f"gives {len(model.outputs)} tensors to the next stage, which takes one")
     [output] = model.outputs

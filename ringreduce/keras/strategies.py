@@ -206,13 +206,17 @@ class _Cycle:
         self.sums: list[Any] = [None] * variables
 
 
+def wide(variable: Any) -> Any:
+    """The dtype in which its gradients, or changes, are added up: at least float32."""
+    return tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
+
+
 class _Sum:
     """The sum of one variable's gradients; for Kind.MAXIMUM the largest."""
 
     def __init__(self, variable: Any, kind: Kind, has_rows: bool) -> None:
         self._kind, self._dtype = kind, variable.dtype
-        # 16-bit gradients are added up in float32.
-        dtype = tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
+        dtype = wide(variable)
         self._start = dtype.min if kind is Kind.MAXIMUM else 0
         self._total = lasting(tf.fill(variable.shape, tf.constant(self._start, dtype)))
         # Of a table, which rows had a gradient; the sum is 0 in all others.

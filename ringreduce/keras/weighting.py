@@ -98,7 +98,7 @@ def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     return across_ranks(value, collective)
 
 
-def refuse_local(kinds: Sequence[Kind], communicator: Communicator) -> None:
+def refuse_local(kinds: Sequence[Kind], ring: Communicator) -> None:
     """ConfigError if gradients of local variables may have come from other ranks' batches.
 
     How much those count is not known here: a rank without rows would count them not at all.
@@ -107,7 +107,7 @@ def refuse_local(kinds: Sequence[Kind], communicator: Communicator) -> None:
         raise ConfigError(
             "has local variables and sends rows between ranks (all_to_all, gather, scatter, send) "
             "in steps whose batches differ in length: gradients would count wrongly",
-            **communicator.config.who,
+            **ring.config.who,
             remedy="Make the variables with rr.PartLayer.add_part and send within rr.in_parts "
             "(docs/guides/groups.md), or give all ranks equally many rows.",
         )
@@ -237,7 +237,7 @@ def step_weight(samples: Any, communicator: Communicator | None = None) -> Itera
         yield
 
 
-def exchanged(own: Any, communicator: Communicator) -> Weight:
+def exchanged(own: Any, ring: Communicator) -> Weight:
     """The weight of a step from `own`, a scalar float32 tensor, of each rank.
 
     Collective, in a graph when it runs. Where all are 0, the op, or eagerly this call, fails with
@@ -247,23 +247,22 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
     compiling = is_compiling()
 
     def mean(value: np.ndarray) -> tuple[Any]:
-        total = np.array([value], np.float64)
-        communicator.all_reduce(total, ReduceOp.MEAN)
+        total = ring.all_reduce(np.array([value], np.float64), ReduceOp.MEAN)
         if not total[0] > 0:
             if compiling:
                 # XLA may already have run whatever does not depend on it.
                 error = ConfigError(
                     "has no data in this step, as all ranks: a step that XLA compiles cannot "
                     "be given up",
-                    **communicator.config.who,
+                    **ring.config.who,
                     operation="exchange of weights",
                     remedy="Give the dataset a fixed length (dataset.apply(tf.data."
                     "experimental.assert_cardinality(n))), or leave jit_compile=True out.",
                 )
-                raise communicator.fail(error)
+                raise ring.fail(error)
             raise StopIteration("no rank has any data left")
         return (np.float32(total[0]),)
 
     what = "exchange how much each rank's batch counts"
-    [average] = call(communicator, what, mean, [own], [((), tf.float32)])
+    [average] = call(ring, what, mean, [own], [((), tf.float32)])
     return Weight(own, average)

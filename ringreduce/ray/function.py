@@ -81,8 +81,6 @@ def run(
 
 
 class _Worker:
-    """A rank's process."""
-
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 

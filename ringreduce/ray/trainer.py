@@ -51,7 +51,6 @@ class _RingReduceBackend(Backend):
     """Runs in Ray Train's controller, which keeps the config over all restarts."""
 
     def on_start(self, worker_group: Any, backend_config: RingReduceConfig) -> None:
-        """Make the workers ranks, before any calls the training function."""
         size, submit = len(worker_group), worker_group.execute_single_async
         form(size, submit, backend_config.choices, backend_config.starts)
         backend_config.starts += 1

@@ -78,7 +78,6 @@ _numbers: weakref.WeakKeyDictionary[Communicator, Numbers] = weakref.WeakKeyDict
 
 
 def _numbers_of(ring: Communicator) -> Numbers:
-    """The numbers of a communicator's calls."""
     found = _numbers.get(ring)
     if found is None:
         found = _numbers.setdefault(ring, Numbers())

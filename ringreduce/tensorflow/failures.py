@@ -63,7 +63,6 @@ def _call(call: partial[Any]) -> Any:
 
 
 def _ours(text: str) -> RingReduceError | None:
-    """The error that `text` belongs to, or None."""
     for ring in list(_communicators):
         failure = ring.failure
         if failure is not None and str(failure)[:_TELLING] in text:

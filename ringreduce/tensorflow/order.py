@@ -33,8 +33,6 @@ _LATEST = "_ringreduce_latest"
 
 @dataclass
 class _Latest:
-    """The latest collective of a communicator in a graph."""
-
     handle: Any  # of the variable, captured in this graph
     token: Any = None  # of that collective; None before the first
     written: list[Any] = field(default_factory=list)  # the op that stored it

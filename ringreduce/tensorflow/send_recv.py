@@ -27,8 +27,6 @@ _GRADIENT = (1 << 63) - 1
 
 
 class _Peer:
-    """What goes between this rank and another one of a communicator."""
-
     def __init__(self) -> None:
         # They number the tensors that go there, and those that come from there.
         self.sent, self.received = Numbers(), Numbers()

@@ -153,7 +153,6 @@ def differing(variables: Sequence[Any], ring: Communicator) -> list[Any]:
 def _who_differs(
     variables: Sequence[Any], gathered: list[list[int]], members: Sequence[int]
 ) -> Difference:
-    """Find, in the hashes of every rank, which ranks differ and in which of `variables`."""
     counts = list(map(len, gathered))
     if len(set(counts)) > 1:
         differing = _minority(counts)

@@ -41,14 +41,11 @@ class _OfHeads(keras.random.SeedGenerator):
     rank: int
 
     def next(self, ordered: bool = True) -> Any:
-        """As Keras's, for this rank's heads."""
         drawn = super().next(ordered)
         return drawn + keras.ops.convert_to_tensor([1_000_003 * self.rank, 0], drawn.dtype)
 
 
 class _Attention(SplitLayer):
-    """What is alike for both kinds of attention."""
-
     cut: dict[str, int] = {}  # noqa: RUF012
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -70,7 +67,6 @@ class _Attention(SplitLayer):
             raise ConfigError(text, **self.ring().config.who, remedy=remedy)
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        """Draw this rank's heads. Collective."""
         super().build(query_shape, value_shape, key_shape)
         if generator := getattr(self._dropout_layer, "seed_generator", None):
             generator.__class__ = _OfHeads
@@ -89,7 +85,6 @@ class _Attention(SplitLayer):
         training: Any = None,
         use_causal_mask: bool = False,
     ) -> Any:
-        """As the plain layer. Collective."""
         self.refuse(return_attention_scores=return_attention_scores)
         group = self.ring()
         # What is given twice enters once, and its gradients are added up once.
