@@ -36,12 +36,7 @@ class Reducer:
         kinds: Sequence[Kind],
         weight: Weight | None = None,
     ) -> list[Any]:
-        """Average (or add) MEAN, take the maximum of MAXIMUM, keep LOCAL and PART gradients.
-
-        `gradients` are this rank's: tensors, `tf.IndexedSlices` or None; `variables`, for a tape
-        also other sources, and `kinds` are equal on all ranks. `weight` is this rank's in the mean;
-        None: all are equal. Raises as `GradientBridge.mean`.
-        """
+        """Average (or add) MEAN, take the maximum of MAXIMUM, keep LOCAL and PART gradients."""
         size = float(self.communicator.size)
         factors: dict[Kind, Any] = {}
         if weight is not None:

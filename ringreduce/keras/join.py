@@ -264,11 +264,8 @@ def _followed_step(model: Any, step: Step, data: Any) -> Any:
 
 
 def _passing(model: Any) -> list[Any]:
-    """Metrics and moving averages of this rank's own batches, not those of all ranks'.
-
-    A frozen weight that changes follows trained ones, as a moving average of the weights does; it
-    must do so on all ranks.
-    """
+    """Metrics and moving averages of this rank's own batches, not those of all ranks'."""
+    # A frozen weight that changes follows trained ones, as a moving average of weights does.
     layers = private.layers_of(model)
     shared = {id(v) for layer in (model, *layers) for v in private.made_to_be_trained(layer)}
     for layer in layers:

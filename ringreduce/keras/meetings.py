@@ -132,7 +132,7 @@ class _Alone(Running):
 
     def take(self, step: Step) -> None:
         mine = self._round_of(step)
-        tf.cond(mine.is_settled, mine.begin, _nothing)
+        tf.cond(mine.is_settled, mine.begin, lambda: None)
         gradients, own = step.gradients, tf.constant(1.0)
         if step.weight is not None:
             own = step.weight.own
@@ -143,10 +143,10 @@ class _Alone(Running):
         place = number % self._strategy.every
         if overlap:
             is_due = tf.logical_and(tf.equal(place, overlap), number > self._strategy.every)
-            tf.cond(is_due, mine.merge, _nothing)
-            tf.cond(tf.equal(place, 0), mine.meet, _nothing)
+            tf.cond(is_due, mine.merge, lambda: None)
+            tf.cond(tf.equal(place, 0), mine.meet, lambda: None)
         else:
-            tf.cond(tf.equal(place, 0), mine.meet_and_merge, _nothing)
+            tf.cond(tf.equal(place, 0), mine.meet_and_merge, lambda: None)
 
     def settle(self) -> None:
         for mine in self._rounds.values():
@@ -197,17 +197,8 @@ class _Alone(Running):
         return self._rounds[key]
 
 
-def _nothing() -> None:
-    pass
-
-
 class _Round:
-    """What ranks have between meetings, for one set of variables.
-
-    Attributes:
-        count, own: steps since the ranks were settled; this rank's samples since the last meeting.
-        outer_state: the outer optimizer's variables.
-    """
+    """What ranks have between meetings, for one set of variables."""
 
     def __init__(self, variables: Sequence[Any], strategy: LocalSGD, use: Use) -> None:
         self._variables, self._every = variables, strategy.every
@@ -215,6 +206,7 @@ class _Round:
         self._ring, self._compression = use.communicator, str(use.compression)
         self._meeting: _Meeting | None = None
         self.is_settled = lasting(True)
+        # Steps since the ranks were settled; this rank's samples since the last meeting.
         self.count, self.own = lasting(np.int64(0)), lasting(0.0)
         values = [tf.cast(tf.convert_to_tensor(each), wide(each)) for each in variables]
         # Equal on all ranks.
@@ -261,13 +253,10 @@ class _Round:
         self._use_anchors()
 
     def settle(self) -> None:
-        """Make weights equal. Eager; collective.
-
-        Ranks that have made no step since a meeting begin no other: an outer optimizer with
-        momentum would move weights that nobody has changed.
-        """
+        """Make weights equal. Eager; collective."""
         if self._made().work is not None:
             self.merge()
+        # After no step an outer optimizer with momentum would move weights that nobody has changed.
         if int(self.count.numpy()) % self._every:
             self.meet()
             self._move_anchors()
@@ -298,15 +287,9 @@ class _Round:
 
 
 class _Meeting:
-    """Averages changes in the engine's thread; one meeting at a time.
+    """Averages changes, in memory of its own and in the engine's thread; one meeting at a time."""
 
-    It owns the memory of the changes. `begin` and `end` are called on all ranks after equally many
-    steps.
-    """
-
-    def __init__(
-        self, ring: Communicator, shapes: Sequence[tuple[int, ...]], compression: str
-    ) -> None:
+    def __init__(self, ring: Communicator, shapes: Sequence[Any], compression: str) -> None:
         self._ring, self._shapes = ring, shapes
         sizes = [int(np.prod(shape)) for shape in shapes]
         self._memory = np.zeros(sum(sizes), np.float32)

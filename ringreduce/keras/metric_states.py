@@ -57,11 +57,10 @@ def states_of(model: Any, batches: int) -> MetricStates:
 def combined_results(model: Any, states: MetricStates, ring: Communicator) -> dict[str, Any]:
     """The results by name of `model`'s metrics on all ranks' batches, equal on all; none without.
 
-    Collective; three short exchanges. Variables with the aggregation "sum" are added, with "mean"
-    averaged over the ranks that had batches, with "only_first_replica" taken from the first of
-    these. With "none" each rank keeps its own; if a result then differs, it is the mean of the
-    ranks' results. The metrics hold what they held when this returns or raises: a MismatchError,
-    on all ranks, if their metrics differ.
+    Collective. Variables with the aggregation "sum" are added, with "mean" averaged over the ranks
+    that had batches, with "only_first_replica" taken from the first of these. With "none" each rank
+    keeps its own; results that then differ are averaged. The metrics hold afterwards what they held
+    before. MismatchError, on all ranks, if their metrics differ.
     """
     pairs = zip(states.variables, states.values, strict=True)
     own_layout = [[v.path, n.dtype.name, list(n.shape), v.aggregation] for v, n in pairs]

@@ -101,8 +101,9 @@ class Pipeline:
         broadcast_variables(model.variables, communicator=self.replicas)
         # For what Keras does around a step: data, callbacks, metrics.
         model.run_eagerly = True
-        model.train_step, model.test_step = self._train_step, self._test_step
-        model.predict_step = self._predict_step
+        model.train_step, unpacked = self._train_step, keras.utils.unpack_x_y_sample_weight
+        model.test_step = lambda data: self._stage.test(*unpacked(data))
+        model.predict_step = lambda data: self._stage.predict(unpacked(data)[0])
 
     def compile(
         self,
@@ -283,12 +284,6 @@ class Pipeline:
         with step_weight(rows_in(x), self.replicas):
             self._stage.apply(gradients)
         return logs
-
-    def _test_step(self, data: Any) -> Any:
-        return self._stage.test(*keras.utils.unpack_x_y_sample_weight(data))
-
-    def _predict_step(self, data: Any) -> Any:
-        return self._stage.predict(keras.utils.unpack_x_y_sample_weight(data)[0])
 
     def _require_compiled(self) -> None:
         if not self.model.compiled:

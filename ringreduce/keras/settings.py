@@ -64,11 +64,8 @@ def _difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | N
 
 
 def settings_in(value: Any, name: str = "") -> dict[str, str]:
-    """The numbers and texts in `value`, as text, by where they are: ``{"momentum": "0.9"}``.
-
-    `value` may be nested, and have objects with a `get_config`, as Keras's have. Of others only the
-    name, or the type, is in the result.
-    """
+    """The numbers and texts in `value`, as text, by where they are: ``{"momentum": "0.9"}``."""
+    # Of what is nested, or has a `get_config`, all of it; of other objects only the name or type.
     if value is None or isinstance(value, (bool, int, float, str, np.generic)):
         plain = value.item() if isinstance(value, np.generic) else value
         return {name: repr(plain)}

@@ -86,10 +86,7 @@ class Shares:
         return dataset.enumerate().map(own)
 
     def settle(self, seconds: float) -> list[int]:
-        """Divide later batches by speed; return the rows of each rank in the largest so far.
-
-        Collective. This rank has needed `seconds` for a batch divided equally.
-        """
+        """Divide later batches by speed; return each rank's rows in the largest. Collective."""
         ring = self._ring
         # Nothing is divided meanwhile, so that the ranks agree on where to begin.
         with self._lock:

@@ -96,10 +96,7 @@ class Stage:
         self._apply = _graph(lambda found: model.optimizer.apply(found, weights))
 
     def gradients(self, x: Any, y: Any, sample_weight: Any) -> tuple[list[Any], Any]:
-        """The mean loss's gradients of this stage's weights, and this stage's logs.
-
-        ConfigError, before anything is sent, if the rows are no multiple of the micro-batches.
-        """
+        """The mean loss's gradients of this stage's weights, and this stage's logs."""
         rows, count = int(rows_in(x)), self._micro_batches
         if rows == 0 or rows % count:
             raise ConfigError(

@@ -99,10 +99,7 @@ class TouchedRows:
             )
 
     def apply(self, inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """`inner.apply`; of variables whose gradient is `tf.IndexedSlices` it sees those rows.
-
-        The slices' indices are unique.
-        """
+        """`inner.apply`, which sees rows of variables with slices, whose indices are unique."""
         given, seen = list(gradients), list(variables)
         rows: dict[Any, Any] = {}
         for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
@@ -154,11 +151,9 @@ def _has_none(ids: Any) -> bool:
 
 
 class _Rows:
-    """Some rows of a variable, as an optimizer uses a variable.
+    """Some rows of a variable, as an optimizer uses one; where there are none, one that stays 0."""
 
-    Where it is known that there are none, one row that is 0 and cannot be changed: Keras's `add`
-    takes tensors without rows for biases.
-    """
+    # For Keras's `add` takes tensors without rows for biases.
 
     constraint = None
 
@@ -186,11 +181,7 @@ class _Rows:
         self._scatter(self._variable.scatter_sub, value)
 
     def end(self) -> None:
-        """Let the variable be read whole without a copy again, as before the first assignment.
-
-        After a scattered update TensorFlow copies a variable whenever it is read whole
-        (keras#15376), as `keras.layers.Embedding` does in each forward pass.
-        """
+        """Let the variable be read without a copy, as before a scattered update (keras#15376)."""
         tf.raw_ops.DisableCopyOnRead(resource=self._variable.handle)
 
     def _scatter(self, into: Any, value: Any) -> None:

@@ -45,10 +45,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Weight:
-    """One rank's weight in a step, and the mean over all ranks, which is more than 0.
-
-    Both are scalar float32 tensors; with 0, this rank's gradients count nothing.
-    """
+    """A rank's weight in a step, 0 or more, and the mean of all, more than 0: float32 scalars."""
 
     own: Any
     mean: Any
@@ -99,10 +96,8 @@ def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
 
 
 def refuse_local(kinds: Sequence[Kind], ring: Communicator) -> None:
-    """ConfigError if gradients of local variables may have come from other ranks' batches.
-
-    How much those count is not known here: a rank without rows would count them not at all.
-    """
+    """ConfigError if gradients of local variables may have come from other ranks' batches."""
+    # How much those count is not known here: a rank without rows would count them not at all.
     if Kind.LOCAL in kinds and getattr(_local, "has_moved", False):
         raise ConfigError(
             "has local variables and sends rows between ranks (all_to_all, gather, scatter, send) "

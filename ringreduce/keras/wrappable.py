@@ -105,10 +105,8 @@ def wrappers_in(model: Any) -> list[Any]:
 
 
 def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> None:
-    """ConfigError if `where` got a group, and an optimizer or layer of `model` uses the whole job.
-
-    What has a communicator of its own may have another one on purpose.
-    """
+    """ConfigError if `where` got a group, and an optimizer or layer uses the whole job."""
+    # What has a communicator of its own may have another one on purpose.
     if not is_initialized() or communicator is default_communicator():
         return
     layers = [v for v in private.layers_of(model) if isinstance(v, SyncBatchNormalization)]

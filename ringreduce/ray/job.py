@@ -29,10 +29,7 @@ _OWN = ("secret", "host_id")
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user has chosen, where the program runs that starts the job.
-
-    Raises ConfigError if a setting is unknown, impossible, or not the user's choice.
-    """
+    """What the user has chosen, where the program runs that starts the job; checked."""
 
     settings: Mapping[str, Any]  # of `Config`, by name
     # Of ringreduce in that program's environment.
@@ -70,18 +67,12 @@ def form(size: int, submit: Callable[..., Any], choices: Choices, restart: int =
 
 
 def host_here() -> str:
-    """The name of this process's Ray node, by which ranks know who shares a host with them.
-
-    A node is a host to Ray: several on one machine, such as pods, need not share memory.
-    """
+    """The name of this Ray node: several on one machine, such as pods, need not share memory."""
     return f"{platform.node()[:128]}-{ray.get_runtime_context().get_node_id()[:12]}"
 
 
 def open_meeting(ports: str, size: int) -> tuple[str, int]:
-    """Listen for the other ranks, at this node's address and a free port.
-
-    Returns ``host:port``, and the socket's descriptor, which ``init`` takes and closes.
-    """
+    """Listen for the other ranks; return ``host:port``, and the descriptor, which `init` closes."""
     host = ray.util.get_node_ip_address()
     (listener,) = listen(Bind((host,), port_range(ports) if ports else None), rank=0, size=size)
     port = listener.getsockname()[1]

@@ -72,15 +72,13 @@ class GradientBridge:
     ) -> list[Any]:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
-        Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
-        (`ringreduce.tensorflow.sparse`); they come back dense with `sparse_as_dense` and where XLA
-        compiles. The same holds for one rank. In a graph this adds ops; nothing travels while
-        tracing, since ranks may trace at different times.
+        Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once, for one rank too;
+        dense with `sparse_as_dense` and where XLA compiles. In a graph this adds ops; nothing
+        travels while tracing, since ranks may trace at different times.
 
         `gradients` are equal on all ranks except in values and rows; `paths` name them in messages,
-        and residuals belong to `variables`, where a compression has some. ConfigError as
-        `refuse_unreachable`, and for a shape that is not known. Eagerly raises what went wrong;
-        from a graph that comes when it is run (`ringreduce.tensorflow.failures`).
+        and residuals belong to `variables`. ConfigError as `refuse_unreachable`, and for a shape
+        that is not known. Eagerly raises what went wrong; from a graph that comes when it is run.
         """
         if ring.size == 1:
             return [self.own(gradient) for gradient in gradients]

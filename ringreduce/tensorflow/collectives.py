@@ -205,10 +205,7 @@ def scatter(tensor: Any, ring: Communicator, root: int, counts: Sequence[int] | 
 
 
 def _own_rows_of_sum(tensor: Any, counts: Any, ring: Communicator, own: Any, of: Any) -> Any:
-    """This rank's rows of the sum over all ranks; rank r has the next ``counts[r]``.
-
-    `counts` is a list if known; `own` is the static shape of the result, as far as it is known.
-    """
+    """This rank's rows, of static shape `own`, of the sum over all; rank r has ``counts[r]``."""
     known = counts if isinstance(counts, list) else None
 
     def run(array: np.ndarray, counts: np.ndarray, sign: Sign) -> np.ndarray:
@@ -264,10 +261,7 @@ def _parts(
     sign_with: Callable[[Sign, np.ndarray], int] = lambda sign, _: sign("parts of a tensor"),
     of: Any = NONE,
 ) -> Any:
-    """This rank's rows, of `shape`, of the tensor of rank `source`, whose parts have `counts` rows.
-
-    `counts` is a list, a tensor, or None for equal parts.
-    """
+    """This rank's rows of `source`'s tensor; `counts`: a list, a tensor or None, equal parts."""
     known = counts if isinstance(counts, list) else None
 
     def run(array: np.ndarray, *rest: Any) -> Any:

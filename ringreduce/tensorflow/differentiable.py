@@ -40,10 +40,7 @@ class Numbers:
         self._calling = threading.local()
 
     def next(self, origin: int) -> tuple[int, Callable[..., int]]:
-        """The number of the call that begins, and a function that makes its signature from parts.
-
-        `origin` is the number of the call whose gradient this is, or NONE, or UNKNOWN.
-        """
+        """The number of the call that begins, a gradient of `origin`, and what signs it."""
 
         def sign(*parts: object) -> int:
             signature = signature_of(*parts, origin)
@@ -55,10 +52,7 @@ class Numbers:
         return (UNKNOWN if origin == UNKNOWN else origin + _DEGREE), sign
 
     def explain(self, error: MismatchError) -> MismatchError | None:
-        """The error for ranks that compute gradients of different collectives; None: they do not.
-
-        Called in the thread of the call that failed with `error`.
-        """
+        """The error for ranks that compute gradients of different collectives, if they do."""
         origin = getattr(self._calling, "origin", NONE)
         if origin in (NONE, UNKNOWN) or error.signatures[0] != self._calling.signature:
             return None

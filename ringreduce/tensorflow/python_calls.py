@@ -33,11 +33,10 @@ def call(
 ) -> list[Any]:
     """The results of `run`, as tensors; in a graph this adds a stateful op that calls it.
 
-    `run` uses `ring`, whose calls run in the program's order; `what` it does is for
-    messages. It gets the values of `arguments`, which it must not change, and returns arrays, whose
-    memory becomes TensorFlow's; `results` has static shape and dtype of each, at least one. Its
-    `StopIteration` becomes `tf.errors.OutOfRangeError`. `of_gradient` is as for
-    `refuse_unreachable`.
+    `run` uses `ring`, in the program's order; `what` it does is for messages. It gets the values of
+    `arguments`, which it must not change, and returns arrays, whose memory becomes TensorFlow's;
+    `results` has static shape and dtype of each, at least one. Its `StopIteration` becomes
+    `tf.errors.OutOfRangeError`. `of_gradient` is as for `refuse_unreachable`.
 
     ConfigError where not all ranks could take part. Other errors are those of `run`: eagerly here,
     from a graph when it is run.

@@ -30,10 +30,7 @@ class Residuals:
         self._buckets: list[np.ndarray] = []
 
     def of(self, plan: BucketPlan, variables: Sequence[Any]) -> Callable[[int], np.ndarray]:
-        """A function that returns a bucket's, float32 of shape (arrays, count), to be changed.
-
-        `variables` are those of the plan's gradients.
-        """
+        """What returns a bucket's, float32 of shape (arrays, count), for these variables."""
         me = object()
 
         def residuals(bucket: int) -> np.ndarray:

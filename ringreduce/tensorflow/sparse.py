@@ -96,10 +96,7 @@ def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
 
 
 def merged(gradient: Any) -> Any:
-    """What `as_tensors` returns, with indices rising and unique, as after a reduction.
-
-    Optimizers that square rows or take their signs give another result when an index is repeated.
-    """
+    """`gradient` with indices rising and unique: optimizers may square rows or take their signs."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     found, first_positions = tf.unique(gradient.indices)
@@ -119,12 +116,9 @@ def mean_of_slices(
 ) -> list[tf.IndexedSlices]:
     """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
 
-    `reducer` is that of the whole step. `slices` are of tensors, of a float dtype; indices may be
-    repeated and in any order. Those of the means are rising and unique; dtypes and `dense_shape`
-    stay. Whether they are all of the table's rows or fewer may change from step to step, equally on
-    all ranks. `drain` waits for what is reduced before them.
-
-    ArrayError, on all ranks, if an index is outside the table.
+    `reducer` is that of the whole step, `drain` waits for what is reduced before. `slices` are of a
+    float dtype, with any indices; those of the means are rising and unique. Whether they are all of
+    the table's rows may change from step to step. ArrayError, on all ranks, if one is outside.
     """
     if not slices:
         return []

@@ -139,10 +139,7 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
 
 
 def differing(variables: Sequence[Any], ring: Communicator) -> list[Any]:
-    """Those of `variables` of which not all ranks hold the same value.
-
-    Collective. Ranks that have different numbers of variables find no difference.
-    """
+    """Those of `variables` that not all ranks hold alike; none where numbers differ. Collective."""
     gathered = ring.all_gather_object([_hash_of(variable) for variable in variables])
     if len(set(map(len, gathered))) > 1:
         return []

@@ -27,11 +27,7 @@ _prepared: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDiction
 
 
 class Answering(keras.callbacks.Callback):
-    """Makes ranks meet before each batch of an evaluation, and at its end answer the others.
-
-    As a callback it answers when a validation ends. `example` returns inputs of a batch, whose
-    values do not matter.
-    """
+    """Makes ranks meet before each batch of an evaluation; answers the others at its end."""
 
     def __init__(self, model: Any, ring: Communicator, example: Callable[[], Any]) -> None:
         super().__init__()
