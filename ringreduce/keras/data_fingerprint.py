@@ -30,16 +30,16 @@ _GROUP_BYTES = 1 << 20
 _STRING_BYTES = 64  # a guess
 
 
-def fingerprinted(dataset: Any, what: str, remedy: str, communicator: Communicator) -> Any:
+def fingerprinted(dataset: Any, what: str, remedy: str, ring: Communicator) -> Any:
     """`dataset` with the same elements, whose `targets` ranks compare as they are read.
 
     Not collective. A difference breaks the ring, with a MismatchError that names `what`, such as
     ``the dataset given to rr.shard``, the user's line, and `remedy`. Datasets of datasets pass.
     """
     specs = tf.nest.flatten(targets(dataset.element_spec), expand_composites=True)
-    if communicator.size == 1 or any(spec.dtype in (tf.variant, tf.resource) for spec in specs):
+    if ring.size == 1 or any(spec.dtype in (tf.variant, tf.resource) for spec in specs):
         return dataset
-    passes = FingerprintedPasses(what, remedy, communicator)
+    passes = FingerprintedPasses(what, remedy, ring)
     length = _group_length(dataset)
     grouped = dataset if length == 1 else dataset.batch(length)
     zero = np.int64(0)
@@ -93,14 +93,14 @@ _counts: weakref.WeakKeyDictionary[Communicator, Counter[str]] = weakref.WeakKey
 class FingerprintedPasses:
     """Counts the passes over one dataset and claims their fingerprints; from any thread."""
 
-    def __init__(self, what: str, remedy: str, communicator: Communicator) -> None:
+    def __init__(self, what: str, remedy: str, ring: Communicator) -> None:
         frame = users_frame()
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        counter = _counts.setdefault(communicator, Counter())
+        counter = _counts.setdefault(ring, Counter())
         counter[line] += 1
         self._key = f"{line} #{counter[line]}"
         self._what, self._line, self._remedy = what, line, remedy
-        self._communicator = communicator
+        self._communicator = ring
         self._numbers = itertools.count(1)
 
     def note(self, number: Any, before: Any, total: Any, fingerprint: Any) -> Any:

@@ -51,9 +51,9 @@ class RowsWarning(UserWarning):
     """An optimizer that is to update rows alone gets gradients that have none."""
 
 
-def note_sharding(communicator: Communicator) -> None:
+def note_sharding(ring: Communicator) -> None:
     """Note that this rank has its part of some data."""
-    _divided.add(communicator)
+    _divided.add(ring)
 
 
 def model_in_fit() -> Any:
@@ -67,9 +67,8 @@ def model_in_fit() -> Any:
     return None
 
 
-def warn_of_whole_data(model: Any, communicator: Communicator) -> None:
+def warn_of_whole_data(model: Any, ring: Communicator) -> None:
     """Warn on rank 0, once, unless data was divided; `model` is being trained by its `fit`."""
-    ring = communicator
     if ring.size == 1 or ring.rank != 0 or ring in _warned or _has_divided(ring):
         return
     _warned.add(ring)
@@ -82,21 +81,21 @@ def warn_of_whole_data(model: Any, communicator: Communicator) -> None:
     )
 
 
-def warn_of_same_rows(digests: Sequence[str], communicator: Communicator) -> None:
+def warn_of_same_rows(digests: Sequence[str], ring: Communicator) -> None:
     """Log on rank 0 which ranks have equal `digests` of what metrics hold; "" tells nothing.
 
     No warning of Python's, which may be ignored since each rank reads data of its own.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, digest in zip(communicator.members, digests, strict=True):
+    for rank, digest in zip(ring.members, digests, strict=True):
         ranks.setdefault(digest, []).append(rank)
     same = [them for digest, them in ranks.items() if digest and len(them) > 1]
-    if same and communicator.rank == 0 and not _has_divided(communicator):
+    if same and ring.rank == 0 and not _has_divided(ring):
         _log.warning(
             "[%d/%d] %s have trained on the same rows: their losses and metrics of the first "
             "epoch are equal to the last bit. Call rr.fit(model, ...) with data that are the same "
             "on all ranks, or give fit rr.shard(data); look at what shards yours by rank.",
-            *communicator.config.who.values(),
+            *ring.config.who.values(),
             " and ".join(named("rank", them) for them in same),
         )
 
@@ -106,17 +105,15 @@ def _has_divided(ring: Communicator) -> bool:
     return any(one.config is ring.config and not one.closed for one in _divided)
 
 
-def warn_of_different_weights(
-    model: Any, trained: Sequence[Any], communicator: Communicator
-) -> None:
+def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communicator) -> None:
     """Compare the weights of `model` that are not among `trained`; rank 0 warns. Collective."""
     # States of random generators should differ.
-    if communicator.size == 1:
+    if ring.size == 1:
         return
     known = {id(variable) for variable in trained}
     others = {id(v): v for v in model.weights if id(v) not in known and not is_seed_state(v)}
-    found = differing(list(others.values()), communicator)
-    if not found or communicator.rank != 0:
+    found = differing(list(others.values()), ring)
+    if not found or ring.rank != 0:
         return
     warn_at_users_line(
         f"the ranks have different values of {_first_of(map(path_of, found))}, which training does "
@@ -129,12 +126,12 @@ def warn_of_different_weights(
 
 
 def warn_of_differences(
-    model: Any, communicator: Communicator, who: str = "", what: str = "global batch, since "
+    model: Any, ring: Communicator, who: str = "", what: str = "global batch, since "
 ) -> None:
     """Warn on rank 0 of layers and losses that look at a whole batch; `who` are its ranks."""
-    if communicator.rank == 0 and (found := differences(model)):
+    if ring.rank == 0 and (found := differences(model)):
         warn_at_users_line(
-            f"{who or f'{communicator.size} ranks'} will not train exactly as one process does "
+            f"{who or f'{ring.size} ranks'} will not train exactly as one process does "
             f"with the same {what}" + "; ".join(found) + ".",
             ParityWarning,
         )

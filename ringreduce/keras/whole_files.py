@@ -16,19 +16,19 @@ from ringreduce.keras.mistakes import warn_at_users_line
 _prepared: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def save_whole_files(model: Any, communicator: Communicator) -> None:
+def save_whole_files(model: Any, ring: Communicator) -> None:
     """From now on ``model.save`` and ``model.save_weights`` replace a file in one step."""
-    if communicator.size == 1 or model in _prepared:
+    if ring.size == 1 or model in _prepared:
         return
     _prepared.add(model)
     for name in ("save", "save_weights"):
-        setattr(model, name, _Saving(model, name, communicator))
+        setattr(model, name, _Saving(model, name, ring))
 
 
 class _Saving:
-    def __init__(self, model: Any, name: str, communicator: Communicator) -> None:
-        self._model, self._name, self._rank = weakref.ref(model), name, communicator.rank
-        self._warns = communicator.rank > 0
+    def __init__(self, model: Any, name: str, ring: Communicator) -> None:
+        self._model, self._name, self._rank = weakref.ref(model), name, ring.rank
+        self._warns = ring.rank > 0
 
     def __call__(self, filepath: Any, *arguments: Any, **options: Any) -> Any:
         model = self._model()

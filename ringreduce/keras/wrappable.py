@@ -104,46 +104,46 @@ def wrappers_in(model: Any) -> list[Any]:
     return [one for one in (*held, *itertools.chain(*lists)) if isinstance(one, Wrapper)]
 
 
-def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> None:
+def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:
     """ConfigError if `where` got a group, and an optimizer or layer uses the whole job."""
     # What has a communicator of its own may have another one on purpose.
-    if not is_initialized() or communicator is default_communicator():
+    if not is_initialized() or ring is default_communicator():
         return
     layers = [v for v in private.layers_of(model) if isinstance(v, SyncBatchNormalization)]
     for one in (*wrappers_in(model), *layers):
         if one.communicator is None:
             name = "DistributedOptimizer" if isinstance(one, Wrapper) else "SyncBatchNormalization"
             raise ConfigError(
-                f"got a group of {communicator.size} ranks in {where}, while {one.name} of the "
+                f"got a group of {ring.size} ranks in {where}, while {one.name} of the "
                 f"model averages over all {default_communicator().size}",
-                **communicator.config.who,
+                **ring.config.who,
                 remedy=f"Make it with {name}(..., communicator=group).",
             )
 
 
-def refuse_other_optimizer(model: Any, communicator: Communicator) -> None:
+def refuse_other_optimizer(model: Any, ring: Communicator) -> None:
     """ConfigError if an optimizer averages over other ranks than `rr.fit` compares in the end."""
     for one in wrappers_in(model):
         own = one.communicator
-        if own is not None and list(own.members) != list(communicator.members):
+        if own is not None and list(own.members) != list(ring.members):
             raise ConfigError(
-                f"trains on {communicator.size} ranks in rr.fit, while {one.name} averages over "
+                f"trains on {ring.size} ranks in rr.fit, while {one.name} averages over "
                 f"{own.size} of them: weights would differ",
-                **communicator.config.who,
+                **ring.config.who,
                 remedy="Pass the optimizer's communicator to rr.fit too; or check=False, if "
                 "something else makes weights equal.",
             )
 
 
-def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
+def warn_of_plain_optimizer(model: Any, where: str, ring: Communicator) -> None:
     """Log a warning if nothing seems to average the gradients of `model`."""
     optimizer = model.optimizer
-    if communicator.size == 1 or optimizer is None or is_distributed(model):
+    if ring.size == 1 or optimizer is None or is_distributed(model):
         return
     _log.warning(
         "[%d/%d] %s got a model whose optimizer (%s) is no DistributedOptimizer: ranks train "
         "apart, unless its train_step averages gradients by itself. Wrap it, or use rr.load_model.",
-        *(*communicator.config.who.values(), where, optimizer.name),
+        *(*ring.config.who.values(), where, optimizer.name),
     )
 
 
@@ -154,15 +154,15 @@ def require_compiled(model: Any, more: str = "") -> None:
         raise ConfigError(f"got {model!r}, which is no compiled model", remedy=remedy)
 
 
-def require_distributed(model: Any, communicator: Communicator) -> None:
+def require_distributed(model: Any, ring: Communicator) -> None:
     """ConfigError unless `model` averages gradients, or may do so in a `train_step` of its own."""
     if is_distributed(model):
         return
     if type(model).train_step is not keras.Model.train_step:
-        return warn_of_plain_optimizer(model, "rr.fit", communicator)
+        return warn_of_plain_optimizer(model, "rr.fit", ring)
     raise ConfigError(
         f"got a model with a plain optimizer ({model.optimizer.name}), which averages nothing",
-        **communicator.config.who,
+        **ring.config.who,
         remedy="Wrap it: model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers."
         f'{type(model.optimizer).__name__}(...)), ...); for a name such as "adam" give the wrapper '
         'keras.optimizers.get("adam"). rr.load_model wraps that of a saved model.',
