@@ -21,6 +21,7 @@ import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.keras import private
+from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -67,7 +68,10 @@ class Wrapper(keras.optimizers.Optimizer):
     def build_inner(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables; nothing travels."""
         if self._has_stand_ins:
-            self._inner, self._has_stand_ins = _built_like(self._inner, variables), False
+            # Outside of the function being traced, at whose end alone variables would get values.
+            with tf.init_scope():
+                self._inner = remake(*describe(self._inner), list(variables))
+            self._has_stand_ins = False
         else:
             self._inner.build(list(variables))
 
@@ -140,37 +144,42 @@ for _name in _methods:
         setattr(Wrapper, _name, _forwarding(_name))
 
 
-def describe(optimizer: Any) -> tuple[Any, ...]:
+def describe(optimizer: Any) -> tuple[Any, Any, Any, list[np.ndarray]]:
     """`optimizer` as plain values, its variables' present ones included: arguments of `remake`."""
     built_for = None
     if optimizer.built:
-        # All that an optimizer may read of a variable that it is built for.
-        built_for = [
-            (
-                str(getattr(variable, "path", variable.name)),
-                tuple(variable.shape),
-                keras.backend.standardize_dtype(variable.dtype),
-                bool(getattr(variable, "overwrite_with_gradient", False)),
-            )
-            for variable in private.trained_variables(optimizer)
-        ]
+        built_for = list(map(_described, private.trained_variables(optimizer)))
     values = [np.array(variable.numpy()) for variable in optimizer.variables]
     return type(optimizer), optimizer.get_config(), built_for, values
 
 
 def remake(
-    optimizer_class: Any,
-    config: dict[str, Any],
-    built_for: Sequence[tuple[str, tuple[int, ...], str, bool]] | None,
-    values: Sequence[np.ndarray],
+    kind: Any, config: Any, built_for: Any, values: Sequence[np.ndarray], variables: Any = None
 ) -> Any:
-    """An optimizer like the one that was described, built for stand-ins if that was built."""
-    optimizer = optimizer_class.from_config(config)
+    """An optimizer like the one that was described; if that was built, for `variables`.
+
+    None: for stand-ins. ConfigError unless they are like those of the original.
+    """
+    optimizer = kind.from_config(config)
     if built_for is not None:
-        optimizer.build([_stand_in(*each) for each in built_for])
+        optimizer.build(variables or [_stand_in(*each) for each in built_for])
+    ours, theirs = [tuple(v.shape) for v in optimizer.variables], [n.shape for n in values]
+    if ours != theirs:
+        raise ConfigError(
+            f"the copy of an optimizer ({optimizer.name}) is built for other variables "
+            f"than its original: it gets state of shapes {ours}, and has {theirs}",
+            remedy="Use it with a model like the original's, or make a new optimizer.",
+        )
     for variable, value in zip(optimizer.variables, values, strict=True):
         variable.assign(value)
     return optimizer
+
+
+def _described(variable: Any) -> tuple[Any, ...]:
+    """All that an optimizer may read of a variable that it is built for."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    overwrites = bool(getattr(variable, "overwrite_with_gradient", False))
+    return path_of(variable), tuple(variable.shape), dtype, overwrites
 
 
 def _stand_in(path: str, shape: tuple[int, ...], dtype: str, overwrites: bool) -> Any:
@@ -183,21 +192,3 @@ def _stand_in(path: str, shape: tuple[int, ...], dtype: str, overwrites: bool) -
     if overwrites:
         variable.overwrite_with_gradient = True
     return variable
-
-
-def _built_like(optimizer: Any, variables: Sequence[Any]) -> Any:
-    """An optimizer with the configuration and the state of `optimizer`, built for `variables`."""
-    # Outside of the function being traced, at whose end alone new variables would get values.
-    with tf.init_scope():
-        made = type(optimizer).from_config(optimizer.get_config())
-        made.build(list(variables))
-        ours, theirs = ([tuple(v.shape) for v in one.variables] for one in (made, optimizer))
-        if ours != theirs:
-            raise ConfigError(
-                f"the copy of an optimizer ({optimizer.name}) is built for other variables "
-                f"than its original: it gets state of shapes {ours}, and has {theirs}",
-                remedy="Use it with a model like the original's, or make a new optimizer.",
-            )
-        for variable, like in zip(made.variables, optimizer.variables, strict=True):
-            variable.assign(like.numpy())
-    return made

@@ -69,11 +69,9 @@ def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
     for library in ours["versions"].keys() & theirs["versions"].keys():
         here, there = ours["versions"][library], theirs["versions"][library]
         if here != there:
-            return Difference(
-                peer,
-                f"runs {library} {here}, rank {peer} runs {library} {there}",
-                "Install the same versions on every rank: results would differ silently.",
-            )
+            text = f"runs {library} {here}, rank {peer} runs {library} {there}"
+            remedy = "Install the same versions on every rank: results would differ silently."
+            return Difference(peer, text, remedy)
     layouts = ours["variables"], theirs["variables"]
     specs = [[GradientSpec(p, tuple(s), dtype) for p, s, dtype in each] for each in layouts]
     if difference := first_difference(specs[0], specs[1], "variables"):
