@@ -25,7 +25,7 @@ from ringreduce.communicator.process import (
     size,
 )
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.keras import callbacks, parts
+from ringreduce.keras import callbacks, mistakes, parts
 from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.callbacks.profile import warn_of_no_profile
 from ringreduce.keras.data import permutation, shard
@@ -34,13 +34,7 @@ from ringreduce.keras.fit import fit
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.meetings import DiLoCo, LocalSGD
-from ringreduce.keras.mistakes import (
-    DataWarning,
-    ParityWarning,
-    RowsWarning,
-    WeightsWarning,
-    warn_of_ranks_apart,
-)
+from ringreduce.keras.mistakes import DataWarning, ParityWarning, RowsWarning, WeightsWarning
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.parts.attention import ParallelGroupQueryAttention, ParallelMultiHeadAttention
@@ -100,5 +94,5 @@ if keras.backend.backend() != "tensorflow":
         remedy="Set KERAS_BACKEND=tensorflow, or use ringreduce.Communicator directly.",
     )
 
-atexit.register(warn_of_ranks_apart)
+atexit.register(mistakes.warn_of_ranks_apart)
 atexit.register(warn_of_no_profile)

@@ -27,7 +27,7 @@ from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.step import Step, WrapOrder, put_around
+from ringreduce.keras.step import WEIGHTED, Step, put_around
 from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -238,7 +238,7 @@ def weigh_steps(model: Any, weighting: str, ring: Communicator, is_counted: bool
     _followed[model] = how
     # A function traced before has another weighting, or none.
     model.train_function = None
-    put_around(model, WrapOrder.WEIGHTED, _followed_step)
+    put_around(model, WEIGHTED, _followed_step)
 
 
 def _followed_step(model: Any, step: Step, data: Any) -> Any:

@@ -28,7 +28,7 @@ from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
-from ringreduce.keras import private, settings, weighting
+from ringreduce.keras import private, settings, strategies, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
@@ -37,15 +37,7 @@ from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, w
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import check_parts, joint, mark_state
-from ringreduce.keras.strategies import (
-    Accumulate,
-    EveryStep,
-    Running,
-    Step,
-    Strategy,
-    StrategyState,
-    Use,
-)
+from ringreduce.keras.strategies import Strategy, StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
@@ -159,8 +151,10 @@ class DistributedOptimizer(Wrapper):
                 f"got strategy={type(strategy).__name__} and accumulate_steps={accumulate_steps}",
                 remedy="Pass one of them: accumulate_steps=k is strategy=rr.Accumulate(k).",
             )
-        if strategy is None:
-            strategy = EveryStep() if accumulate_steps == 1 else Accumulate(accumulate_steps)
+        if strategy is None and accumulate_steps == 1:
+            strategy = strategies.EveryStep()
+        elif strategy is None:
+            strategy = strategies.Accumulate(accumulate_steps)
         if not isinstance(strategy, Strategy):
             raise ConfigError(
                 f"got {strategy!r} as strategy", remedy="Pass an object, such as rr.LocalSGD(50)."
@@ -182,8 +176,10 @@ class DistributedOptimizer(Wrapper):
             "scale_local_gradients": scale_local_gradients,
             "op": how,
         }
-        self._running = strategy.begin(Use(self._ring, self._touched is not None, compression))
-        has_state = type(self._running).state is not Running.state or self._bridge.low_rank
+        use = strategies.Use(self._ring, self._touched is not None, compression)
+        self._running: strategies.Running = strategy.begin(use)
+        is_kept = type(self._running).state is not strategies.Running.state
+        has_state = is_kept or self._bridge.low_rank is not None
         self._state = StrategyState(self._state_now, self._load_state) if has_state else None
         if self.built:
             mark_state(inner)
@@ -262,7 +258,8 @@ class DistributedOptimizer(Wrapper):
         weight = weighting.current()
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options)
-        self._running.take(Step(grads, known, kinds, weight, reducer, self._apply_means))
+        step = strategies.Step(grads, known, kinds, weight, reducer, self._apply_means)
+        self._running.take(step)
 
     def _apply_means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         touched = self._touched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +15,11 @@ from ringreduce.vocabulary.errors import ConfigError
 Step = Callable[[Any], Any]
 # Attribute of a wrapped step: the one inside, and its wrappers by their places.
 _WRAPS = "_ringreduce_wraps"
+# Places of wrappers, from the inside out. COMPILED applies gradients at its end, weighted ones.
+COMPILED, WEIGHTED = 0, 1
 
 
-class WrapOrder(enum.IntEnum):
-    """The order of the wrappers from the inside out; they may be added in any order."""
-
-    COMPILED = 0
-    # Around COMPILED, which applies gradients at its end: they must be weighted then.
-    WEIGHTED = 1
-
-
-def put_around(model: Any, place: WrapOrder, around: Callable[[Any, Step, Any], Any]) -> None:
+def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) -> None:
     """Have `around` called for `model`'s training step, with the model, the step and data; once."""
     step = model.train_step
     inner, wraps = getattr(step, _WRAPS, (step, {}))
@@ -75,7 +68,7 @@ def compile_gradients(model: Any) -> None:
     if model.jit_compile:
         text = "got a model with jit_compile=True, which compiles all of the step"
         raise ConfigError(text, remedy="Call model.compile(..., jit_compile=False) first.")
-    put_around(model, WrapOrder.COMPILED, _divided)
+    put_around(model, COMPILED, _divided)
 
 
 def _require_wrapped(model: Any) -> None:
