@@ -64,9 +64,9 @@ from ringreduce.keras.tensors import (
     send,
 )
 from ringreduce.keras.weighting import in_parts, step_weight
-from ringreduce.tensorflow import verify_replicas
 from ringreduce.tensorflow.codecs import Compression
 from ringreduce.tensorflow.low_rank import PowerSGD
+from ringreduce.tensorflow.variables import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]

@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states, private
@@ -29,6 +28,7 @@ from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.rows import map_arrays, slice_rows, tensor_of
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.wrappable import settle
+from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -173,7 +173,7 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
     with metric_states.restored(averages):
         # A rank with an empty share may have a model that is not built, and needs no averages.
         if len(set(ring.all_gather_object(len(averages)))) == 1:
-            bridge.broadcast_variables(averages, ring)
+            broadcast_variables(averages, ring)
         yield
 
 

@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.weighting import Kind, Weight, weighted
-from ringreduce.tensorflow import GradientBridge, path_of
+from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.collectives import all_reduce
+from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.types import ReduceOp
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.parts.part import is_own_piece
@@ -24,6 +23,7 @@ from ringreduce.keras.parts.replicas import make_alike, model_group
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Kind, weighted
+from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.vocabulary.errors import ConfigError
@@ -53,10 +53,10 @@ def broadcast_variables(
     ring = communicator or default_communicator()
     own = [each for each in variables if not (is_seed_state(each) or is_own_piece(each))]
     if tf.executing_eagerly():
-        bridge.broadcast_variables(own, ring, root_rank)
+        tf_variables.broadcast_variables(own, ring, root_rank)
     elif own and ring.size > 1:
-        paths, values = map(bridge.path_of, own), [tf.convert_to_tensor(v) for v in own]
-        give = partial(bridge.broadcast_values, list(paths), ring, root_rank)
+        paths, values = map(tf_variables.path_of, own), [tf.convert_to_tensor(v) for v in own]
+        give = partial(tf_variables.broadcast_values, list(paths), ring, root_rank)
         shapes = [(value.shape, value.dtype) for value in values]
         found = call(ring, "copy variables", lambda *arrays: give(arrays), values, shapes)
         for variable, value in zip(own, found, strict=True):
@@ -97,7 +97,7 @@ class InitialValues:
             return gradients
         states, group = seed_states_in_use(), model_group(variables)
         with tf.init_scope():
-            have_values = all(map(bridge.is_initialized, (*new_state, *new)))
+            have_values = all(map(tf_variables.is_initialized, (*new_state, *new)))
             if have_values:
                 differed = give_values(new_state, new, ring, group)
                 if settings is not None and ring.size > 1:
@@ -121,7 +121,7 @@ class InitialValues:
 
     def _require(self, ring: Communicator) -> list[Any]:
         """Raise if a step runs whose variables had no values when it was traced, nor since."""
-        missing = [bridge.path_of(variable) for variable in self._without_value.values()]
+        missing = [tf_variables.path_of(variable) for variable in self._without_value.values()]
         if missing:
             error = ConfigError(
                 "has variables that had no values when the training step was traced "
@@ -143,8 +143,8 @@ def give_values(
 ) -> bool:
     """Give all ranks rank 0's values; return whether `variables` differed on one of its `group`."""
     if state:
-        bridge.broadcast_variables(state, ring)
-    differed = bridge.broadcast_variables(variables, ring)
+        tf_variables.broadcast_variables(state, ring)
+    differed = tf_variables.broadcast_variables(variables, ring)
     make_alike(state, group)
     if make_alike(variables, group):
         return True

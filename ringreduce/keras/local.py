@@ -12,7 +12,7 @@ from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.wrappable import all_within, state_for
-from ringreduce.tensorflow import path_of
+from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 

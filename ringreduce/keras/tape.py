@@ -17,9 +17,10 @@ from ringreduce.keras.initial import InitialValues, plain_variable
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
-from ringreduce.tensorflow import GradientBridge, path_of
+from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
+from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import keras
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.replicas import alike, make_alike, model_group
 from ringreduce.keras.wrappable import build_optimizer_here, wrappers_in
 from ringreduce.tensorflow.agreement import count_true
+from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -121,13 +121,13 @@ class VerifyReplicas(keras.callbacks.Callback):
     def _verify(self) -> None:
         state = _shared_state(self.model, self.model.trainable_variables)
         equal_now = getattr(self.model.optimizer, "equal_now", lambda every: every)
-        bridge.verify_replicas(equal_now(state), self._communicator)
+        verify_replicas(equal_now(state), self._communicator)
         self._verify_group()
 
     def _verify_group(self) -> None:
         state = _shared_state(self.model, self.model.trainable_variables)
         if (group := model_group(state)) is not None:
-            bridge.verify_replicas(alike(state), group)
+            verify_replicas(alike(state), group)
 
 
 def broadcast_state(
@@ -138,7 +138,7 @@ def broadcast_state(
     # Not `model.variables`, which has the states of random generators.
     state = _shared_state(model, model.weights)
     shared = [variable for variable in state if id(plain_variable(variable)) not in kept]
-    bridge.broadcast_variables(shared, communicator, root)
+    broadcast_variables(shared, communicator, root)
     make_alike(shared, model_group(shared))
     for wrapper in wrappers_in(model):
         wrapper.broadcast_state(root)

@@ -12,12 +12,12 @@ from typing import Any
 
 import keras
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.wrappable import all_within
+from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -177,7 +177,7 @@ def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
     """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
     variables = getattr(model.optimizer, "variables", ())
     rates = [variable for variable in variables if variable.name == "learning_rate"]
-    bridge.broadcast_variables(rates, communicator)
+    broadcast_variables(rates, communicator)
 
 
 def _momenta_of(optimizer: Any) -> list[Any]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.parts.part import is_of_split_layer, pieces_in
 from ringreduce.tensorflow.agreement import count_true
+from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -62,4 +62,4 @@ def make_alike(variables: Sequence[Any], group: Communicator | None) -> bool:
     """Give all ranks of a model group its first one's values; return whether some differed."""
     if group is None:
         return False
-    return count_true(group, bridge.broadcast_variables(alike(variables), group)) > 0
+    return count_true(group, broadcast_variables(alike(variables), group)) > 0
