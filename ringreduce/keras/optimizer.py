@@ -111,6 +111,8 @@ class DistributedOptimizer(Wrapper):
 
     # Set on subclasses: the optimizer class that they wrap.
     _inner_class: Any = None
+    # As it was given; None for the process's.
+    communicator: Communicator | None = None
 
     def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
         """An instance of a class that is saved under the inner optimizer's name."""
@@ -163,7 +165,6 @@ class DistributedOptimizer(Wrapper):
         how = gradient_op(op)
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
-        # As it was given; None for the process's.
         self.communicator = communicator
         self._bridge = GradientBridge(bucket_bytes, check_numerics, compression, sparse_as_dense)
         self._options: dict[str, Any] = {
