@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras import weighting
+from ringreduce.keras import private, weighting
 from ringreduce.tensorflow import collectives, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.vocabulary.errors import ConfigError
@@ -83,9 +83,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return _combined(weighting.across_ranks(own[tf.newaxis], gather))
 
 
-# Keras writes the name and module of the class into a file; the configuration is the plain layer's.
-SyncBatchNormalization.__name__ = keras.layers.BatchNormalization.__name__
-SyncBatchNormalization.__module__ = keras.layers.BatchNormalization.__module__
+private.save_as(SyncBatchNormalization, keras.layers.BatchNormalization)
 
 
 def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:

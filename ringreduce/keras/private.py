@@ -99,6 +99,11 @@ def has_layers(layer: Any) -> bool:
     return bool(layer._layers)
 
 
+def save_as(layer: Any, plain: Any) -> None:
+    """Have Keras write the name and module of `plain` for a class with its configuration."""
+    layer.__name__, layer.__module__ = plain.__name__, plain.__module__
+
+
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Have `fit` begin with that epoch, or where its caller says."""
     model._initial_epoch = epoch

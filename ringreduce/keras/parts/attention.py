@@ -11,8 +11,9 @@ from typing import Any
 import keras
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.parts.part import require_multiple
 from ringreduce.keras.parts.split import SplitLayer, entering, leaving
-from ringreduce.vocabulary.errors import ConfigError
 
 
 class _IntoHeads(SplitLayer, keras.layers.EinsumDense):
@@ -61,10 +62,7 @@ class _Attention(SplitLayer):
         self.refuse(**{kind: getattr(self, f"{name}{kind}") for kind in kinds})
 
     def _require_heads(self, count: int, what: str) -> None:
-        if count % (size := self.ring().size):
-            text = f"cannot divide the {count} {what} of {self.name} among {size} ranks"
-            remedy = f"Make it a multiple of {size}, or pass a group whose size divides it."
-            raise ConfigError(text, **self.ring().config.who, remedy=remedy)
+        require_multiple(count, f"the {count} {what} of {self.name}", self.ring())
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         super().build(query_shape, value_shape, key_shape)
@@ -169,7 +167,5 @@ class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
         super().build(query_shape, value_shape, key_shape)
 
 
-# Keras writes the name and module of the class into a file; the configuration is the plain layer's.
-for _layer in (ParallelMultiHeadAttention, ParallelGroupQueryAttention):
-    _plain = _layer.__mro__[_layer.__mro__.index(_Attention) + 3]
-    _layer.__name__, _layer.__module__ = _plain.__name__, _plain.__module__
+private.save_as(ParallelMultiHeadAttention, keras.layers.MultiHeadAttention)
+private.save_as(ParallelGroupQueryAttention, keras.layers.GroupQueryAttention)

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
 from ringreduce.keras.parts.layer import PartLayer, by_blocks
 from ringreduce.keras.parts.lookup import rows_of_all
 from ringreduce.keras.parts.part import Part
@@ -185,6 +186,4 @@ def _flat(ids: Any) -> Any:
 _Combining = keras.saving.register_keras_serializable("ringreduce")(
     type("ShardedEmbedding", (ShardedEmbedding,), {"__module__": __name__})
 )
-# Keras writes the name and module of the class into a file; the configuration is the plain layer's.
-ShardedEmbedding.__name__ = keras.layers.Embedding.__name__
-ShardedEmbedding.__module__ = keras.layers.Embedding.__module__
+private.save_as(ShardedEmbedding, keras.layers.Embedding)

@@ -66,11 +66,16 @@ class Part:
 
     def require_divisible(self, what: str) -> None:
         """ConfigError unless each rank gets as much; `what` names the axis and whose it is."""
-        size, count = self.communicator.size, self.shape[self.axis]
-        if count % size:
-            text = f"cannot divide {what}, {count}, among {size} ranks"
-            remedy = f"Make it a multiple of {size}, or pass a group whose size divides it."
-            raise ConfigError(text, **self.communicator.config.who, remedy=remedy)
+        count = self.shape[self.axis]
+        require_multiple(count, f"{what}, {count},", self.communicator)
+
+
+def require_multiple(count: int, what: str, ring: Communicator) -> None:
+    """ConfigError unless the ranks can have equally many of `count`."""
+    if count % ring.size:
+        text = f"cannot divide {what} among {ring.size} ranks"
+        remedy = f"Make it a multiple of {ring.size}, or pass a group whose size divides it."
+        raise ConfigError(text, **ring.config.who, remedy=remedy)
 
 
 _NAME = "_ringreduce_part"

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
 from ringreduce.keras.parts.layer import PartLayer, as_whole
 from ringreduce.keras.parts.part import Part
 from ringreduce.tensorflow.collectives import all_gather, all_reduce
@@ -192,7 +193,5 @@ def _with_last(config: Any, change: Any) -> Any:
     return {**config, "input_shape": (*rest, change(last))}
 
 
-# Keras writes the name and module of the class into a file; the configuration is the plain layer's.
-for _layer in (ColumnParallelDense, RowParallelDense):
-    _layer.__name__ = keras.layers.Dense.__name__
-    _layer.__module__ = keras.layers.Dense.__module__
+private.save_as(ColumnParallelDense, keras.layers.Dense)
+private.save_as(RowParallelDense, keras.layers.Dense)
