@@ -111,14 +111,12 @@ class DistributedGradientTape:
         """`tf.GradientTape.gradient`, with the gradients averaged over all ranks.
 
         Collective: all ranks must call it at the same point. `target` is each rank's own loss; the
-        structure of `sources` is equal on all ranks, with equal shapes and dtypes.
+        structure of `sources` is equal on all ranks, with equal shapes and dtypes. Raises as
+        `DistributedOptimizer.apply`; ConfigError also if a gradient has no fixed shape.
 
         Returns:
             Gradients in the structure of `sources`, equal on all ranks to the last bit; None where
                 `target` does not depend on a source, which must be so on all ranks.
-
-        Raises:
-            As `DistributedOptimizer.apply`; ConfigError also if a gradient has no fixed shape.
         """
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)

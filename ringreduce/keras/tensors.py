@@ -118,10 +118,8 @@ def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = No
 
     The tensor is as for `all_reduce`, of equal shape and dtype on all ranks; `root` is equal too.
     The root only sends, and may learn only in its next call that another rank passed a different
-    one. The gradient is the sum of all ranks' gradients on `root`, and zeros elsewhere.
-
-    Raises:
-        As `all_reduce`; ArrayError also when `root` is no rank.
+    one. The gradient is the sum of all ranks' gradients on `root`, and zeros elsewhere. Raises as
+    `all_reduce`; ArrayError also when `root` is no rank.
     """
     ring = communicator or default_communicator()
     return _carried(tensor, lambda value: collectives.broadcast(value, ring, root))
@@ -136,9 +134,7 @@ def reduce_scatter(
     Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at most
     one, longer ones first; with fewer rows than ranks the last are empty. The tensor is as for
     `all_reduce`, with a dimension or more. The gradient is the gathered gradients of all parts.
-
-    Raises:
-        As `all_reduce`; ArrayError also for a tensor without dimensions.
+    Raises as `all_reduce`; ArrayError also for a tensor without dimensions.
     """
     ring = communicator or default_communicator()
     return _carried(tensor, lambda value: collectives.reduce_scatter(value, ring, op), op)
@@ -184,14 +180,12 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
 def gather(tensor: Any, root: int = 0, *, communicator: Communicator | None = None) -> Any:
     """Join the tensors of all ranks along the first dimension, in rank order, on rank `root`.
 
-    Tensors are as for `all_gather`. The gradient of a rank's rows is that of them on `root`.
+    Tensors are as for `all_gather`. The gradient of a rank's rows is that of them on `root`. Raises
+    as `all_reduce`; ArrayError also when `root` is no rank.
 
     Returns:
         A new tensor: on `root` of shape (sum of first dimensions, ...), elsewhere (0, ...). Where
             gradients are asked for, all ranks compute their loss from it alike: a sum of nothing.
-
-    Raises:
-        As `all_reduce`; ArrayError also when `root` is no rank.
     """
     ring = communicator or default_communicator()
     return _moved(tensor, lambda value: collectives.gather(value, ring, root))
@@ -207,15 +201,13 @@ def scatter(
 ) -> Any:
     """Give each rank a part of the tensor of rank `root`: the first to rank 0, and so on.
 
-    The gradient is the gathered gradients of all parts on `root`, and zeros elsewhere.
+    The gradient is the gathered gradients of all parts on `root`, and zeros elsewhere. Raises as
+    `broadcast`; ArrayError also when the rows cannot be divided so.
 
     Args:
         tensor: as for `broadcast`; its values matter on `root` alone. It has a dimension or more,
             along which it is cut. The result is a new one of shape (own rows, ...).
         counts: rows for each rank, equal on all ranks; None: the same number for each.
-
-    Raises:
-        As `broadcast`; ArrayError also when the rows cannot be divided so.
     """
     ring = communicator or default_communicator()
     return _moved(tensor, lambda value: collectives.scatter(value, ring, root, counts))
@@ -250,15 +242,12 @@ def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | N
     """The next tensor that rank `source` sends to this one.
 
     Its gradient goes back to that rank, which must ask for it, as this one must for that of a loss
-    that depends on the tensor.
+    that depends on the tensor. Raises as `send`; ArrayError also when the shape is not known.
 
     Args:
         like: a tensor of the shape and dtype of the one sent, whose values do not matter; or a
             `tf.TensorSpec` of known shape.
         tag: the number that the sender passes.
-
-    Raises:
-        As `send`; ArrayError also when the shape is not known.
     """
     ring = communicator or default_communicator()
     if isinstance(like, tf.TensorSpec):
