@@ -4,8 +4,6 @@ A name is here only if it means the same as in Horovod. Asking for another says 
 `ringreduce.keras.horovod` has many of them.
 """
 
-from __future__ import annotations
-
 _PAGE = "docs/from-horovod.md has the whole table"
 
 _GROUPS = "use communicator.split(color), and pass communicator="

@@ -1,7 +1,5 @@
 """Arrays with a row for each sample, as `model.fit` takes them: checked, sliced and compared."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

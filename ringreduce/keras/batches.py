@@ -9,8 +9,6 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
     tf.data.Dataset     the same, in its graph
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Each rank's part of data: of a `tf.data.Dataset`, of arrays, or of a `PyDataset`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -10,8 +10,6 @@ The last fingerprint stands for all elements before it. Groups of small elements
 compared one by one; of other elements the first 64, then every 64th.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """The gradients of a step: how those of all ranks combine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ With a `process_set` this is about its ranks, which take part alone. A `root_ran
 of the job. A `name` is not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ were computed with the old ones: a rank whose values differed is left out of the
 Ranks agree on when, since each decides by the variables alone: those that it has not seen before.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence

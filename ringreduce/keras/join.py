@@ -8,8 +8,6 @@ empty step runs the same graph on a sample of zeros: its gradients have weight 0
 metrics and moving averages are undone.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from typing import Any

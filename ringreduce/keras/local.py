@@ -1,7 +1,5 @@
 """Variables that each rank does not share, and the optimizer's state for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ metrics, reads the results, and restores its own values. Each variable's `aggreg
 values combine.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

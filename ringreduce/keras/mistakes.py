@@ -3,8 +3,6 @@
 Rank 0 warns, once, at the line of the user's program.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -8,8 +8,6 @@ See: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for co
 variances", 1979.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

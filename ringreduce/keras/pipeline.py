@@ -10,8 +10,6 @@ Within a chain activations go forward and gradients back (`ringreduce.keras.stag
 ranks each; a data group is what other data-parallel jobs are, with all that `rr.fit` uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """All private names of Keras that this package uses, checked on import; it changes none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of dense, ragged and sparse tensors and scipy's matrices: counted, sliced, chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

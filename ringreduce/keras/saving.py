@@ -4,8 +4,6 @@ Files of models trained under `DistributedOptimizer` hold the wrapped optimizer,
 ours: they load where ringreduce is not installed, and those of plain Keras load here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

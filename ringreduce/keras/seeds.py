@@ -5,8 +5,6 @@ So a generator in the same state on several ranks gets another seed on all but t
 compared, not their origin: repeating it repairs what a checkpoint has made equal again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

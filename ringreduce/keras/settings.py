@@ -1,7 +1,5 @@
 """Settings that must be equal on all ranks, and the first of them that are not."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence

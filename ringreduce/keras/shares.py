@@ -8,8 +8,6 @@ Batches are made ahead of the step that uses them. So ranks change at the first 
 them has divided yet.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

@@ -4,8 +4,6 @@ Python goes through the schedule, so that TensorFlow cannot run a later pass ear
 traced function. Between both passes of a micro-batch its tape keeps what the forward one has left.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Wraps a model's training step, in a fixed order; with XLA, where that cannot call the ring."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Collectives on tensors for users: in layers, losses, metrics and custom loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

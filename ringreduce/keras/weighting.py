@@ -10,8 +10,6 @@ the step. Inside it is of all ranks' mean loss, whatever the shares of the batch
 rank has an empty share still learns from the rows of others.
 """
 
-from __future__ import annotations
-
 import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Each writes a file of its own beside the one that was asked for, and renames that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import weakref

@@ -1,7 +1,5 @@
 """Checks which optimizers can be wrapped, and which models need a wrapped one."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """`ReportCheckpoint`: epochs reported to Ray Train, and continued from after a failure."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

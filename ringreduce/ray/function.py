@@ -1,7 +1,5 @@
 """`run`: a function on every rank of a job, in processes of a Ray cluster."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

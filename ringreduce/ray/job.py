@@ -4,8 +4,6 @@ The program that has started them (Ray Train's controller, or the caller of `run
 which sets each process's variables; then ``rr.init()`` works there as under ``ringreduce run``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import secrets

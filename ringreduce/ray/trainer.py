@@ -1,7 +1,5 @@
 """Ray Train: a backend that forms the ring, and a trainer that uses it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compares what must be equal on all ranks; a difference raises an error on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Which one: `GradientBridge._route`; what they do: `ringreduce.tensorflow.routes`.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of
 `ringreduce.keras.tensors` says which it is. Of those that only move rows it moves them back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

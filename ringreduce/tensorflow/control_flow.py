@@ -1,7 +1,5 @@
 """Refuses collectives in those parts of a graph that not every rank is sure to run."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

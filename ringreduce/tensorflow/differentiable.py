@@ -5,8 +5,6 @@ are traced: the n-th call is the n-th on every rank. A gradient's number follows
 collective alone, since TensorFlow may run several gradients in any order.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref

@@ -9,8 +9,6 @@ After Ctrl-C the op may fail too, since another rank has ended first. If Python 
 KeyboardInterrupt in the constructor of TensorFlow's exception, C++ makes a RuntimeError of both.
 """
 
-from __future__ import annotations
-
 import weakref
 from functools import cache, partial
 from typing import Any

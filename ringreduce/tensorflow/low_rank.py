@@ -7,8 +7,6 @@
 Every rank does this with its own gradients, on one host or many; what travels is float32.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The sum spreads one rank's NaN to all. In mode "raise" each rank also checks its
 result, 1 / size of it: finite gradients may have a sum that overflows.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

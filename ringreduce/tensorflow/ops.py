@@ -4,8 +4,6 @@ TensorFlow's C API registers them on first use (native/src/tf_ops.c), and XLA's 
 calls (native/src/xla_calls.c). Where that fails, gradients go through Python.
 """
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import logging

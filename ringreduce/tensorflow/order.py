@@ -10,8 +10,6 @@ In the backward pass of a function for a tape outside of it TensorFlow orders no
 there signatures show that ranks differ (`ringreduce.tensorflow.differentiable`).
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Sequence

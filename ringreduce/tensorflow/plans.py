@@ -1,7 +1,5 @@
 """Plans of buckets: compared by all ranks before their first use, then reduced; on every route."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

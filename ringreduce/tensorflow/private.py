@@ -3,8 +3,6 @@
 This file replaces nothing in TensorFlow, and changes only a function that it is given.
 """
 
-from __future__ import annotations
-
 import importlib
 import weakref
 from collections.abc import Callable

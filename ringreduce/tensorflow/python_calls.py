@@ -5,8 +5,6 @@ is traced. As with a bucket of gradients, arguments are packed into our memory, 
 function there, and its results are unpacked.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any

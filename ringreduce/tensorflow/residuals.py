@@ -4,8 +4,6 @@ They belong to variables, since buckets differ between routes: an eager step may
 of a graph. While one plan is in use they are laid out as its buckets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

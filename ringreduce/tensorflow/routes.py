@@ -16,8 +16,6 @@ would run one after the other, and each that blocks holds a thread that another 
 are views of a bucket's memory, which TensorFlow then owns. Sparse gradients come after it.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ So both count these tensors; a gradient travels with the number of its tensor, a
 before it is asked for is kept.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import defaultdict, deque

@@ -13,8 +13,6 @@ starts of all buckets and before the first wait, so on every route ranks reduce 
 first.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Reads variables of model and optimizer, gives all ranks the values of one, compares them."""
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 import sys

@@ -4,8 +4,6 @@ TensorFlow's op `XlaCallModule` adds a call to a graph as a module of StableHLO,
 language. Ordering tokens, int32 scalars that go in and come out, fix the order of calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Gives all ranks one rank's weights and optimizer state, and compares those of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

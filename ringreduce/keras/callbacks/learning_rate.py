@@ -4,8 +4,6 @@ See: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
 https://arxiv.org/abs/1706.02677.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Replaces logs by those of all ranks together, before other callbacks read them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

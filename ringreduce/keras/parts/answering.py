@@ -7,8 +7,6 @@ They meet within the step, since only there a rank knows that it has another bat
 step needs no more: one without data runs on zeros too (`rr.join`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

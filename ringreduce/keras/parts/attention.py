@@ -4,8 +4,6 @@ The projections to queries, keys and values are cut by heads, like a `ColumnPara
 the output like a `RowParallelDense`: one sum forward and one backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

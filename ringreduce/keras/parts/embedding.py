@@ -1,7 +1,5 @@
 """`ShardedEmbedding`: a table of which each rank holds a part of the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`PartLayer`: the base of layers with parts, and how their pieces get initial values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@
 Tables of one exchange may differ in width; they share one message per rank and direction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

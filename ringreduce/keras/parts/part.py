@@ -7,8 +7,6 @@
 Its pieces are never made equal, compared or averaged over the group. A model is saved with wholes.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence

@@ -8,8 +8,6 @@ All that is alike gets the same gradients on the ranks of a model group, without
 need only begin alike: values, and states of random generators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ is that of the sum of all ranks' losses, and here all ranks compute the same los
 See: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

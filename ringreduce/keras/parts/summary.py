@@ -1,7 +1,5 @@
 """A table of a model's parts: how large their pieces are on each rank."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ An optimizer sees pieces. So what it computes from whole variables, or from all 
 here, over the ranks that hold the pieces: norms to clip by, and whether every gradient is finite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
