@@ -21,7 +21,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 GUIDES = [page for page in PAGES if "guides" in page.parts]
-BY_HAND = {"README.md", *map(str, GUIDES)}
+BY_HAND = {"README.md", "docs/how-it-works.md", *map(str, GUIDES)}
 SHOWN = "\n".join(text for page, text in PAGES.items() if str(page) in BY_HAND)
 PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", SHOWN, re.DOTALL))
 LINKS = [
@@ -40,7 +40,7 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert SHOWN.count("```python") == len(PROGRAMS) == 8
+    assert SHOWN.count("```python") == len(PROGRAMS) == 10
 
 
 def test_the_readme_is_short():
@@ -77,6 +77,7 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
         ("forms.py", 2, r"rank \d: loss (\S+)"),
         ("vote.py", 2, r"rank \d: loss (\S+)"),
         in_full("experts.py", 3, r"rank \d: loss (\S+)"),
+        in_full("loop.py", 2, r"rank \d: loss (\S+)"),
     ],
 )
 def test_an_example_says_the_same_on_all_ranks(tmp_path, name, workers, loss):
@@ -115,6 +116,12 @@ def test_the_example_of_a_notebook_returns_what_the_workers_do(tmp_path):
         command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
     )
     assert done.stdout == "[(0, 5), (1, 5)]\n", done.stderr
+
+
+def test_the_ring_in_numpy_prints_what_the_page_says(tmp_path):
+    (tmp_path / "ring.py").write_text(PROGRAMS["ring.py"])
+    done = subprocess.check_output([sys.executable, "ring.py"], cwd=tmp_path, text=True)
+    assert f"```text\n{done}```" in SHOWN
 
 
 @pytest.mark.parametrize("size", [1, 3])
