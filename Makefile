@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-full lint types native native-sanitized check check-full check-without-native \
-    check-lowest soak clean
+    check-lowest soak docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -92,6 +92,10 @@ PYTHON_ALONE := tests/tensorflow/test_bridge.py tests/tensorflow/test_bridge_fai
 check-without-native: $(VENV)/.installed
 	export RINGREDUCE_NATIVE=0 $(QUICK); $(PYTEST) $(IN_TWO) -m "not full" $(PYTHON_ALONE) || \
 	    $(PYTEST) -m "not full" $(PYTHON_ALONE) $(AGAIN)
+
+# The site, in build/docs. A link to a page, heading or name that does not exist is an error.
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning -d build/doctrees -c docs . build/docs
 
 # Whole jobs with random faults.
 soak: $(VENV)/.installed

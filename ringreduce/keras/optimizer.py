@@ -89,7 +89,7 @@ class DistributedOptimizer(Wrapper):
             this rank's samples: as those of the mean over all ranks' rows, like Horovod's.
         update_rows: ``"all"``, or ``"touched"`` for weights and optimizer state that change only in
             rows that have a gradient in this step, in a time that does not depend on the length of
-            the table: `ringreduce.keras.touched` says what momentum, decay and clipping mean then.
+            the table: docs/guides/keras.md says what momentum, decay and clipping mean then.
             For optimizers that work element by element; not under ``jit_compile=True``.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank checks its own

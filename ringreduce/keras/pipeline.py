@@ -41,6 +41,12 @@ from ringreduce.vocabulary.types import dtype_named
 class Pipeline:
     """A model of which each rank has one stage, trained on micro-batches.
 
+    All ranks make the same calls with the same arguments, data included. Rank r has stage r mod S
+    of S stages, and calls the function of no other stage. With more ranks than stages there are
+    copies: each trains on its rows of a batch, and ranks with the same stage average gradients. A
+    batch is trained as one process would train it, in micro-batches, one forward and one backward
+    in turn (1F1B): choose several times as many as stages (docs/guides/groups.md)::
+
         def first():
             return [keras.Input((64,)), keras.layers.Dense(512, "relu")]
 
@@ -50,12 +56,6 @@ class Pipeline:
         pipeline = rr.Pipeline([first, second], micro_batches=8)
         pipeline.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         pipeline.fit(x, y, batch_size=64, epochs=3)
-
-    All ranks make the same calls with the same arguments, data included. Rank r has stage r mod S
-    of S stages, and calls the function of no other stage. With more ranks than stages there are
-    copies: each trains on its rows of a batch, and ranks with the same stage average gradients. A
-    batch is trained as one process would train it, in micro-batches, one forward and one backward
-    in turn (1F1B): choose several times as many as stages (docs/guides/groups.md).
 
     What looks at a whole batch sees a micro-batch: BatchNormalization, losses that are no mean over
     rows (a warning says so). Penalties, such as regularizers, count on every stage. ``model.save``,

@@ -44,7 +44,7 @@ def compile_gradients(model: Any) -> None:
     """Compile forward and backward pass of `model`'s training with XLA, and no more.
 
     For where ``compile(jit_compile=True)``, which compiles the reduction too
-    (`ringreduce.tensorflow.xla`), is refused: without the native library, or with a TensorFlow
+    (``ringreduce.tensorflow.xla``), is refused: without the native library, or with a TensorFlow
     whose XLA has another interface. Slower than that, since nothing is reduced before the whole
     backward pass is done::
 

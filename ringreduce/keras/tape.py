@@ -34,7 +34,7 @@ class DistributedGradientTape:
     When a variable is first among the sources, every rank receives rank 0's value of it. In an
     eager loop its gradients are computed before that; a rank whose values differed is left out of
     that mean. Call `broadcast_variables` before such a loop to avoid it, and for what is no source:
-    the optimizer's variables where they differ, moving averages.
+    the optimizer's variables where they differ, moving averages::
 
         with rr.DistributedGradientTape() as tape:
             loss = loss_of(model(inputs, training=True), labels)

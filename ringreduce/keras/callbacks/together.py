@@ -159,12 +159,12 @@ class StopTogether(keras.callbacks.Callback):
 class Together(_Forwarding):
     """The recommended way to use any callbacks: it runs them so that all ranks act alike.
 
+    It calls them in the order given, and does what the list below says::
+
         model.fit(data, callbacks=[rr.callbacks.Together([
             keras.callbacks.EarlyStopping(patience=3),
             keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True),
         ])])
-
-    It calls them in the order given, and adds:
 
     - Before them the logs of an epoch become those of all ranks (`MetricAverage`), so that
       EarlyStopping, ReduceLROnPlateau and History see the same numbers everywhere.
