@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-full lint types native native-sanitized check check-full check-without-native \
-    check-lowest soak docs clean
+    check-lowest soak docs dist release-notes clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -96,6 +96,27 @@ check-without-native: $(VENV)/.installed
 # The site, in build/docs. A link to a page, heading or name that does not exist is an error.
 docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning -d build/doctrees -c docs . build/docs
+
+# What is published: the source, and from that the wheel. Ends with the demo, from the wheel in an
+# environment of its own, with no compiler in sight.
+DIST := dist
+BUILD := build/dist
+
+dist: $(VENV)/.installed
+	rm -rf $(DIST) $(BUILD)
+	$(BIN)/python -m build --outdir $(BUILD) .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir $(DIST) $(BUILD)/*.whl
+	mv $(BUILD)/*.tar.gz $(DIST)
+	$(PYTHON) -m venv $(BUILD)/installed
+	cd $(BUILD)/installed && export PATH=$(abspath $(BUILD))/installed/bin && \
+	python -m pip install --quiet --only-binary :all: "$$(echo $(abspath $(DIST))/*.whl)[examples]" && \
+	python -c 'from ringreduce.effects import native; assert native.library(), native.why_missing()' && \
+	python $(abspath examples/demo.py)
+	rm -rf $(BUILD)
+
+# The newest section of the changelog.
+release-notes:
+	@awk '/^## /{n++} n == 1' CHANGELOG.md
 
 # Whole jobs with random faults.
 soak: $(VENV)/.installed

@@ -29,7 +29,8 @@ CONTENTS = {
         "docs/security",
     ],
     "Development": [
-        *("docs/architecture", "bench/README", "native/README", "CHANGELOG"),
+        *("CONTRIBUTING", "docs/architecture", "bench/README", "native/README"),
+        *("docs/publishing", "CHANGELOG"),
     ],
 }
 

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
     path.relative_to(ROOT): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
 GUIDES = [page for page in PAGES if "guides" in page.parts]
-BY_HAND = {"README.md", "docs/how-it-works.md", *map(str, GUIDES)}
+BY_HAND = {"README.md", "CONTRIBUTING.md", "docs/how-it-works.md", *map(str, GUIDES)}
 SHOWN = "\n".join(text for page, text in PAGES.items() if str(page) in BY_HAND)
 PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", SHOWN, re.DOTALL))
 LINKS = [
@@ -40,7 +40,7 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert SHOWN.count("```python") == len(PROGRAMS) == 10
+    assert SHOWN.count("```python") == len(PROGRAMS) == 11
 
 
 def test_the_readme_is_short():
@@ -122,6 +122,28 @@ def test_the_ring_in_numpy_prints_what_the_page_says(tmp_path):
     (tmp_path / "ring.py").write_text(PROGRAMS["ring.py"])
     done = subprocess.check_output([sys.executable, "ring.py"], cwd=tmp_path, text=True)
     assert f"```text\n{done}```" in SHOWN
+
+
+def test_the_first_change_mends_what_its_test_finds(tmp_path):
+    file = Path("ringreduce/vocabulary/words.py")
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text((ROOT / file).read_text())
+    program = {}
+    exec(PROGRAMS["test_words.py"], program)
+    [test] = (value for name, value in program.items() if name.startswith("test_"))
+
+    def failed():
+        exec((tmp_path / file).read_text(), program)
+        for case in test.pytestmark[0].args[1]:
+            try:
+                test(*case)
+            except AssertionError:
+                yield case[0]
+
+    assert list(failed()) == [20]
+    [change] = re.findall(r"```diff\n(---.*?)```", SHOWN, re.DOTALL)
+    subprocess.run(["git", "apply"], cwd=tmp_path, input=change, text=True, check=True)
+    assert list(failed()) == []
 
 
 @pytest.mark.parametrize("size", [1, 3])
