@@ -102,7 +102,7 @@ def draw_timeline(timeline: Timeline, notes: Sequence[str] = ()) -> str:
     bottom = TOP + row * len(timeline.tracks)
     parts = [_text(WIDTH, 18, timeline.title, "middle", ' font-weight="bold"')]
     step = 10.0 ** math.floor(math.log10(high - low))
-    ticks = [step * n / 2 for n in range(2 * math.floor((high - low) / step) + 1)]
+    ticks = [step * n / 2 for n in range(math.floor((high - low) / step * 2) + 1)]
     for tick in ticks:
         x = left + scale * tick
         parts += [_line(x, TOP, x, bottom), _text(x, bottom + 14, f"{tick:g}", "middle")]

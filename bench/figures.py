@@ -21,8 +21,8 @@ FOLDER = Path(__file__).parents[1] / "docs" / "figures"
 _HEADER = ("command", "commit", "cpu", "cores", "memcpy_gb_s")
 _OURS, _OTHERS = 0, 1
 # What is drawn of a rank's step: a track, events of which categories are in it, and of what colour.
-_SHOWN = {"training": 4, "blocked": 1, "pack": 2, "queue": 5, "reduce": 0, "unpack": 3}
-_MEANING = ("all-reduce", "step waits for it", "pack", "unpack", "training step", "queue")
+_SHOWN = {"reduce": 0, "blocked": 1, "pack": 2, "unpack": 3, "queue": 4}
+_MEANING = ("all-reduce", "the step waits for buckets", "pack", "unpack", "queued")
 
 
 def add(file: Path, folder: Path = FOLDER) -> Path:
@@ -77,7 +77,7 @@ def _kept(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_step(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What all ranks did in rank 0's last step but one; the last one's end was not awaited."""
+    """What ranks did with buckets in rank 0's last step but one, whose end was awaited."""
     steps = [e for e in events if e.get("cat") == "training" and e["pid"] == 0]
     step = max(steps[:-1] or steps, key=lambda event: event["ts"])
     begin, end = step["ts"], step["ts"] + step["dur"]

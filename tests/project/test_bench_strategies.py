@@ -83,13 +83,13 @@ def test_the_interval_is_that_of_a_paired_t_test():
 def test_curves_are_drawn_over_the_range_that_matters():
     rows = [
         accuracy.row(name, "digits", [[(25, 0.5, 0.5), (50, 3.0, 0.95), (75, 40.0, 0.97)]])
-        for name in (EVERY_STEP, NEVER)
+        for name in (EVERY_STEP, "int8", NEVER)
     ]
-    panel = run.curves(rows)
+    panel = run.curves(rows)  # Not of all.
     assert [series.points[0] for series in panel.series] == [(3.0, 0.95)] * 2
     assert panel.x_ticks == [5, 10, 20]
     texts = [each.text for each in xml.fromstring(chart.draw([panel])).iter() if each.text]
-    assert {EVERY_STEP, NEVER, "5", "20", "90%", "100%"} <= set(texts)
+    assert {EVERY_STEP, "int8", "5", "20", "90%", "100%"} <= set(texts)
 
 
 @pytest.mark.parametrize(

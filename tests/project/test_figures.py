@@ -60,7 +60,7 @@ def test_a_step_is_cut_from_a_trace(tmp_path):
     assert report(trace, "--into", tmp_path).exit_code == 0
     taken = json.loads((tmp_path / "step.json").read_text())["events"]
     found = [(each["rank"], each["what"], each["begin_ms"], each["end_ms"]) for each in taken]
-    assert found == [(0, "training", 0, 10), (1, "reduce", 0, 2), (1, "reduce", 8, 10)]
+    assert found == [(1, "reduce", 0, 2), (1, "reduce", 8, 10)]
     assert "rank 1: bucket 0" in (tmp_path / "step.svg").read_text()
 
 
