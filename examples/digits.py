@@ -70,7 +70,7 @@ def main():
     keras.utils.set_random_seed(SEED)
     (pixels, labels), test = load()
     data = tf.data.Dataset.from_tensor_slices((pixels, labels)).shuffle(SPLIT, seed=SEED)
-    data = rr.shard(data).batch(arguments.batch_size // comm.size, drop_remainder=True)
+    data = data.batch(arguments.batch_size, drop_remainder=True)
 
     model = make_model()
     model.compile(
@@ -80,13 +80,8 @@ def main():
         jit_compile=arguments.jit,
     )
     clock = [time.perf_counter()]
-    model.fit(
-        data,
-        epochs=arguments.epochs,
-        shuffle=False,  # done above, in the same order on every worker
-        verbose=2 if comm.rank == 0 else 0,
-        callbacks=[rr.callbacks.Together([EpochClock(clock)])],
-    )
+    # Of each batch every worker takes its part.
+    rr.fit(model, data, epochs=arguments.epochs, verbose=2, callbacks=[EpochClock(clock)])
     loss, accuracy = model.evaluate(*test, verbose=0)
     weights = b"".join(weight.tobytes() for weight in model.get_weights())
     digests = comm.all_gather_object(hashlib.sha256(weights).hexdigest())
