@@ -364,6 +364,51 @@ def trace(folder: Path = typer.Argument(metavar="DIR", help="What --trace was.")
         typer.echo(line)
 
 
+def _worker_counts(text: str) -> list[int]:
+    counts = [_worker_count(each) for each in text.split(",")]
+    if min(counts) < 1 or len(counts) < 2:
+        raise typer.BadParameter(f"{text}; accepted: two numbers or more, such as 1,2,4")
+    return counts
+
+
+@app.command(
+    # So that options of the program need no --.
+    context_settings={"ignore_unknown_options": True},
+    no_args_is_help=True,
+    help="Run the first steps of a program that uses rr.fit with each number of ranks, and say "
+    "whether they train alike, if not why, and which number is fastest.\n\n"
+    "The program ends after these steps, and callbacks that write files are left out. The exit "
+    "code is 0 if the numbers agree, 1 if they differ, else that of the failure or 2.",
+)
+def verify(
+    script: str = typer.Argument(metavar="SCRIPT", help="The program."),
+    arguments: list[str] | None = typer.Argument(
+        None, metavar="ARGS", help="Its arguments; after a -- those that this command has too."
+    ),
+    workers: Any = typer.Option(
+        "1,2",
+        "-n",
+        "--workers",
+        metavar="N,N,...",
+        help="Numbers of ranks; others are compared with the first.",
+        parser=_worker_counts,
+    ),
+    steps: int = _number("N", "Steps to compare.", least=1, default=20),
+    module: bool = typer.Option(
+        False, "-m", "--module", help="SCRIPT is a module's name, as in python -m."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print all that was found as JSON."),
+) -> None:
+    """Run the jobs one after another, and leave with the exit code."""
+    from ringreduce.commands.verify import verify as compare
+
+    program = ["-m"] * module + [script, *(arguments or [])]
+    if script.startswith("-"):
+        raise typer.BadParameter("no such option", param_hint=script)
+    check_program(program)
+    raise typer.Exit(compare(program, workers, steps, as_json=as_json))
+
+
 def main() -> None:
     """Entry point of the ``ringreduce`` command."""
     for stream in (sys.stdout, sys.stderr):

@@ -16,7 +16,8 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
-from ringreduce.keras.callbacks.together import Together
+from ringreduce.keras.callbacks.record import Record
+from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.parts.answering import Answering
@@ -36,7 +37,7 @@ from ringreduce.keras.wrappable import (
     require_compiled,
     require_distributed,
 )
-from ringreduce.vocabulary.config import profile_wanted
+from ringreduce.vocabulary.config import profile_wanted, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -210,8 +211,15 @@ def fit(
             deal=True,
         )
         validation = feed_of(parts, plan)
+    own_callbacks = given_callbacks(callbacks, backup_dir)
+    recording = recording_wanted(takes=True) if ring.parent is None else None
+    if recording is not None:
+        # What is only tried out leaves no files, and begins with none.
+        writers = [c for c in own_callbacks if acts_once(c) or isinstance(c, OnRankZero)]
+        own_callbacks = [c for c in own_callbacks if c not in writers]
     if ring.size > 1:
         note_sharding(ring)
+    if ring.size > 1 or recording is not None:
         build(model, empty_batch(training.dataset))
     make_alike(model.weights, model_group(model.weights))
     every = training_ranks(model.weights, ring)
@@ -236,8 +244,9 @@ def fit(
             *([Measure(shares, ring, verbose)] if shares.is_measured else []),
             # Before what exchanges metrics when a rank's own validation ends.
             *([Answering(model, ring, example)] if validation is not None else []),
-            Together(given_callbacks(callbacks, backup_dir), communicator, profile=profile),
+            Together(own_callbacks, communicator, profile=profile),
             *([VerifyReplicas(None, ring)] if check else []),
+            *([Record(*recording, arguments.found, every)] if recording is not None else []),
         ],
         epochs=epochs,
         verbose=verbose if every.rank == 0 else 0,

@@ -6,6 +6,7 @@ Ranks agree on when, since each decides by the variables alone: those that it ha
 """
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from ringreduce.keras.weighting import Kind, weighted
 from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
+from ringreduce.vocabulary.config import recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -93,6 +95,9 @@ class InitialValues:
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
             return gradients
+        if recording_wanted() is not None:
+            # ``ringreduce verify`` need not wait for training of which `rr.fit` records nothing.
+            sys.exit()
         states, group = seed_states_in_use(), model_group(variables)
         with tf.init_scope():
             have_values = all(map(tf_variables.is_initialized, (*new_state, *new)))

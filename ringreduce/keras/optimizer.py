@@ -248,7 +248,7 @@ class DistributedOptimizer(Wrapper):
             check_parts(self._inner, every, ring)
             state = self.shared(self._inner.variables)
             shared = self.shared(every)
-            grads = self._initial.give(shared, grads, kinds, ring, state, self._settings)
+            grads = self._initial.give(shared, grads, kinds, ring, state, self.settings)
             if self._initial.are_given:
                 with tf.init_scope():
                     self.broadcast_state()
@@ -418,9 +418,9 @@ class DistributedOptimizer(Wrapper):
             ring, group = self._ring(), model_group(variables)
             check_parts(self._inner, variables, ring)
             give_values(self.shared(self._inner.variables), self.shared(variables), ring, group)
-            settings.require_same_settings(self._settings(), ring)
+            settings.require_same_settings(self.settings(), ring)
 
-    def _settings(self) -> list[settings.Settings]:
+    def settings(self) -> list[settings.Settings]:
         """What must be equal on all ranks, and is not seen from their gradients."""
         names = "strategy", "op", "scale_local_gradients", "update_rows"
         own = settings.settings_in({name: self._options[name] for name in names})

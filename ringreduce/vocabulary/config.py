@@ -27,7 +27,7 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 # What is read besides the settings.
 _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE", "RINGREDUCE_RESTART"),
-    *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE"),
+    *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE", "RINGREDUCE_VERIFY"),
 )
 
 
@@ -397,6 +397,16 @@ def native_wanted() -> bool:
 def profile_wanted() -> bool:
     """Whether to profile training: ``RINGREDUCE_PROFILE``; ``ringreduce run --profile`` sets it."""
     return os.environ.get("RINGREDUCE_PROFILE", "0") not in ("", "0")
+
+
+def recording_wanted(*, takes: bool = False) -> tuple[int, str] | None:
+    """How many steps of `rr.fit` to record, and into which folder; ``ringreduce verify`` says so.
+
+    ``RINGREDUCE_VERIFY`` has both, separated by a space; once taken, it is gone.
+    """
+    text = os.environ.pop("RINGREDUCE_VERIFY", "") if takes else os.environ.get("RINGREDUCE_VERIFY")
+    steps, _, folder = (text or "").partition(" ")
+    return (int(steps), folder) if folder else None
 
 
 def _read(variable: str, text: str, setting: Setting) -> object:

@@ -276,7 +276,7 @@ def test_the_help_of_80_columns_breaks_no_word_and_shows_defaults() -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("ringreduce ", {"run", "report", "doctor", "trace"}),
+        ("ringreduce ", {"run", "report", "doctor", "trace", "verify"}),
         ("ringreduce run --out", {"--output"}),
         ("ringreduce run --output ", {"all", "rank0", "failed"}),
         ("ringreduce run --transport ", {"auto", "shm", "zmq"}),

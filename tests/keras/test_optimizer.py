@@ -383,7 +383,7 @@ def test_horovods_passes_are_accumulated_as_a_mean():
     made = hvd.DistributedOptimizer(
         keras.optimizers.SGD(), average_aggregated_gradients=True, **given
     )
-    assert made._settings()[0].found["strategy.steps"] == "3"
+    assert made.settings()[0].found["strategy.steps"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,11 @@ FAULTS = {
         "found that rank 1 has its own value of",
         "keras/test_replicas.py::test_weights_that_one_rank_has_changed_end_training_on_all",
     ),
+    "Clipping per rank": (
+        "ringreduce verify",
+        "Clips.train_step calls clip_by_global_norm",
+        "commands/test_verify.py::test_the_reason_for_a_difference_is_found",
+    ),
     "Unequal frozen weights": (
         "WeightsWarning",
         "rr.broadcast_variables(model.variables)",

@@ -55,7 +55,7 @@ class Profile(keras.callbacks.Callback):
         _has_measured = True
         self._epochs, self._is_first, self._has_compiled = {}, True, False
         self._cores = core_limit()
-        self._threads = tf.config.threading.get_intra_op_parallelism_threads() or compute_threads()
+        self._threads = threads_in_use()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to measure."""
@@ -121,6 +121,11 @@ class Profile(keras.callbacks.Callback):
             local_size=ring.local_size,
             threads=self._threads,
         )
+
+
+def threads_in_use() -> int:
+    """With how many threads TensorFlow computes in this process."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or compute_threads()
 
 
 def _updated_bytes(model: Any) -> int:
