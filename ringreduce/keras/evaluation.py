@@ -1,7 +1,6 @@
 """`model.evaluate` and `model.predict` with the data divided among all ranks.
 
-Every rank passes the same data and computes a share; only metric states, or predictions, travel.
-Shares may differ in length and be empty.
+Only metric states, or predictions, travel. Shares may differ in length and be empty.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gives every rank rank 0's values of what is trained, before the first gradients travel.
 
-In a graph this happens while tracing, so gradients are computed with the new values. Eagerly they
-were computed with the old ones: a rank whose values differed is left out of the mean of that step.
-Ranks agree on when, since each decides by the variables alone: those that it has not seen before.
+In a graph this happens while tracing. Eagerly gradients were computed with the old values: a rank
+whose values differed is left out of the mean of that step. Ranks agree on when, since each decides
+by the variables alone: those that it has not seen before.
 """
 
 import logging

@@ -1,17 +1,14 @@
 """`DistributedOptimizer`: any Keras optimizer, with gradients averaged over the ring.
 
-It holds the optimizer it wraps and forwards to it, like Keras's own LossScaleOptimizer. The
-rejected alternative, a subclass of the user's class, loses the state of an optimizer that is
-already built. Three facts of Keras 3 shape it:
+It holds the optimizer it wraps and forwards to it; a subclass of the user's class would lose the
+state of one that is already built. Three facts of Keras 3 shape it:
 
 - A training step calls only `apply_gradients`, which calls `apply`. Gradients are reduced there,
-  before the inner optimizer clips or decays them, so that N ranks of batch B do what one process
-  does with batch N B.
+  before the inner optimizer clips or decays them.
 - Saving records the class of `model.optimizer`. The wrapper's class has the name and module of the
-  inner one; its configuration, its variables and what `dir` lists, where Keras looks for more to
-  save, are the inner one's. So a saved model loads without ringreduce, as the plain optimizer.
-- Variables exist at the latest when the first step is traced, before it runs: then all ranks
-  receive rank 0's values.
+  inner one; its configuration, its variables and what `dir` lists are the inner one's. So a saved
+  model loads without ringreduce, as the plain optimizer.
+- Variables exist at the latest when the first step is traced: then all receive rank 0's values.
 """
 
 from __future__ import annotations

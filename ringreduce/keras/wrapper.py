@@ -83,11 +83,9 @@ class Wrapper(keras.optimizers.Optimizer):
     def _go_around(self, outer: Any) -> None:
         """Turn `outer`, a LossScaleOptimizer made around this wrapper, into a wrapper around one.
 
-        ``compile`` wraps the optimizer of a mixed_float16 model in a LossScaleOptimizer, which
-        skips a step whose gradients are not finite. If it stayed outside, a rank with an infinity
-        would skip the reduction and the others would wait forever (tensorflow#46863). Inside, it
-        sees means: one rank's infinity is in all of them, so all ranks skip the same steps and keep
-        equal scales.
+        ``compile`` wraps the optimizer of a mixed_float16 model in one, which skips a step whose
+        gradients are not finite. Outside, a rank with an infinity would skip the reduction, and the
+        others wait forever (tensorflow#46863); inside it sees means, and all ranks skip alike.
         """
         if type(outer) is not LossScaleOptimizer:
             kind = type(outer).__name__

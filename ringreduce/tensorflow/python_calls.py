@@ -1,8 +1,7 @@
 """Calls a Python function that communicates: eagerly, in a graph, and in what XLA compiles.
 
-XLA fixes all shapes before anything runs, so there the results' shapes must be known when the call
-is traced. As with a bucket of gradients, arguments are packed into our memory, the engine calls the
-function there, and its results are unpacked.
+There shapes of results must be known when the call is traced: arguments are packed into memory of
+ours, the engine calls the function, and its results are unpacked.
 """
 
 import weakref

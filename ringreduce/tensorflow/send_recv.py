@@ -1,9 +1,8 @@
 """Sends and receives tensors between two ranks, with gradients.
 
-The gradient of a send is a receive from that rank, that of a receive a send to it. The two ranks
-run other programs, so their backward passes may come to the tensors between them in other orders.
-So both count these tensors; a gradient travels with the number of its tensor, and one that comes
-before it is asked for is kept.
+The gradient of a send is a receive from that rank, that of a receive a send to it. Backward passes
+of the two may come to the tensors between them in other orders. So both count these tensors; a
+gradient travels with the number of its tensor, and one that comes too early is kept.
 """
 
 import threading

@@ -6,11 +6,9 @@ duplicates, and different rows on every rank. In each step
     add duplicates -> exchange the numbers of rows -> gather the rows, or reduce the table
 
 One exchange, with the plan's signature, covers all sparse gradients; from the numbers each rank
-makes the same choice for each (`ringreduce.pure.buckets.gathers_rows`). Every rank adds gathered
-rows in rank order, so all get the same bits. A row that only some ranks have is still divided by
-the number of ranks: the others' gradient is zero there. In a graph all this is Python, after the
-starts of all buckets and before the first wait, so on every route ranks reduce dense gradients
-first.
+makes the same choice for each (`ringreduce.pure.buckets.gathers_rows`). Gathered rows are added in
+rank order, so all get the same bits, and divided by the number of ranks. In a graph all this is
+Python, after the starts of all buckets and before the first wait.
 """
 
 import math
