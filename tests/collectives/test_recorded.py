@@ -82,9 +82,10 @@ def test_the_rank_that_a_call_waits_for_is_recorded(
         return of(communicator, SpanKind.WAIT), communicator._session.events.calls()[-1]
 
     (found, call), _ = ring_of_threads(2, work, transport=transport)
-    last = found[-1]
-    assert (last.other, last.number) == (1, call.number)
+    # Several, if rank 1 has left the barrier meanwhile.
+    spans = [span for span in found if span.number == call.number]
+    assert {span.other for span in spans} == {1}
     # From its beginning in C on, also if Python had to go on with it.
     assert call.began_s <= seen[0]
-    assert last.ended_s is not None
-    assert last.began_s <= looked[0] < looked[3] <= last.ended_s
+    assert spans[-1].ended_s is not None
+    assert spans[0].began_s <= looked[0] < looked[3] <= spans[-1].ended_s
