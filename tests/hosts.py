@@ -31,13 +31,13 @@ _NOBODY = "02:00:00:00:00:99"
 
 
 class Hosts:
-    """Namespaces by host: `ip` changes one, `ring` forms a ring of all."""
+    """Namespaces by host: `ip` changes one, `ring` forms a ring of all; `switch` has bridges."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = names
+    def __init__(self, names: Mapping[str, str], switch: str) -> None:
+        self.names, self.switch = names, switch
 
     def ip(self, host: str, command: str) -> None:
-        _ip(f"-n {self.names[host]} {command}")
+        run_ip(f"-n {self.names[host]} {command}")
 
     @contextlib.contextmanager
     def entered(self, host: str) -> Iterator[None]:
@@ -100,36 +100,37 @@ def connected(
     switch = f"rrt{os.getpid()}-switch"
     with contextlib.ExitStack() as stack:
         for namespace in (switch, *names.values()):
-            stack.callback(_ip, f"netns delete {namespace}", check=False)
-            _ip(f"netns add {namespace}")
+            stack.callback(run_ip, f"netns delete {namespace}", check=False)
+            run_ip(f"netns add {namespace}")
         networks = sorted({network for has in layout.values() for network in has})
         for network in networks:
-            _ip(f"-n {switch} link add {network} type bridge")
-            _ip(f"-n {switch} link set {network} up")
+            run_ip(f"-n {switch} link add {network} type bridge")
+            run_ip(f"-n {switch} link set {network} up")
         for host, has in layout.items():
             there = names[host]
-            _ip(f"-n {there} link set lo up")
+            run_ip(f"-n {there} link set lo up")
             for number, (network, addresses) in enumerate(has.items()):
                 port, device = f"{network}-{host}", f"eth{number}"
-                _ip(f"-n {switch} link add {port} type veth peer name {device} netns {there}")
+                run_ip(f"-n {switch} link add {port} type veth peer name {device} netns {there}")
                 if network not in cut:
-                    _ip(f"-n {switch} link set {port} master {network}")
-                _ip(f"-n {switch} link set {port} up")
-                _ip(f"-n {there} link set {device} up")
+                    run_ip(f"-n {switch} link set {port} master {network}")
+                run_ip(f"-n {switch} link set {port} up")
+                run_ip(f"-n {there} link set {device} up")
                 for address in addresses:
                     nodad = " nodad" if ":" in address else ""
-                    _ip(f"-n {there} address add {address} dev {device}{nodad}")
+                    run_ip(f"-n {there} address add {address} dev {device}{nodad}")
                 if network in cut:
                     for other in layout:
                         for address in set(layout[other].get(network, ())) - set(addresses):
-                            _ip(
+                            run_ip(
                                 f"-n {there} neighbour add {address.partition('/')[0]} "
                                 f"lladdr {_NOBODY} dev {device} nud permanent"
                             )
-        yield Hosts(names)
+        yield Hosts(names, switch)
 
 
-def _ip(command: str, check: bool = True) -> None:
+def run_ip(command: str, check: bool = True) -> None:
+    """Run the program ip with these arguments."""
     subprocess.run(["ip", *command.split()], check=check, capture_output=True, timeout=20)
 
 

@@ -24,7 +24,6 @@ _REFUSALS_KEPT = 8
 # Refusals answered with the reason, for ranks of other jobs; further hellos get no answer.
 _REFUSALS_ANSWERED = 256
 _ALIKE = "Start all ranks with the same ringreduce and the same RINGREDUCE_* settings."
-_ANEW = "Form the ring anew without the same ranks on all that are left."
 
 
 class Members:
@@ -47,8 +46,8 @@ class Members:
         theirs, ours = (text.encode(errors="replace") for text in (hello.job_id, own.job_id))
         if not hmac.compare_digest(theirs, ours):
             why = f"{who} belongs to another job"
-        elif hello.rank not in own.members and hello.rank not in hello.members:
-            why = f"{who} has no place in a ring of {len(own.members)}"
+        elif not 0 <= hello.rank < max(own.size, hello.size):
+            why = f"{who} has no place in a ring of {own.size}"
         elif hello.rank in self._hellos and hello.size == own.size:
             why = f"rank {hello.rank} came twice, the second time from {shown(hello.host)}"
         else:
@@ -78,8 +77,6 @@ class Members:
             ("size", hello.size, own.size, _ALIKE),
             *_differing(hello.settings, own.settings),
             ("encryption", hello.encryption, own.encryption, _ALIKE),
-            ("epoch", hello.epoch, own.epoch, _ANEW),
-            ("members", hello.members, own.members, _ANEW),
         ):
             if other != this:
                 raise MismatchError(
@@ -93,7 +90,7 @@ class Members:
     @property
     def missing(self) -> list[int]:
         """The ranks that have not come."""
-        return [rank for rank in self._own.members if rank not in self._hellos]
+        return [rank for rank in range(self._own.size) if rank not in self._hellos]
 
     def incomplete(self, failed_handshakes: int) -> RendezvousError:
         """The error when not all ranks have joined in time."""
@@ -116,7 +113,7 @@ class Members:
     def table(self) -> Table:
         """The table for all ranks, once all have joined."""
         own = self._own
-        hellos = [self._hellos[rank] for rank in own.members]
+        hellos = [self._hellos[rank] for rank in range(own.size)]
         others = [
             f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
             for hello in hellos

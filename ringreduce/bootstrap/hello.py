@@ -22,8 +22,6 @@ class Hello(msgspec.Struct, tag=True):
     job_id: str
     rank: int
     size: int
-    members: tuple[int, ...]
-    epoch: int
     address: str
     control: str
     standby: str
@@ -43,7 +41,7 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Table(msgspec.Struct, tag=True, frozen=True):
-    """What every rank knows after the rendezvous, in the order of the members."""
+    """What every rank knows after the rendezvous, by rank."""
 
     job: int  # 64 random bits in the header of every frame of this ring
     # addresses, controls: where each rank's data sockets, and its control channel, listen.

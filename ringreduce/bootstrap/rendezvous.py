@@ -3,8 +3,8 @@
 Every other rank sends a hello to the first one's rendezvous address. That one compares it with its
 own (`ringreduce.bootstrap.admission`), and when all have joined answers each with the same table.
 Then each rank reports to the first one which of those that it sends to it cannot reach, and gets
-all reports. The first is rank 0; when a ring is formed anew, the lowest of the ranks that are left.
-With a secret, messages are encrypted and can be sent only by those that have it.
+all reports. The first is rank 0. With a secret, messages are encrypted and can be sent only by
+those that have it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import platform
 import socket as sockets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +38,6 @@ from ringreduce.bootstrap.hello import (
     read,
     shown,
 )
-from ringreduce.pure.membership import Membership
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, is_literal, listens_on_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator
@@ -78,16 +77,14 @@ _HANDSHAKE_FAILED = (
 class Rendezvous:
     """One rank's side of the rendezvous: `meet`, then `exchange`.
 
-    The two or more ranks of `membership` meet at `config.rendezvous`, where the first listens; or
-    its `listeners` do so already, addresses with descriptors. What each announces is as in `Table`.
-    While it waits it calls `idle` again and again. Raises RendezvousError if the first rank cannot
-    listen.
+    The ranks of a job of two or more meet at `config.rendezvous`, where the first listens. What
+    each announces is as in `Table`. While it waits it calls `idle` again and again. Raises
+    RendezvousError if the first rank cannot listen.
     """
 
     def __init__(
         self,
         config: Config,
-        membership: Membership,
         address: str,
         control: str,
         memory: str,
@@ -96,18 +93,14 @@ class Rendezvous:
         networks: tuple[str, ...],
         security: Security,
         idle: Callable[[], None],
-        listeners: Mapping[str, int] | None = None,
     ) -> None:
         self._config, self._security, self._idle = config, security, idle
-        self._count, self._first = membership.size, membership.members[0]
-        self._epoch = membership.epoch
+        self._first = 0
         own = Hello(
             version=__version__,
             wire_version=WIRE_VERSION,
             job_id=config.job_id,
             **config.who,
-            members=membership.members,
-            epoch=membership.epoch,
             address=address,
             control=control,
             standby=standby,
@@ -136,7 +129,7 @@ class Rendezvous:
         try:
             if self._is_first:
                 self._authenticator = security.serve_meeting(self._socket, self._context)
-                _listen(self._socket, config, listeners)
+                _listen(self._socket, config)
             else:
                 self._connect(own)
         except BaseException:
@@ -150,10 +143,8 @@ class Rendezvous:
         self._security.join_meeting(self._socket)
         # No limit: the first rank's port is open while it is still importing.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
-        # That rank may start later, or open its port again a moment later than this one.
+        # That rank may start later.
         self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
-        if own.epoch:
-            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(TIMES.reconnect_s))
         self._socket.connect(endpoint(host, port))
         self._socket.send(msgspec.msgpack.encode(own))
         # A little longer than the first rank waits, since its answer names the missing ranks.
@@ -327,7 +318,7 @@ class Rendezvous:
             self._look_for_trouble()
             return None
         answer = read(self._socket.recv())
-        if isinstance(answer, Table) and len(answer.addresses) == self._count:
+        if isinstance(answer, Table) and len(answer.addresses) == config.size:
             return answer
         if isinstance(answer, Refusal):
             kind = MismatchError if answer.mismatch else RendezvousError
@@ -338,9 +329,7 @@ class Rendezvous:
                 text,
                 **config.who,
                 peer=answer.peer,
-                remedy="Form the ring anew without the same ranks on all that are left."
-                if self._epoch
-                else "Start each rank once, all with the same job id, version and settings.",
+                remedy="Start each rank once, all with the same job id, version and settings.",
             )
         raise ConfigError(
             f"got an answer from {config.rendezvous} that is not ringreduce's",
@@ -370,9 +359,7 @@ class Rendezvous:
             f"got no answer from rank {self._first} at {config.rendezvous} in "
             f"{config.join_timeout_s:g} s",
             f"Check that rank {self._first} runs and that {_NAMED_IN} has its address"
-            f"{_only_here(config)}."
-            if not self._epoch
-            else None,
+            f"{_only_here(config)}.",
         )
 
     @property
@@ -408,12 +395,7 @@ class _Failures:
         unwatch(self._socket, self._events)
 
 
-def _listen(socket: zmq.Socket[bytes], config: Config, listeners: Mapping[str, int] | None) -> None:
-    for address, descriptor in (listeners or {}).items():
-        socket.setsockopt(zmq.USE_FD, descriptor)
-        socket.bind(address)
-    if listeners is not None:
-        return
+def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
     hosts, (_, port) = meeting_hosts(config), resolve(config)
     if config.rendezvous_fd is not None and _is_listening(config.rendezvous_fd, port):
         os.set_inheritable(config.rendezvous_fd, False)  # This process's children must not get it.

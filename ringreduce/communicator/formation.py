@@ -10,7 +10,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ringreduce.bootstrap.hello import Table
@@ -27,6 +27,7 @@ from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.placement import Placement, in_ring_order, place
 from ringreduce.pure.schedule import channel_distances
+from ringreduce.pure.views import Agreement, View
 from ringreduce.transport import descriptors
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.interfaces import await_name, own_networks
@@ -58,7 +59,11 @@ class Job:
     bind: Bind
     routes: Routes
     sorts_hosts: bool  # whether a ring may pass hosts in another order than that of ranks
+    # What this rank knows of the choice of the next ring's ranks; kept by attempts that fail.
+    agreement: Agreement
     highest_group: int = 0  # of the groups that this rank has taken part in forming
+    # By rank of this host that shares memory: which process it is, by its number and its start.
+    processes: dict[int, tuple[int, int]] = field(default_factory=dict)
     # This rank's flight record; None until the job's session has it.
     flight: FlightFile | None = None
 
@@ -92,7 +97,6 @@ class Formed(NamedTuple):
         """Refuse further connections; call it after the first barrier, when all are connected."""
         if self.rendezvous is not None:
             self.rendezvous.close()
-            self.job.standby.shut()
         if self.link is not None:
             self.link.lock()
 
@@ -108,7 +112,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
         opened = open_sockets(config, membership, security, bind, waiting, undo)
         standby = Standby(bind, rank=config.rank, size=config.size)
         undo.callback(standby.close)
-        rendezvous, table = meet(config, membership, opened, networks, standby.address, undo)
+        rendezvous, table = _meet(config, opened, networks, standby.address, undo)
         security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         routes = Routes(config.rank, config.size, dict(enumerate(table.networks)))
@@ -117,6 +121,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
             bind=bind,
             routes=routes,
             sorts_hosts=config.ring_order == "auto" and routes.are_needed,
+            agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
         )
         placement = job.place(membership)
         if config.transport == "shm" and placement.transport != "shm":
@@ -126,7 +131,8 @@ def form(config: Config, waiting: Waiting) -> Formed:
                 **config.who,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        formed = connect(config, job, membership, opened, announced_in(table), rendezvous)
+        announced = list(map(Announced, table.addresses, table.controls, table.memory))
+        formed = connect(config, job, membership, opened, announced, rendezvous)
         undo.pop_all()
     has_sockets = formed.transport != "shm"
     _log.info(
@@ -138,33 +144,24 @@ def form(config: Config, waiting: Waiting) -> Formed:
     return formed
 
 
-def meet(
+def _meet(
     config: Config,
-    membership: Membership,
     opened: OpenedSockets,
     networks: tuple[str, ...],
     standby: str,
     undo: contextlib.ExitStack,
-    listeners: Mapping[str, int] | None = None,
 ) -> tuple[Rendezvous, Table]:
-    """Meet the other members at `config.rendezvous`; raises as `Communicator`."""
+    """Meet the other ranks at `config.rendezvous`; raises as `Communicator`."""
     rendezvous = Rendezvous(
         config,
-        membership,
         *opened.announced,
         standby=standby,
         networks=networks,
         security=opened.security,
         idle=opened.read_events,
-        listeners=listeners,
     )
     undo.callback(rendezvous.close)
     return rendezvous, rendezvous.meet()
-
-
-def announced_in(table: Table) -> list[Announced]:
-    """Where each member listens, in their order."""
-    return list(map(Announced, table.addresses, table.controls, table.memory))
 
 
 def form_group(
@@ -175,7 +172,7 @@ def form_group(
     check: Callable[[], None],
     waiting: Waiting,
 ) -> Formed:
-    """Form the ring of a group of two or more, of which this rank is a member.
+    """Form the ring of a group of two or more, or one anew, of which this rank is a member.
 
     The ranks of `parent` take the place of the rendezvous. Those that are in no such group call
     `take_no_part` at the same time. `check` raises the error that has broken the parent.
@@ -297,7 +294,8 @@ def _collectives(
         assert shared is not None
         members = [membership.members[other] for other in together]
         names = [announced[member].memory for member in members]
-        shared.connect(names, members, rank=rank, size=size, job=job.number, check=check)
+        here = shared.connect(names, members, rank=rank, size=size, job=job.number, check=check)
+        job.processes.update(here)
         host = SharedMemoryCollectives(
             shared,
             rank=together.index(group_rank),

@@ -1,60 +1,96 @@
 """Forms a job's ring anew, of the ranks that are left; internal, for elastic training.
 
-The new ring is a session of its own: new links, keys, watcher and engine, in the next epoch. What
-stays is the job: its number, the ranks' own numbers and key pairs, and each rank's standby port, at
-which the lowest rank that is left meets the others. Arrays that were registered in the old ring are
-ordinary memory from its failure on.
+They meet at their standby ports, agree which of them go on (`ringreduce.pure.views`), and form the
+ring as a group is formed, with these ports instead of a parent. The new ring is a session of its
+own: new links, keys, watcher and engine, in the next epoch. What stays is the job: its number, the
+ranks' own numbers and key pairs, and the standby ports. Arrays that were registered in the old ring
+are ordinary memory from its failure on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import time
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.opened_sockets import open_sockets
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import EPOCHS_MAX, Membership
+from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
 from ringreduce.transport.routes import Routes
-from ringreduce.transport.stalls import Waiting
+from ringreduce.transport.unix import end_process
+from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import TIMES, Config
-from ringreduce.vocabulary.errors import ArrayError, ClosedError, ConfigError, RendezvousError
+from ringreduce.vocabulary.errors import (
+    ArrayError,
+    ClosedError,
+    ConfigError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    RendezvousError,
+)
+from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 
+# To form the ring that was agreed on; ranks that die before take none.
+_ATTEMPTS = 5
 
-def reform(communicator: Communicator, without: Collection[int]) -> None:
-    """Make `communicator`, that of the whole job, work again, or anew, without some of its ranks.
 
-    All ranks that stay must call it, with the same `without`, whether or not the ring has failed on
-    them; it returns when all have done so and passed a first barrier. Then `communicator` has ranks
-    from 0 on again, in the order of before. Its groups are closed; form them anew with `split`.
-    Errors and logs go on naming the ranks of the job. Those that have left before need not be
-    named.
+def reform(communicator: Communicator, without: Collection[int] = ()) -> None:
+    """Make `communicator`, that of the whole job, work again, of the ranks that are left.
+
+    All ranks that are left must call it, whether or not the ring has failed on them; it returns
+    when all have done so and passed a first barrier. Those that do not come within
+    ``join_timeout_s``, or of `without` within a second, are left out; on this host they are killed.
+    Then `communicator` has ranks from 0 on again, in the order of before. Its groups are closed;
+    form them anew with `split`. Errors and logs go on naming the ranks of the job.
 
     Raises:
-        ArrayError: `without` has this rank, or none of the ring; or `communicator` is a group.
+        ArrayError: `without` has this rank, or none of the job; or `communicator` is a group.
         ClosedError: `communicator` was closed.
         ConfigError: this system cannot shut a port, so that no rank waits for others.
-        RendezvousError: not all came within ``join_timeout_s``, or the lowest of them is lost too;
-            it can be called again.
-        MismatchError: ranks passed different `without`.
+        RendezvousError: the others have left this rank out; or those that are left are too few, so
+            that the rest may go on. It can be called again.
+        PeerError: others were lost time and again while the ring formed.
     """
     old = communicator._session
-    membership = old.membership.without(without)
-    _check(old, membership, without)
+    _check(old, without)
     old.leave("", gives_way=True)
-    job, form = old.job, None
-    if job is not None and membership.size > 1:
-        form = functools.partial(_form, old.config, job, membership)
-    communicator._use(Session(old.config, membership, job, form, old.lasting))
+    job, config = old.job, old.config
+    if job is None:
+        alone = replace(old.membership, epoch=old.membership.epoch + 1)
+        communicator._use(Session(config, alone, None, None, old.lasting))
+        return
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        with Survivors(config, job, without) as survivors:
+            view = survivors.agree()
+            membership = Membership(view.members, 0, view.number)
+            # Ways that were found before may be what has failed.
+            routes = Routes(config.rank, config.size, job.routes.networks)
+            how = config, replace(job, routes=routes), membership, survivors, survivors.check
+            form = functools.partial(formation.form_group, *how) if len(view.members) > 1 else None
+            try:
+                session = Session(config, membership, job, form, old.lasting)
+            except (PeerError, RendezvousError):  # Ranks were lost meanwhile: on without them.
+                if attempts_left:
+                    continue
+                raise
+        communicator._use(session)
+        text = "[%d/%d] ring formed anew, epoch %d, of ranks %s"
+        _log.info(text, config.rank, config.size, view.number, list(view.members))
+        return
 
 
-def _check(old: Session, membership: Membership, without: Collection[int]) -> None:
+def _check(old: Session, without: Collection[int]) -> None:
     rank, who = old.config.rank, old.config.who
     is_over = old.is_closed if old.job is None else old.job.standby.is_closed
     if is_over:
@@ -65,63 +101,177 @@ def _check(old: Session, membership: Membership, without: Collection[int]) -> No
     elif rank in without or not set(without) <= set(range(old.config.size)):
         problem = f"the ring anew without {sorted(without)}"
         remedy = "Pass ranks of the job that are lost."
-    elif membership.epoch >= EPOCHS_MAX:
+    elif old.membership.epoch >= EPOCHS_MAX - old.config.size:
         problem = f"the ring anew more than {EPOCHS_MAX - 1} times"
     if problem:
         raise ArrayError(f"cannot form {problem}", **who, remedy=remedy)
-
-
-def _form(
-    config: Config, job: formation.Job, membership: Membership, waiting: Waiting
-) -> formation.Formed:
-    """Meet the members at the standby port of the first, and connect to this rank's peers."""
-    first = membership.members[0]
-    address = job.standbys[first]
-    if not address:
+    if old.job is not None and not all(old.job.standbys):
         raise ConfigError(
-            f"cannot form the ring anew: rank {first} has no port for that",
-            **config.who,
+            f"cannot form the ring anew: rank {old.job.standbys.index('')} has no port for that",
+            **who,
             remedy="Rings are formed anew on Linux alone.",
         )
-    security = job.security.for_group(membership)
-    routes = Routes(config.rank, config.size, job.routes.networks)  # Nothing is chosen yet.
-    with formation.undone_if_it_fails(config, membership, job.bind) as undo:
-        transport = job.place(membership).transport
-        opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
-        listeners = None
-        if first == config.rank:
-            listeners = job.standby.open()
-            undo.callback(job.standby.shut)
+
+
+class Survivors:
+    """This rank among those that are left: they agree who goes on, and exchange what they need.
+
+    `without` are ranks that are probably lost. While it is open this rank's standby port is; and
+    afterwards too, if it has left out a rank that may be alive, to tell it so when it wakes.
+    """
+
+    def __init__(self, config: Config, job: formation.Job, without: Collection[int]) -> None:
+        job.standby.answering.close()
+        self._config, self._job, self._without = config, job, without
+        self._rank, self._who = config.rank, config.who
+        members = job.agreement.view.members
+        self._others = [each for each in members if each != self._rank]
+        ways = {each: job.routes.ways(each, job.standbys[each]) for each in self._others}
+        self._visits = Visits(job.standby, job.security, job.number, ways)
+        self._deadline = time.monotonic() + config.join_timeout_s
+        self._dead: frozenset[int] = frozenset()
+        # By rank: when it last sent anything; its last values. What this one passes on; when.
+        self._heard: dict[int, float] = {}
+        self._told: dict[int, tuple[Any, ...]] = {}
+        self._values: tuple[Any, ...] = ()
+        self._sends_s = 0.0
+
+    def __enter__(self) -> Survivors:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        view = self._job.agreement.view
+        if kind is not None or {*self._others} <= {*view.members, *self._dead}:
+            self._visits.close()
         else:
-            address = _led_to_first(config, routes, first, address)
-        here = replace(config, rendezvous=address.removeprefix("tcp://"))
-        own = tuple(routes.networks[config.rank]), job.standby.address
-        rendezvous, table = formation.meet(here, membership, opened, *own, undo, listeners)
-        security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
-        renewed = replace(job, security=security, routes=routes)
-        formed = formation.connect(
-            config, renewed, membership, opened, formation.announced_in(table), rendezvous
-        )
-        undo.pop_all()
-    _log.info(
-        "[%d/%d] ring formed anew, epoch %d, of ranks %s",
-        *(config.rank, config.size, membership.epoch, list(membership.members)),
-    )
-    return formed
+            self._job.standby.answering.callback(self._visits.close)
+            self._visits.answer(view)
 
-
-def _led_to_first(config: Config, routes: Routes, first: int, address: str) -> str:
-    """The `address` of the standby port of rank `first`, as this rank reaches it once it opens."""
-    deadline = time.monotonic() + config.join_timeout_s
-    # What comes before the port is open gets no answer.
-    while unreached := routes.find({first: address}, lambda: None, TIMES.reconnect_s, 0.0):
-        if time.monotonic() >= deadline:
-            tried = "; ".join(f"{each.address}: {each.why}" for each in unreached)
+    def agree(self) -> View:
+        """The next view, once it is chosen; raises RendezvousError if this rank is not in it."""
+        job, began_s, kills_s, proposes_s = self._job, time.monotonic(), 0.0, 0.0
+        members = job.agreement.view.members
+        seen: tuple[Any, ...] = ()
+        # If others have proven it dead, they do not listen to it any more.
+        while (chosen := job.agreement.successor) is None and self._rank not in job.agreement.dead:
+            self._receive(TIMES.poll_s)
+            self._find_dead(members)
+            now = time.monotonic()
+            here = set(members) - self._dead - self._silent(members, TIMES.silent_s)
+            unknown = set(members) - self._dead - here
+            limit_s = TIMES.silent_s if unknown <= {*self._without} else self._config.join_timeout_s
+            if unknown and now - began_s < limit_s:
+                continue
+            if unknown and not kills_s:
+                killed = [each for each in unknown if self._kill(each)]
+                kills_s = now if killed else now - TIMES.silent_s
+            if unknown and now - kills_s < TIMES.silent_s:
+                continue
+            if not may_choose(members, here, self._dead):
+                raise self._too_few(members, here, unknown)
+            # The lowest proposes; the others do if nothing comes of it.
+            delay_s = sorted(here).index(self._rank) * TIMES.answer_s
+            if seen != (here, self._dead):
+                seen, proposes_s = (here, self._dead), now + delay_s
+            if now >= proposes_s:
+                proposes_s = now + TIMES.answer_s + delay_s
+                self._take(propose(job.agreement, here, self._dead))
+        if chosen is None or self._rank not in chosen.members:
+            others = "the others" if chosen is None else named("rank", chosen.members)
             raise RendezvousError(
-                f"cannot reach rank {first}, where the ring is formed anew, in "
-                f"{config.join_timeout_s:g} s ({tried})",
-                **config.who,
-                peer=first,
-                remedy=f"Read rank {first}'s log first.",
+                f"was left out of the ring: {others} went on without it, since it did not answer "
+                "them in time",
+                **self._who,
+                remedy="It was stopped, or cut off from them: end its process.",
             )
-    return routes.lead(first, address)
+        if left := set(members) - set(chosen.members):
+            where = self._rank, self._config.size
+            _log.warning("[%d/%d] goes on without %s", *where, self._described(left))
+        job.agreement = Agreement(self._rank, chosen)
+        return chosen
+
+    def _silent(self, members: Collection[int], for_s: float) -> set[int]:
+        """The others that are not known to be dead, and have sent nothing for so long."""
+        since_s = time.monotonic() - for_s
+        others = {*members} - {self._rank, *self._dead}
+        return {each for each in others if self._heard.get(each, -1.0) < since_s}
+
+    def _find_dead(self, members: Collection[int]) -> None:
+        self._dead |= self._visits.refused(self._silent(members, 2 * TIMES.poll_s))
+
+    def _kill(self, rank: int) -> bool:
+        """End the process of a rank of this host, so that it is proven dead; whether it did."""
+        process = self._job.processes.get(rank)
+        if process is None or process[0] == os.getpid() or not end_process(process):
+            return False
+        _log.warning(
+            "[%d/%d] killed rank %d, process %d of this host, which did not answer",
+            *(self._rank, self._config.size, rank, process[0]),
+        )
+        return True
+
+    def _described(self, gone: Collection[int]) -> str:
+        dead, silent = sorted({*gone} & self._dead), sorted({*gone} - self._dead)
+        parts = [f"{named('rank', dead)}, dead"] if dead else []
+        return "; ".join([*parts, f"{named('rank', silent)}, silent"] if silent else parts)
+
+    def _too_few(
+        self, members: Collection[int], here: Collection[int], unknown: Collection[int]
+    ) -> RendezvousError:
+        return RendezvousError(
+            f"cannot form the ring anew of {named('rank', sorted(here))} alone: gone are "
+            f"{self._described({*members} - {*here})}, which may be alive and go on by itself. "
+            f"More than half of {named('rank', members)} are needed, or half with the lowest",
+            **self._who,
+            peer=min(unknown),
+            remedy=f"See whether {named('rank', sorted(unknown))} runs, and is reached from here; "
+            "else start the job again from its last checkpoint.",
+        )
+
+    def _receive(self, wait_s: float) -> None:
+        """Say that this rank is here, and what it passes on; process what has come."""
+        job, now = self._job, time.monotonic()
+        number = job.agreement.view.number
+        if now >= self._sends_s:
+            self._sends_s = now + TIMES.poll_s
+            for peer in self._others:
+                self._visits.send(Message(Kind.HERE, self._rank, peer, number, values=self._values))
+        for message in self._visits.receive(wait_s):
+            if message.view == job.agreement.view.number:
+                self._heard[message.sender] = time.monotonic()
+                if message.kind is Kind.HERE:
+                    self._told[message.sender] = message.values
+            self._take(receive(job.agreement, message))
+
+    def _take(self, step: Step) -> None:
+        self._job.agreement, sent = step
+        for message in sent:
+            self._visits.send(message)
+
+    def exchange(self, value: Any) -> dict[int, Any]:
+        """What each member of the next ring has passed, by rank, once all have.
+
+        Raises PeerError if one is lost, or does not come.
+        """
+        place, members = len(self._values), self._job.agreement.view.members
+        self._told[self._rank] = self._values = (*self._values, value)
+        self._sends_s = 0.0
+        self.check()  # It sends, also where the others were faster.
+        while missing := [each for each in members if len(self._told.get(each, ())) <= place]:
+            self.check(TIMES.poll_s, missing[0])
+        return {each: self._told[each][place] for each in members}
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Nothing: a rank that fails ends, which others see, or forms the ring anew with them."""
+        return contextlib.nullcontext()
+
+    def check(self, wait_s: float = 0.0, missing: int | None = None) -> None:
+        """Take what comes in that time; raise PeerError if the ring cannot form any more."""
+        self._receive(wait_s)
+        self._find_dead(self._job.agreement.view.members)
+        if lost := self._dead & {*self._job.agreement.view.members}:
+            text = f"lost rank {min(lost)} while the ring was formed anew: it died"
+            raise PeerLostError(text, **self._who, peer=min(lost))
+        if self._job.agreement.successor is not None or time.monotonic() > self._deadline:
+            text = "gave up to form the ring anew, as others did, or did not come"
+            raise PeerTimeoutError(text, **self._who, peer=missing)

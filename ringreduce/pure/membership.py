@@ -7,7 +7,7 @@ which users see as its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Membership:
 
     members: tuple[int, ...]
     group: int = 0
-    epoch: int = 0  # how often its ring has been formed anew
+    epoch: int = 0  # grows whenever its ring is formed anew
 
     @property
     def size(self) -> int:
@@ -55,11 +55,6 @@ class Membership:
     def neighbours(self, rank: int) -> tuple[int, ...]:
         """The members before and after `rank` on the ring, which may be the same one."""
         return tuple(sorted({self.ahead(rank, -1), self.ahead(rank, 1)}))
-
-    def without(self, ranks: Collection[int]) -> Membership:
-        """The members but `ranks`, in the next epoch."""
-        left = tuple(member for member in self.members if member not in ranks)
-        return Membership(left, self.group, self.epoch + 1)
 
     def split(self, choices: Sequence[Choice]) -> list[Membership]:
         """The groups of those that chose the same color, in the order of their first places.

@@ -67,10 +67,7 @@ class Routes:
         if not self.are_needed:
             return []
         tried = {
-            peer: [
-                (host, int(split_host(address)[1].partition(",")[0]))
-                for host in ways(self.networks[self._rank], self.networks[peer])
-            ]
+            peer: self.ways(peer, address)
             for peer, address in addresses.items()
             if peer not in self._reached and peer != self._rank
         }
@@ -82,6 +79,16 @@ class Routes:
             _log.log(level, text, self._rank, self._size, peer, host, offered)
         self._reached.update(found)
         return failed
+
+    def ways(self, peer: int, address: str) -> list[tuple[str, int]]:
+        """Where `peer`, which has announced `address`, may be: the host that was chosen, or all."""
+        host, ports = split_host(address)
+        hosts: Sequence[str] = [host]
+        if peer in self._reached:
+            hosts = [self._reached[peer].host]
+        elif self.are_needed:
+            hosts = ways(self.networks[self._rank], self.networks[peer])
+        return [(each, int(ports.partition(",")[0])) for each in hosts]
 
     def lead(self, peer: int, address: str) -> str:
         """`address`, which `peer` has announced, with the host that was chosen, if one was."""

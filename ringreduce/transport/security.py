@@ -24,7 +24,7 @@ import hashlib
 import hmac
 import logging
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -195,21 +195,6 @@ class Security:
         anew._membership, anew._session = membership, b""
         return anew
 
-    def renew(self, keys: Mapping[int, str], material: bytes) -> None:
-        """Make a new ring's session key, where the members still have the same `public`, by rank.
-
-        Raises RendezvousError if one of them has another, or the material has another length.
-        """
-        if not self.public_key:
-            return
-        same = [hmac.compare_digest(k.encode(), self.keys[rank]) for rank, k in keys.items()]
-        if not all(same) or len(material) != MATERIAL_BYTES:
-            raise RendezvousError(
-                "was told other keys than before by a rank that should have been here all the time",
-                **self.who,
-            )
-        self.start_session(material)
-
     def start_session(self, material: bytes) -> None:
         """Make the keys of this ring's frames from 32 random bytes that all members know."""
         if self.public_key:
@@ -246,7 +231,7 @@ class Security:
         return digest.hexdigest().encode()
 
     def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
-        """Rank 0's side of the rendezvous: accept ranks that have the secret; before ``bind``."""
+        """Where ranks meet: accept those that have the secret; before ``bind``."""
         _limit(socket, max(_BACKLOG, self.size))
         if not self.public_key:
             return Authenticator(None, 0.0)
@@ -260,7 +245,7 @@ class Security:
         return authenticator
 
     def join_meeting(self, socket: zmq.Socket[Any]) -> None:
-        """The other ranks' side of the rendezvous; before ``connect``."""
+        """The side of those that come there; before ``connect``."""
         if not self.public_key:
             return
         public, private = self._derived(b"rr member")

@@ -114,8 +114,10 @@ class ShmLink(StalledCall):
         size: int,
         job: int,
         check: Callable[[], None],
-    ) -> None:
+    ) -> dict[int, tuple[int, int]]:
         """Map the segments of this host's ranks, by the `names` that `members` have announced.
+
+        Returns which processes they are, as `unix.end_process` takes them.
 
         `size` is the job's, `job` the random number of this ring. While it waits it calls `check`,
         which may raise. Raises RendezvousError if one of them cannot be reached, ProtocolError if
@@ -163,6 +165,7 @@ class ShmLink(StalledCall):
         self.small = ranks.small_calls(SmallKind.COLLECTIVE, ranks.group)
         if self.small is not None:
             self.small.record(self._waiting.events, Kind.ALL_REDUCE.label)
+        return self._mesh.processes
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         heap = self._heap

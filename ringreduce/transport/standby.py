@@ -1,4 +1,4 @@
-"""The port at which a rank can be met again, shut while its ring works.
+"""The port at which a rank can be met again, shut while its ring works (`visits`).
 
 It is announced when the ring forms, since later there may be no way left to do so. While it is shut
 the kernel drops what comes for it (`port_filter`), so strangers find nothing there.
@@ -18,6 +18,8 @@ class Standby:
     """A port at the addresses of `bind`, open only on request, of this rank in a job of `size`."""
 
     def __init__(self, bind: Bind, *, rank: int, size: int) -> None:
+        # What still answers there although the ring works.
+        self.answering = contextlib.ExitStack()
         self._listeners = listen(bind, rank=rank, size=size)
         # The first, as ``tcp://host:port``; empty where the system cannot shut a port.
         self.address = ""
@@ -48,6 +50,7 @@ class Standby:
 
     def close(self) -> None:
         """Close the port for good; calling it again does nothing."""
+        self.answering.close()
         inherited.unwatch(self)
         self.close_inherited()
 

@@ -5,9 +5,11 @@ connected with every other rank of its host; the kernel names the user at the ot
 users are refused. They carry nothing afterwards: one that ends shows that its rank has gone.
 """
 
+import contextlib
 import os
 import secrets
 import select
+import signal
 import socket
 import struct
 import threading
@@ -44,6 +46,7 @@ class Mesh:
             self._listener.close()
             raise
         self._connections: dict[int, socket.socket] = {}
+        self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected
         self._poll = select.poll()
         self._gone: set[int] = set()
         # Several threads may wait for other ranks, and a signal handler may close this.
@@ -110,7 +113,10 @@ class Mesh:
                 "values on each; or use RINGREDUCE_TRANSPORT=zmq.",
             ) from error
         self._listener.close()
-        for connection in self._connections.values():
+        self.processes = {}
+        for other, connection in self._connections.items():
+            if (process := _identified(_credentials(connection)[0])) is not None:
+                self.processes[members[other]] = process
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
         return descriptors
@@ -191,8 +197,34 @@ class Mesh:
             self._connections.clear()
 
 
+def end_process(process: tuple[int, int]) -> bool:
+    """Kill the process with that number and start; return whether it was still there."""
+    with contextlib.suppress(OSError):
+        descriptor = os.pidfd_open(process[0])
+        try:
+            # Another one that has got its number meanwhile has begun later.
+            if _identified(process[0]) == process:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _identified(process: int) -> tuple[int, int] | None:
+    """The process and when it began, in ticks; None if it is gone, or not seen from here."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat", "rb") as file:
+        return process, int(file.read().rpartition(b")")[2].split()[19])
+    return None
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end and its user, by SO_PEERCRED."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(found)
+    return process, user
+
+
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this user, by SO_PEERCRED."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return bool(user == os.geteuid())
+    """Whether the process at the other end belongs to this user."""
+    return _credentials(connection)[1] == os.geteuid()

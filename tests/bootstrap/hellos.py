@@ -22,8 +22,6 @@ def hello(**fields: Any) -> bytes:
         "job_id": "ours",
         "rank": 1,
         "size": 2,
-        "members": [0, 1],
-        "epoch": 0,
         "address": "tcp://127.0.0.1:9",
         "control": "tcp://127.0.0.1:1,2",
         "standby": "",

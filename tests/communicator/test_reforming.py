@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.reforming import reform
+from ringreduce.communicator.reforming import Survivors, reform
 from ringreduce.effects.events import Events
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import Config
@@ -25,6 +25,7 @@ from ringreduce.vocabulary.errors import (
     RendezvousError,
     RingReduceError,
 )
+from tests import hosts
 from tests.rings import Ring
 
 OnRanks = Callable[..., list[Any]]
@@ -111,6 +112,141 @@ def test_ranks_that_are_left_go_on_in_a_ring_of_their_own(tmp_path: Path, name: 
             assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
 
 
+# Each of the first ranks dies once it has sent the first such message, the next one when it has
+# told the others where it listens.
+FATAL = """
+from ringreduce.communicator import reforming
+from ringreduce.pure.views import Kind
+
+LAST = {0: Kind.PREPARE, 1: Kind.ACCEPT, 2: Kind.CHOSEN}
+exchange, send = reforming.Survivors.exchange, reforming.Visits.send
+
+
+def fatal_exchange(survivors, value):
+    if RANK == 3 and survivors._values:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return exchange(survivors, value)
+
+
+def fatal_send(visits, message):
+    send(visits, message)
+    if message.kind is LAST.get(RANK):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+reforming.Survivors.exchange, reforming.Visits.send = fatal_exchange, fatal_send
+ring = join()
+reforming.reform(ring)
+say("anew", members=ring._session.membership.members, sum=ring.all_reduce(np.ones(1))[0])
+ring.close()
+"""
+
+
+def test_ranks_that_die_while_they_agree_are_left_out(tmp_path: Path) -> None:
+    with Ring(tmp_path, 6, FATAL, transport="auto") as ring:
+        for fact in ring.wait("anew", [4, 5]):
+            assert (fact["members"], fact["sum"]) == ([4, 5], 2.0)
+        for rank in range(4):
+            assert ring.workers[rank].wait(10) == -signal.SIGKILL
+        for rank in (4, 5):
+            assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
+
+
+BROKEN = """
+from ringreduce.communicator.reforming import reform
+
+ring = join()
+ring.barrier()
+say("formed")
+attempt("failed", lambda: until_error(ring.barrier))
+reform(ring, EXPECTED)
+say("anew", members=ring._session.membership.members, sum=ring.all_reduce(np.ones(1))[0])
+ring.close()
+"""
+
+
+def test_a_stopped_rank_of_this_host_is_killed(tmp_path: Path) -> None:
+    """Else the lowest rank's half could not go on without it."""
+    with Ring(tmp_path, 2, "EXPECTED = [0]" + BROKEN, transport="shm", timeout_s=2.0) as ring:
+        ring.wait("formed")
+        ring.workers[0].signal(signal.SIGSTOP)
+        assert ring.wait("anew", [1])[0]["members"] == [1]
+        assert "killed rank 0, process" in ring.workers[1].stderr
+        assert ring.workers[0].wait(10) == -signal.SIGKILL
+        assert ring.workers[1].wait(10) == 0, ring.workers[1].stderr
+
+
+@pytest.mark.full
+def test_two_of_five_are_killed_at_once(tmp_path: Path) -> None:
+    with Ring(tmp_path, 5, "EXPECTED = []" + BROKEN, transport="auto") as ring:
+        ring.wait("formed")
+        for rank in (0, 3):
+            ring.workers[rank].signal(signal.SIGKILL)
+        for fact in ring.wait("anew", [1, 2, 4]):
+            assert (fact["members"], fact["sum"]) == ([1, 2, 4], 3.0)
+        for rank in (1, 2, 4):
+            assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
+
+
+def test_a_rank_that_wakes_is_told_that_it_was_left_out() -> None:
+    gone_on = threading.Barrier(3, timeout=30)
+
+    def work(comm: Communicator) -> None:
+        wakes = comm.rank == 1
+        if not wakes:
+            reform(comm, [1])
+            assert comm.all_gather_object(comm.config.rank) == [0, 2]
+        gone_on.wait()
+        if wakes:
+            for _ in range(2):
+                with pytest.raises(RendezvousError) as caught:
+                    reform(comm)
+                assert "left out of the ring: ranks 0, 2 went on without it" in str(caught.value)
+        gone_on.wait()
+        if not wakes:
+            reform(comm)
+            assert comm.all_gather_object(comm.config.rank) == [0, 2]
+
+    ring_of_threads(3, work)
+
+
+@pytest.mark.full
+def test_of_two_halves_the_one_with_the_lowest_rank_goes_on() -> None:
+    hosts.require()
+    together = threading.Barrier(4, timeout=30)
+    layout = {name: {"one": [f"10.1.0.{number}/24"]} for number, name in enumerate("abcd", 1)}
+
+    def join(part: str, bridge: str) -> None:
+        for name in part:
+            hosts.run_ip(f"-n {four.switch} link set one-{name} master {bridge}")
+
+    def work(comm: Communicator) -> str:
+        rank = comm.rank
+        if together.wait() == 0:
+            hosts.run_ip(f"-n {four.switch} link add other type bridge")
+            hosts.run_ip(f"-n {four.switch} link set other up")
+            join("cd", "other")
+        together.wait()
+        others = [each for each in range(4) if each // 2 != rank // 2]
+        if rank > 1:
+            with pytest.raises(RendezvousError, match="ranks 0, 1, silent"):
+                reform(comm, others)
+        else:
+            reform(comm, others)
+            assert comm.all_reduce(np.ones(1)) == 2
+        if together.wait() == 0:
+            join("cd", "one")
+        together.wait()
+        if rank > 1:
+            with pytest.raises(RendezvousError, match="ranks 0, 1 went on without it"):
+                reform(comm)
+        together.wait()
+        return "done"
+
+    with hosts.connected(layout) as four:
+        assert four.ring("10.1.0.1:20000", work, join_timeout_s=10.0) == ["done"] * 4
+
+
 def test_a_ring_that_has_not_failed_is_formed_anew_with_or_without_all(on_ranks: OnRanks) -> None:
     def work(comm: Communicator) -> None:
         group = comm.split(0)
@@ -180,6 +316,20 @@ def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attem
     ring_of_threads(2, work)
 
 
+def test_a_rank_passes_on_what_others_need_also_where_theirs_has_come_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchange = Survivors.exchange
+
+    def late(survivors: Survivors, value: Any) -> dict[int, Any]:
+        while survivors._rank == 1 and len(survivors._told.get(0, ())) <= len(survivors._values):
+            survivors.check(0.01)
+        return exchange(survivors, value)
+
+    monkeypatch.setattr(Survivors, "exchange", late)
+    ring_of_threads(2, reform, join_timeout_s=5.0)
+
+
 def test_what_explains_mismatches_does_so_in_the_new_ring_too() -> None:
     class Better:
         def explain(self, error: MismatchError) -> MismatchError:
@@ -209,29 +359,33 @@ def test_what_cannot_be_formed_anew_is_refused_and_changes_nothing() -> None:
     ring_of_threads(2, work)
 
 
-def test_ranks_that_leave_out_different_ones_are_told_so() -> None:
+def test_ranks_that_expect_different_losses_agree() -> None:
     def work(comm: Communicator) -> None:
         if comm.rank == 3:
             return
-        # Rank 1 may come when the others have ended already.
-        expected = (MismatchError, RendezvousError) if comm.rank == 1 else MismatchError
-        with pytest.raises(expected) as caught:
-            reform(comm, [] if comm.rank == 2 else [3])
-        if isinstance(caught.value, MismatchError):
-            assert "rank 2 has members (0, 1, 2, 3), rank 0 has (0, 1, 2)" in str(caught.value)
-            assert "without the same ranks" in str(caught.value)
+        reform(comm, [] if comm.rank == 2 else [3])
+        assert comm.all_gather_object(comm.config.rank) == [0, 1, 2]
 
-    ring_of_threads(4, work, join_timeout_s=1.0)
+    ring_of_threads(4, work)
 
 
-def test_a_rank_that_does_not_come_back_is_named() -> None:
+def test_half_the_ranks_without_the_lowest_wait_and_say_for_whom() -> None:
+    waited = threading.Barrier(2, timeout=30)
+
     def work(comm: Communicator) -> None:
         if comm.rank == 1:
-            return
-        with pytest.raises(RendezvousError, match="rank 1 did not come"):
-            reform(comm, [])
+            with pytest.raises(RendezvousError) as caught:
+                reform(comm, [0])
+            text = str(caught.value)
+            assert "anew of rank 1 alone: gone are rank 0, silent" in text
+            assert "More than half of ranks 0, 1 are needed" in text
+            assert caught.value.peer == 0
+        waited.wait()
+        reform(comm)
+        # An attempt that has failed has taken no number.
+        assert comm._session.membership.members == (0, 1)
 
-    ring_of_threads(3, work, join_timeout_s=0.5)
+    ring_of_threads(2, work)
 
 
 def test_a_ring_alone_is_formed_anew() -> None:

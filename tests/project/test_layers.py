@@ -182,6 +182,7 @@ def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
         "ringreduce.transport.libzmq",
         "ringreduce.transport.security",
         "ringreduce.transport.sockets",
+        "ringreduce.transport.visits",
     }
 
 

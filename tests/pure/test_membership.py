@@ -108,13 +108,3 @@ def test_neighbours_are_those_before_and_after(membership: Membership) -> None:
 def test_messages_name_a_group_by_its_first_members(members, name):
     assert Membership(members, group=7).name == name
     assert whole(len(members)).name == "the whole job"
-
-
-@given(memberships(), st.sets(st.integers(0, 20)))
-def test_without_some_the_others_are_left_in_their_order_in_the_next_epoch(
-    membership: Membership, lost: set[int]
-) -> None:
-    left = membership.without(lost)
-    assert list(left.members) == [rank for rank in membership.members if rank not in lost]
-    assert (left.group, left.epoch) == (membership.group, membership.epoch + 1)
-    assert left.without(lost).members == left.members

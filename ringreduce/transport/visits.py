@@ -1,0 +1,110 @@
+"""Messages among the ranks of a broken ring, at their standby ports, and proofs that one is dead.
+
+A port that its host refuses belongs to no process any more: that rank has died, or has closed its
+communicator for good. One that is silent proves nothing: its rank may be stopped, in user code, or
+beyond a network that is cut; and neither does one that accepts, but whose rank does not answer.
+"""
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+import zmq
+
+from ringreduce.pure.views import Agreement, Message, View, receive
+from ringreduce.transport.address import endpoint
+from ringreduce.transport.routes import first_to_answer
+from ringreduce.transport.security import Security
+from ringreduce.transport.standby import Standby
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.times import milliseconds
+
+_DECODER = msgspec.msgpack.Decoder(tuple[int, Message])
+_MESSAGE_BYTES_MAX = 1 << 20
+
+
+class Visits:
+    """Opens `standby`, and sends to the others at `ways`: by rank, addresses that may lead there.
+
+    One thread at a time may use it. Messages may be lost, as while a port is still shut.
+    """
+
+    def __init__(
+        self,
+        standby: Standby,
+        security: Security,
+        job: int,
+        ways: Mapping[int, Sequence[tuple[str, int]]],
+    ) -> None:
+        self._standby, self._job, self._ways = standby, job, ways
+        self._rank, self._thread, self._is_closing = security.rank, threading.Thread(), False
+        self._context = zmq.Context(io_threads=1)
+        self._incoming = self._socket(zmq.PULL)
+        self._authenticator = security.serve_meeting(self._incoming, self._context)
+        for address, descriptor in standby.open().items():
+            self._incoming.setsockopt(zmq.USE_FD, descriptor)
+            self._incoming.bind(address)
+        self._outgoing = {peer: self._socket(zmq.PUSH) for peer in ways}
+        for peer, socket in self._outgoing.items():
+            security.join_meeting(socket)
+            # Of several addresses only those that answer get messages.
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(TIMES.reconnect_s))
+            socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
+            for way in ways[peer]:
+                socket.connect(endpoint(*way))
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.LINGER, milliseconds(TIMES.flush_s))
+        return socket
+
+    def send(self, message: Message) -> None:
+        """Send it to its receiver, unless there is no connection."""
+        if (socket := self._outgoing.get(message.receiver)) is not None:
+            with contextlib.suppress(zmq.Again):
+                socket.send(msgspec.msgpack.encode((self._job, message)), zmq.NOBLOCK)
+
+    def receive(self, wait_s: float) -> Iterator[Message]:
+        """What has come for this rank, once anything has, or after `wait_s`."""
+        wait_ms = milliseconds(wait_s)
+        while self._incoming.poll(wait_ms):
+            wait_ms = 0
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                job, message = _DECODER.decode(self._incoming.recv())
+                if (job, message.receiver) == (self._job, self._rank):
+                    yield message
+
+    def refused(self, peers: Collection[int]) -> set[int]:
+        """Those of `peers` that are proven dead: every way to their ports is refused."""
+        ways = {peer: self._ways[peer] for peer in peers}
+        _, failed = first_to_answer(self._rank, ways, TIMES.poll_s, lambda: None, 0.0)
+        why = {peer: [each.why for each in failed if each.peer == peer] for peer in peers}
+        return {peer for peer in peers if why[peer] == ["refused"] * len(ways[peer])}
+
+    def answer(self, view: View) -> None:
+        """From now on, in a thread, tell `view` to those that come because of one before it."""
+
+        def run() -> None:
+            while not self._is_closing:
+                for message in self.receive(TIMES.poll_s):
+                    for each in receive(Agreement(self._rank, view), message)[1]:
+                        self.send(each)
+
+        name = f"ringreduce standby {self._rank}"
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Shut the port and end."""
+        self._is_closing = True
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._standby.shut()
+        self._authenticator.close()
+        for socket in (self._incoming, *self._outgoing.values()):
+            socket.close()
+        self._context.term()

@@ -1,0 +1,312 @@
+"""The choice of a view's successor: every order of everything, and long random ones."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
+
+# States by rank; which ranks are alive, and messages under way, as bits; ballots begun.
+World = tuple[tuple[int, ...], int, int, int]
+
+
+def bits(of: int) -> Iterator[int]:
+    while of:
+        lowest = of & -of
+        yield lowest.bit_length() - 1
+        of ^= lowest
+
+
+class Checker:
+    """All worlds that `size` ranks can come to, with so many ballots and so many ranks killed.
+
+    `ballots` are the ranks that may begin each.
+
+    A message under way may arrive at any time, or never: so messages are lost, late and in any
+    order, between ranks that are stopped, cut off or suspected, as any set of ranks may be proposed
+    at any time. A rank that dies unseen is one that does nothing more. With `at_once` an answer
+    arrives at once or never.
+    """
+
+    def __init__(
+        self, size: int, ballots: Sequence[str], kills: int, *, at_once: bool = False
+    ) -> None:
+        self.size, self.ballots, self.at_once = size, (*ballots, ""), at_once
+        self.deaths = [each for each in range(1 << size) if each.bit_count() <= kills]
+        self.kills = kills
+        self.states: list[Agreement] = []
+        self.messages: list[Message] = []
+        self.numbers: dict[Agreement | Message, int] = {}
+        self.to = [0] * size  # by rank, the messages for it, as bits
+        self.answered = functools.cache(self._answered)
+        self.proposed = functools.cache(self._proposed)
+        self.pending = functools.cache(self._pending)
+
+    def number(self, each: Agreement | Message) -> int:
+        if (found := self.numbers.get(each)) is None:
+            kept: list[object] = self.messages if isinstance(each, Message) else self.states  # type: ignore[assignment]
+            found = self.numbers[each] = len(kept)
+            kept.append(each)
+            if isinstance(each, Message):
+                self.to[each.receiver] |= 1 << found
+        return found
+
+    def taken(self, step: Step) -> tuple[int, int]:
+        state, sent = step
+        return self.number(state), sum(1 << self.number(each) for each in set(sent))
+
+    def _answered(self, state: int, message: int) -> tuple[int, int]:
+        return self.taken(receive(self.states[state], self.messages[message]))
+
+    def _proposed(self, state: int, dead: int) -> tuple[int, int]:
+        return self.taken(propose(self.states[state], [self.states[state].own], bits(dead)))
+
+    def _pending(self, state: int, messages: int) -> int:
+        """Those of `messages` that may still change anything."""
+        asks = Kind.PREPARE, Kind.ACCEPT
+        return sum(
+            1 << each
+            for each in bits(messages)
+            if self.messages[each].kind in asks or self.answered(state, each) != (state, 0)
+        )
+
+    def world(self, world: World, moved: dict[int, int], sent: int, **changes: int) -> World:
+        """What `world` becomes; of the messages that are `sent`, those that still matter."""
+        states = tuple(moved.get(rank, state) for rank, state in enumerate(world[0]))
+        alive, begun = changes.get("alive", world[1]), changes.get("begun", world[3])
+        kept = [
+            self.pending(state, sent & self.to[rank])
+            for rank, state in enumerate(states)
+            if alive >> rank & 1
+        ]
+        return states, alive, sum(kept), begun
+
+    def after(self, world: World) -> Iterator[World]:
+        states, alive, sent, begun = world
+        for rank in bits(alive):
+            for message in bits(sent & self.to[rank]):
+                left = sent & ~(1 << message)
+                state, answers = self.answered(states[rank], message)
+                asker = self.messages[message].sender
+                if not self.at_once or not answers:
+                    yield self.world(world, {rank: state}, left | answers)
+                    continue
+                yield self.world(world, {rank: state}, left)
+                if alive >> asker & 1:
+                    told, more = self.answered(states[asker], answers.bit_length() - 1)
+                    yield self.world(world, {rank: state, asker: told}, left | more)
+            if str(rank) not in self.ballots[begun] or self.states[states[rank]].successor:
+                continue
+            for dead in self.deaths:
+                left = alive & ~dead
+                if not dead >> rank & 1 and self.size - left.bit_count() <= self.kills:
+                    state, more = self.proposed(states[rank], dead)
+                    yield self.world(world, {rank: state}, sent | more, alive=left, begun=begun + 1)
+
+    def run(self) -> None:
+        view = View(0, tuple(range(self.size)))
+        first = tuple(self.number(Agreement(rank, view)) for rank in view.members)
+        start: World = first, (1 << self.size) - 1, 0, 0
+        seen, pending = {start}, [start]
+        while pending:
+            states, alive, *_ = world = pending.pop()
+            chosen = {self.states[states[rank]].successor for rank in bits(alive)} - {None}
+            assert len(chosen) < 2, f"a fork: {chosen}"
+            for each in self.after(world):
+                if each not in seen:
+                    seen.add(each)
+                    pending.append(each)
+        assert any(state.successor is not None for state in self.states)
+
+
+# Ranks of a view of three are alike, so any may begin first; of four, the lowest is not.
+@pytest.mark.parametrize(
+    ("size", "ballots", "at_once"),
+    [
+        (2, ("01", "01", "01"), False),
+        (3, ("0", "012"), False),
+        (4, ("1", "1"), True),
+        pytest.param(3, ("0", "012", "012"), True, marks=pytest.mark.full),
+        pytest.param(4, ("01", "0123"), True, marks=pytest.mark.full),
+    ],
+)
+def test_every_view_has_one_successor(size: int, ballots: Sequence[str], at_once: bool) -> None:
+    Checker(size, ballots, size - 1, at_once=at_once).run()
+
+
+class Ranks:
+    """Ranks that choose one view after another, over a network that does as `chance` says."""
+
+    def __init__(self, size: int, chance: random.Random) -> None:
+        self.chance, view = chance, View(0, tuple(range(size)))
+        self.states = {rank: Agreement(rank, view) for rank in range(size)}
+        self.sent: list[Message] = []
+        self.dead: set[int] = set()
+        self.stopped: set[int] = set()
+        self.side: set[int] = set()  # cut off from the others
+        # What each has taken for the next view, by the number of the one before.
+        self.taken: dict[int, dict[int, View]] = {rank: {} for rank in range(size)}
+
+    def step(self) -> None:
+        chance = self.chance
+        able = [rank for rank in self.states if rank not in self.dead | self.stopped]
+        action = chance.random()
+        if action < 0.8 and self.sent:
+            # Old messages come too, but seldom.
+            place = len(self.sent) - 1 - min(int(chance.expovariate(0.3)), len(self.sent) - 1)
+            message = self.sent.pop(place)
+            to = message.receiver
+            if (message.sender in self.side) == (to in self.side) and to in able:
+                self.take(to, receive(self.states[to], message))
+            elif chance.random() < 0.8:
+                self.sent.insert(0, message)
+        elif action < 0.9 and able:
+            rank = chance.choice(able)
+            if self.states[rank].successor is None:
+                members = self.states[rank].view.members
+                others = [each for each in members if chance.random() < 0.7]
+                seen = [each for each in self.dead if chance.random() < 0.8]
+                self.take(rank, propose(self.states[rank], {rank, *others}, seen))
+        elif action < 0.93:
+            self.stopped ^= {chance.choice(list(self.states))}
+        elif action < 0.96:
+            self.side = {rank for rank in self.states if chance.random() < 0.3}
+        elif action < 0.97 and len(able) > 1:
+            self.check()
+            self.dead.add(chance.choice(able))
+
+    def take(self, rank: int, step: Step) -> None:
+        state, sent = step
+        self.sent += sent
+        if (chosen := state.successor) is not None and self.states[rank].successor is None:
+            self.taken[rank][state.view.number] = chosen
+            if rank in chosen.members:
+                state = Agreement(rank, chosen)
+        self.states[rank] = state
+
+    def check(self) -> None:
+        """Of what two living ranks took for the next view, one is the other, or comes after it."""
+        alive = [self.taken[rank] for rank in self.states if rank not in self.dead]
+        for one, other in itertools.permutations(alive, 2):
+            for number in one.keys() & other.keys():
+                if one[number].number <= other[number].number:
+                    later = {one[number]}
+                    for view in sorted(range(number, other[number].number)):
+                        later |= {
+                            each[view]
+                            for each in self.taken.values()
+                            if view in {found.number for found in later} & each.keys()
+                        }
+                    assert other[number] in later, f"a fork after {number}: {one}, {other}"
+
+
+@settings(max_examples=200)
+@given(st.integers(2, 6), st.integers(0, 1 << 32))
+def test_ranks_in_trouble_never_part(size: int, seed: int) -> None:
+    ranks = Ranks(size, random.Random(seed))
+    for _ in range(300):
+        ranks.step()
+    ranks.check()
+
+
+def test_those_who_may_choose() -> None:
+    five = range(5)
+    assert may_choose(five, {2, 3, 4}, set())
+    assert not may_choose(five, {3, 4}, {1, 2})  # The dead count.
+    assert may_choose(five, {3, 4}, {0, 1, 2})
+    four = range(1, 5)
+    assert may_choose(four, {1, 4}, set())
+    assert not may_choose(four, {2, 3}, {4})
+
+
+def among(ranks: Ranks, *those: int, but: Kind | None = None) -> None:
+    """All messages between these arrive, and their answers; one kind is lost."""
+    while found := [each for each in ranks.sent if {each.sender, each.receiver} <= {*those}]:
+        ranks.sent.remove(found[0])
+        if found[0].kind is not but:
+            ranks.take(found[0].receiver, receive(ranks.states[found[0].receiver], found[0]))
+
+
+def chosen(ranks: Ranks, *those: int) -> list[tuple[int, ...] | None]:
+    found = [ranks.taken[each].get(0) for each in those]
+    return [None if each is None else each.members for each in found]
+
+
+def begin(ranks: Ranks, rank: int, members: Sequence[int], dead: Sequence[int] = ()) -> None:
+    ranks.take(rank, propose(ranks.states[rank], members, dead))
+
+
+def test_of_accepted_values_that_of_the_highest_ballot_is_proposed() -> None:
+    ranks = Ranks(3, random.Random(0))
+    begin(ranks, 0, (0, 1))
+    among(ranks, 0, 1, but=Kind.ACCEPT)  # Rank 0 alone accepts.
+    begin(ranks, 1, (1, 2))
+    among(ranks, 1, 2, but=Kind.ACCEPTED)  # Chosen, without a rank that knows it.
+    ranks.sent.clear()
+    begin(ranks, 2, (0, 2))
+    among(ranks, 0, 2)
+    assert chosen(ranks, 0, 2) == [(1, 2)] * 2
+
+
+def test_what_the_dead_have_chosen_is_not_heard_of_later() -> None:
+    ranks = Ranks(4, random.Random(0))
+    begin(ranks, 0, (0, 3))
+    among(ranks, 0, 3)
+    assert chosen(ranks, 0, 3) == [(0, 3)] * 2
+    # Both die. What they have sent is still on its way to 1 and 2.
+    begin(ranks, 1, (1, 2), dead=(0, 3))
+    for each in [each for each in ranks.sent if each.sender == 1]:
+        ranks.sent.remove(each)
+        ranks.take(2, receive(ranks.states[2], each))
+    among(ranks, 0, 2)
+    assert chosen(ranks, 2) == [None]
+    among(ranks, 1, 2)
+    assert chosen(ranks, 1, 2) == [(1, 2)] * 2
+
+
+def test_those_that_die_while_a_ballot_runs_do_not_help_it() -> None:
+    """Rank 3 hears who is dead from 1, whose ballot is lower; rank 2 does not."""
+    ranks = Ranks(6, random.Random(0))
+    begin(ranks, 0, (0, 4, 5))
+    among(ranks, 0, 4, 5)
+    assert chosen(ranks, 0) == [(0, 4, 5)]
+    late, ranks.sent = ranks.sent, []
+    begin(ranks, 3, (1, 2, 3))
+    begin(ranks, 1, (1, 2, 3), dead=(0, 4, 5))
+    among(ranks, 1, 3)
+    among(ranks, 2, 3)
+    among(ranks, 1, 3)
+    assert chosen(ranks, 3) == [None]
+    ranks.sent += late
+    among(ranks, 0, 2)
+    begin(ranks, 3, (1, 2, 3), dead=(0, 4, 5))
+    among(ranks, 1, 2, 3)
+    assert chosen(ranks, 1, 2, 3) == [(0, 4, 5)] * 3
+
+
+def test_a_rank_that_was_left_out_is_told_so_whenever_it_wakes() -> None:
+    old, new = View(0, (0, 1, 2)), View(7, (0, 2))
+    here = Message(Kind.HERE, 1, 0, old.number)
+    state, (told,) = receive(Agreement(0, new), here)
+    assert (state, told.kind, told.value) == (Agreement(0, new), Kind.CHOSEN, new)
+    woken, answer = receive(Agreement(1, old), told)
+    assert woken.successor == new
+    assert answer == ()
+    assert receive(woken, told) == (woken, ())
+
+
+def test_a_ballot_has_a_number_above_all_that_its_rank_has_heard_of() -> None:
+    state, sent = propose(Agreement(1, View(4, (0, 1, 2))), (1, 2), dead=[0])
+    assert [each.receiver for each in sent] == [2]
+    assert sent[0].ballot == (5, 1)
+    state, _ = receive(state, Message(Kind.PREPARE, 2, 1, 4, ballot=(8, 2)))
+    _, sent = propose(state, (1, 2))
+    assert sent[0].ballot == (9, 1)
+    assert sent[0].dead == (0,)
