@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.conclusion import TRACEBACKS
@@ -19,7 +20,7 @@ from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.spread import Spread, read_hostfile, spread_over
 from ringreduce.commands.launch.supervisor import supervise
-from ringreduce.vocabulary.config import SETTINGS, TIMES, Config, Setting
+from ringreduce.vocabulary.config import SETTINGS, TIMES, Config, Setting, elastic_minimum
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.worker_environment import chosen_variables, forwarded_environment
 
@@ -144,8 +145,24 @@ def _root(
     pass
 
 
+class _Run(TyperCommand):
+    """`run`, whose option --elastic needs no number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        with_value = {
+            n for each in self.params if not getattr(each, "is_flag", 1) for n in each.opts
+        }
+        args, at = list(args), 0
+        while at < len(args) and args[at].startswith("-"):  # Up to the script.
+            if args[at] == "--elastic" and not "".join(args[at + 1 : at + 2]).isdecimal():
+                args[at] = "--elastic=1"
+            at += 2 if args[at] in with_value else 1
+        return super().parse_args(ctx, args)
+
+
 # Options after the script belong to the script. A paragraph is one line, which the help wraps.
 @app.command(
+    cls=_Run,
     context_settings={"allow_interspersed_args": False},
     no_args_is_help=True,
     help="Run a script as N workers that form a ring, on this host or on several.\n\n"
@@ -177,6 +194,13 @@ def run(
         "K",
         "How often all workers are started again after a failure; RINGREDUCE_RESTART counts.",
         default=0,
+    ),
+    elastic: int | None = _number(
+        "MIN",
+        "When ranks are lost, the others form a ring anew and rr.fit goes on, as long as MIN of "
+        "them are left: 1 if no number is given.",
+        least=1,
+        shown="a lost rank ends the job",
     ),
     grace: float = _number(
         "SECONDS",
@@ -234,6 +258,7 @@ def run(
     """Start the workers, and leave with the job's exit code."""
     program = ["-m"] * module + [script, *(arguments or [])]
     spread = node = None
+    elastic = elastic or elastic_minimum(chosen_variables(env or ()))
     if hosts is not None or hostfile is not None:
         _refuse("not with", ("--nnodes", nnodes), ("--node-rank", node_rank), ("--stdin", stdin))
         spread, size = _spread(hosts, hostfile, workers, ssh, python, rendezvous)
@@ -244,9 +269,11 @@ def run(
         size, variables = workers or 1, chosen_variables(env or ())
         if workers is None:
             _hint_at_misplaced(script, arguments or ())
-        node = node_of(nnodes, node_rank, rendezvous, size, max_restarts, timeout)
-    if stdin is not None and node is not None:
-        raise typer.BadParameter("not with --nnodes", param_hint="--stdin")
+        node = node_of(nnodes, node_rank, rendezvous, size, max_restarts, timeout, elastic)
+    if stdin is not None and (node or elastic):
+        raise typer.BadParameter("not with --nnodes or --elastic", param_hint="--stdin")
+    if elastic:
+        variables["RINGREDUCE_ELASTIC"] = str(elastic)
     if stdin is not None and stdin >= size:
         raise typer.BadParameter(f"{stdin}; accepted: 0 to {size - 1}", param_hint="--stdin")
     if profile:
@@ -264,6 +291,7 @@ def run(
         },
         threads=threads_per_worker,
         max_restarts=max_restarts,
+        elastic=elastic,
         grace_s=grace,
         output=output,
         tracebacks=tracebacks,

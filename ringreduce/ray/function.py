@@ -136,10 +136,10 @@ def _results(running: Sequence[Any]) -> list[Any]:
             if isinstance(found, Raised):
                 how = found.exception
                 failures.append(Failure(rank, 1, time.monotonic(), found, how=how))
-                cause = find_cause(failures, size)
+                cause = find_cause(failures, range(size))
                 is_certain = cause is not None and cause.is_certain
                 end = 0.0 if is_certain else end or time.monotonic() + 2 * TIMES.cause_s
-    cause = find_cause(failures, size)
+    cause = find_cause(failures, range(size))
     if cause is None:
         return results
     raise worker_error(cause, size, cause.first.traceback(whole=False))

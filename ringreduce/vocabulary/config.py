@@ -28,6 +28,7 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE", "RINGREDUCE_RESTART"),
     *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE", "RINGREDUCE_VERIFY"),
+    "RINGREDUCE_ELASTIC",
 )
 
 
@@ -397,6 +398,17 @@ def native_wanted() -> bool:
 def profile_wanted() -> bool:
     """Whether to profile training: ``RINGREDUCE_PROFILE``; ``ringreduce run --profile`` sets it."""
     return os.environ.get("RINGREDUCE_PROFILE", "0") not in ("", "0")
+
+
+def elastic_minimum(variables: Mapping[str, str] | None = None) -> int | None:
+    """How many ranks must be left to go on when others are lost; None: the job ends with the first.
+
+    ``RINGREDUCE_ELASTIC``, in `variables` or this process's environment; ConfigError if below 1.
+    """
+    text = {**os.environ, **(variables or {})}.get("RINGREDUCE_ELASTIC", "")
+    if text and not (text.isdecimal() and int(text)):
+        raise ConfigError(f"RINGREDUCE_ELASTIC is {text[:80]!r}; accepted: 1 or more")
+    return int(text) if text else None
 
 
 def recording_wanted(*, takes: bool = False) -> tuple[int, str] | None:

@@ -209,9 +209,10 @@ def test_threads_per_worker_are_those_asked_for(tmp_path: Path) -> None:
     assert [variables[name] for name in THREAD_VARIABLES] == ["3", "3", "3"]
 
 
-def test_profiling_is_a_variable_of_the_workers(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "1", "--profile", script(tmp_path, PRINT_ENVIRONMENT))
-    assert environments(done)[0]["RINGREDUCE_PROFILE"] == "1"
+def test_options_that_are_variables_of_the_workers(tmp_path: Path) -> None:
+    options = ("-n", "1", "--profile", "--elastic")
+    variables = environments(run(tmp_path, *options, script(tmp_path, PRINT_ENVIRONMENT)))[0]
+    assert (variables["RINGREDUCE_PROFILE"], variables["RINGREDUCE_ELASTIC"]) == ("1", "1")
 
 
 def test_the_users_own_thread_variables_are_kept(tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ def failure(
 
 
 def cause_of(*failures: Failure, size: int = 8) -> Cause:
-    cause = find_cause(failures, size)
+    cause = find_cause(failures, range(size))
     assert cause is not None
     return cause
 
 
 def test_without_failures_there_is_no_cause() -> None:
-    assert find_cause([], 8) is None
+    assert find_cause([], range(8)) is None
 
 
 def test_the_first_in_time_is_the_cause() -> None:
@@ -79,7 +79,7 @@ def test_ranks_that_did_not_come_are_to_blame() -> None:
     )
 )
 def test_a_failure_of_its_own_is_the_cause_if_there_is_one(failures: list[Failure]) -> None:
-    cause = find_cause(failures, 8)
+    cause = find_cause(failures, range(8))
     assert cause is not None
     own = [f for f in failures if f.raised in (None, VALUE_ERROR)]
     if own:

@@ -61,6 +61,16 @@ def others(first: Failure, failures: Sequence[Failure], tracebacks: str) -> list
     return lines
 
 
+def lost(ranks: Sequence[int], failures: Sequence[Failure], step: int) -> str:
+    """``rank 2 was lost in step 341 (killed by signal 9 (SIGKILL))``."""
+    where = f" in step {step}" if step >= 0 else ""
+    hosts = {failure.host for failure in failures} - {""}
+    on = f" on {hosts.pop()}" if len(hosts) == 1 else ""
+    hows = ", ".join(dict.fromkeys(failure.describe() for failure in failures))
+    how = f" ({hows})" if hows else ""
+    return f"{named('rank', ranks)}{on} {'was' if len(ranks) == 1 else 'were'} lost{where}{how}"
+
+
 def interrupted(signal: str, raised: Mapping[int, Raised | None], tracebacks: str) -> list[str]:
     """The lines after a signal has ended the job: where each rank was, those of one line together.
 

@@ -71,6 +71,13 @@ class Display:
         if self._is_live(stream.source):
             self._screen.show_live(stream.source, stream.partial)
 
+    def follow(self, ranks: Sequence[int]) -> None:
+        """Of the `ranks` that are left, show the first as rank 0 was shown, if that is lost."""
+        if self._live_rank not in ranks:
+            if self._live_rank not in self._hidden:
+                self._hidden.pop(ranks[0], None)
+            self._live_rank = ranks[0]
+
     def tick(self) -> None:
         """Show what has waited long enough."""
         now_s = time.monotonic()

@@ -7,13 +7,15 @@ which exception ends it, or when it ends without saying so.
 """
 
 import signal
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.pure.blame import Error, Facts, find_culprit
+from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.errors import WorkerError
 from ringreduce.vocabulary.words import named
 
@@ -37,6 +39,7 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     # Whether it ended well, but before it joined a ring for which others wait.
     has_left: bool = False
     is_final: bool = False  # whether somebody has asked for the end of the job
+    is_lost: bool = False  # whether it is sent though the other ranks may go on without it
 
     @property
     def who(self) -> str:
@@ -115,18 +118,32 @@ def worker_error(cause: Cause, size: int, lines: Sequence[str]) -> WorkerError:
     )
 
 
-def find_cause(failures: Sequence[Failure], size: int) -> Cause | None:
-    """The cause of the failures among `size` ranks; None when there are none."""
+def find_cause(failures: Sequence[Failure], ranks: Iterable[int]) -> Cause | None:
+    """The cause of the failures among `ranks`; None when there are none."""
     if not failures:
         return None
     failed = {failure.rank: failure for failure in failures}
-    unknown = [rank for rank in range(size) if rank not in failed]
+    unknown = [rank for rank in ranks if rank not in failed]
     finding = find_culprit([Facts(f.rank, error=_error(f)) for f in failures], unknown=unknown)
     known = [failed[rank] for rank in finding.culprits if rank in failed]
     if known:
         return Cause(min(known, key=lambda failure: failure.time_s))
     first = next((failed[rank] for rank in finding.witnesses if rank in failed), failures[0])
     return Cause(first, finding.culprits, is_certain=False)
+
+
+def find_repeated(failures: Sequence[Failure], *, by_text: bool) -> list[Failure]:
+    """Those by exceptions of the program that have ended several ranks, and would end all in turn.
+
+    Without `by_text` those of one class count as equal.
+    """
+    own = {
+        failure.rank: f"{failure.raised.kind} {failure.returncode} {failure.exception * by_text}"
+        for failure in failures
+        if failure.raised is not None and failure.raised.kind not in errors.__all__
+    }
+    ranks = Counter(own.values())
+    return [failure for failure in failures if ranks[own.get(failure.rank, "")] > 1]
 
 
 def _error(failure: Failure) -> Error:

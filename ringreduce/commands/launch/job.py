@@ -16,7 +16,7 @@ import msgspec
 from ringreduce.commands.launch import conclusion
 from ringreduce.commands.launch.display import Display, Logs
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
-from ringreduce.commands.launch.failure import Cause, Failure, find_cause
+from ringreduce.commands.launch.failure import Cause, Failure, find_cause, find_repeated
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import Plan
@@ -26,6 +26,7 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
+from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
@@ -55,6 +56,11 @@ class Job:
         self._workers: dict[int, Worker] = {}
         # What was said: that workers have not joined, for which the launcher waits.
         self._has_warned = self._has_said = False
+        # The last ring of an elastic job, and when it became known. Other ranks end nothing.
+        self._ring, self._ring_s = Reformed(-1, tuple(range(plan.size)), -1, 0.0), 0.0
+        # Rings of which nothing was said yet, with the ranks that were lost before; what was said.
+        self._unsaid: deque[tuple[Reformed, list[int]]] = deque()
+        self._lost: list[str] = []
         self._own_name = "" if plan.meeting is None else socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
@@ -82,6 +88,7 @@ class Job:
                 host.close()
             self._selector.close()
         self._display.end_lines()
+        self._follow_ring()
         cause = self.cause
         if cause is not None and self.ended_by is None:
             self._display.reveal(cause.first.rank)
@@ -90,8 +97,8 @@ class Job:
 
     @property
     def cause(self) -> Cause | None:
-        """Why the job failed; None if it did not."""
-        return find_cause(self._failures(), self._plan.size)
+        """Why the job failed; None if it did not, or may go on without the ranks that failed."""
+        return find_cause(self._failures(), self._ring.members)
 
     @property
     def may_start_again(self) -> bool:
@@ -109,6 +116,8 @@ class Job:
 
     def _start(self) -> None:
         plan = self._plan
+        if plan.elastic is not None and plan.elastic > plan.size:
+            raise ConfigError(f"--elastic is {plan.elastic}; accepted: 1 to {plan.size}, all ranks")
         choices = dict(plan.choices)
         # Workers read the user's own secret from the environment, on other hosts from here.
         secret = configured_secret()
@@ -203,6 +212,7 @@ class Job:
                 self._pass_on(self._signals.popleft())
             self._poll()
             self._report()
+            self._follow_ring()
             self._display.tick()
             self._show_late()
             self._warn_of_ranks_apart(conclusion.APART_SO_FAR, TIMES.remind_s)
@@ -231,9 +241,10 @@ class Job:
                 self._lose(agent)
         if self._plan.meeting is not None:
             self._plan.meeting.poll()
+            self._note_ring(self._plan.meeting.ring)
 
     def _report(self) -> None:
-        """Send the launchers of other hosts the failure of this one, once it is known."""
+        """Send the launchers of other hosts why the job fails, or which ranks are lost."""
         meeting, cause = self._plan.meeting, self.cause
         if meeting is None:
             return
@@ -242,8 +253,13 @@ class Job:
             first, code = self._plan.ranks[0], 128 + self.ended_by
             how = f"its launcher was stopped by {name}"
             meeting.report(Failure(first, code, 0.0, host=self._own_name, how=how, is_final=True))
-        elif cause is not None and cause.first.rank in self._workers and self._is_doomed():
-            meeting.report(cause.first)
+        elif cause is not None and self._is_doomed():
+            if cause.first.rank in self._workers or not meeting.failures:
+                meeting.report(cause.first)
+        elif self._plan.elastic is not None:
+            for failure in self._all_failures():
+                if failure.rank in self._workers and failure.has_ended:
+                    meeting.report(msgspec.structs.replace(failure, is_lost=True))
 
     def _take(self, event: Event) -> None:
         worker = self._workers[event.rank]
@@ -251,12 +267,46 @@ class Job:
             self._display.take(event)
         elif isinstance(event, Ended):
             worker.end(event.returncode, event.how)
+        elif isinstance(event.record, Reformed):
+            self._note_ring(event.record)
         else:
             worker.note(event.record)
             if worker.raised is event.record:
                 self._display.keep(worker.rank, worker.raised.whole or worker.raised.traceback)
             if self._plan.meeting is not None and self._plan.size in worker.joins:
-                self._plan.meeting.note_joins()
+                self._plan.meeting.note_joins(worker.rank)
+
+    def _note_ring(self, ring: Reformed) -> None:
+        """Take a ring that was formed anew for the present one, once, though several tell of it."""
+        if self._plan.elastic is None or ring.number <= self._ring.number:
+            return
+        if lost := [rank for rank in self._ring.members if rank not in ring.members]:
+            self._unsaid.append((ring, lost))
+        self._ring, self._ring_s = ring, time.monotonic()
+        self._display.follow(ring.members)
+        if self._plan.meeting is not None:
+            self._plan.meeting.tell(ring)
+
+    def _follow_ring(self) -> None:
+        """Say which ranks were lost, once it is known why; they end with the last of the others."""
+        running = {worker.rank for worker in self._running()}
+        # Time for that to show, and for them to end by themselves.
+        has_settled = time.monotonic() - self._ring_s >= TIMES.cause_s
+        if has_settled and not running & {*self._ring.members}:
+            self._end(signal.SIGKILL)
+        while self._unsaid:
+            ring, lost = self._unsaid[0]
+            failures = [failure for failure in self._all_failures() if failure.rank in lost]
+            ended = {failure.rank for failure in failures if failure.has_ended}
+            if running and not has_settled and len(ended) < len(lost):
+                return
+            self._unsaid.popleft()
+            for failure in failures:
+                self._display.reveal(failure.rank)
+                self._display.show_error(failure.rank, failure.traceback(whole=False))
+            self._lost.append(conclusion.lost(lost, failures, ring.step))
+            went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
+            self._screen.say(f"{self._lost[-1]}: {went_on}")
 
     def _lose(self, agent: RemoteHost) -> None:
         """Note that an agent is gone, and its ranks with it."""
@@ -290,14 +340,30 @@ class Job:
             self._has_said = True
             self._screen.say(conclusion.WAITING.format(**fields))
 
-    def _failures(self) -> list[Failure]:
-        size, meeting = self._plan.size, self._plan.meeting
-        waits = any(size in worker.joins for worker in self._workers.values())
-        elsewhere: list[Failure] = []
-        if meeting is not None:
-            waits, elsewhere = waits or meeting.has_joined, meeting.failures
-        found = [worker.failure(size if waits else 0) for worker in self._workers.values()]
+    @property
+    def _joined(self) -> int:
+        """How many ranks have begun to form the ring of all ranks."""
+        if self._plan.meeting is not None:
+            return len(self._plan.meeting.joined)
+        return sum(self._plan.size in worker.joins for worker in self._workers.values())
+
+    def _all_failures(self) -> list[Failure]:
+        meeting, ring_of = self._plan.meeting, self._plan.size if self._joined else 0
+        found = [worker.failure(ring_of) for worker in self._workers.values()]
+        elsewhere = [] if meeting is None else meeting.failures + meeting.lost
         return [failure for failure in found if failure is not None] + elsewhere
+
+    def _failures(self) -> list[Failure]:
+        """Those that end the job: none while the ranks that are left may go on by themselves."""
+        plan, meeting, failures = self._plan, self._plan.meeting, self._all_failures()
+        if plan.elastic is None or self._joined < plan.size:
+            return failures
+        if repeated := find_repeated(failures, by_text=meeting is None):
+            return repeated
+        if not (meeting.is_over or meeting.failures if meeting else not self._running()):
+            return []
+        told = meeting.failures if meeting else []
+        return told + [failure for failure in failures if failure.rank in self._ring.members]
 
     def _is_doomed(self) -> bool:
         """Whether a worker has failed and the cause is known, or has had time to show."""
@@ -321,9 +387,7 @@ class Job:
     def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
         """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""
         workers, now_s = self._workers.values(), time.monotonic()
-        meeting = self._plan.meeting
-        has_joined = meeting is not None and meeting.has_joined
-        if self._plan.size == 1 or has_joined or any(worker.joins for worker in workers):
+        if self._plan.size == 1 or self._joined or any(worker.joins for worker in workers):
             return
         apart = [w.rank for w in workers if w.keras_s is not None and now_s - w.keras_s >= after_s]
         if apart and (not after_s or not self._has_warned):
@@ -374,10 +438,15 @@ class Job:
             return 128 + self.ended_by
         cause = self.cause
         if cause is None:
+            lost = [rank for rank in range(self._plan.size) if rank not in self._ring.members]
+            if lost:
+                self._screen.say(f"ended well without {named('rank', lost)}")
             return 0
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
         for line in conclusion.conclude(cause, self._failures(), self._plan.tracebacks, ended):
             self._screen.say(line)
+        for text in self._lost:
+            self._screen.say(f"before, {text}")
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
             folder = self._plan.log_dir
             self._screen.say(f"each host has its flight records in {folder}: copy them together")

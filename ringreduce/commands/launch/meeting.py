@@ -18,7 +18,7 @@ import msgspec
 from ringreduce.commands.launch import node_messages as messages
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive, Refused
-from ringreduce.commands.launch.worker_records import Raised
+from ringreduce.commands.launch.worker_records import Raised, Reformed
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import address
 from ringreduce.vocabulary.errors import ConfigError
@@ -65,10 +65,15 @@ class Meeting:
         self._late: list[Peer] = []
         # Since when launchers have been waiting at the door; None: there are none.
         self._waiting_since_s: float | None = None
-        self.failures: list[Failure] = []  # what the others have said of theirs
-        self.has_joined = False  # a rank waits in the ring of all ranks, here or elsewhere
-        self.is_over = False  # the ranks of all nodes have ended well
-        self._is_done = self._has_reported = False
+        # What the others have said of theirs: those that end the job, and of ranks that are lost.
+        self.failures: list[Failure] = []
+        self.lost: list[Failure] = []
+        self.joined: set[int] = set()  # which ranks wait, or did, in the ring of all ranks
+        self.ring = Reformed(-1, (), -1, 0.0)  # the last ring of which another launcher has told
+        self.is_over = False  # the ranks of all nodes have ended, well or lost
+        self._is_done = False
+        # What was reported: ranks that are lost; None: the failure that ends the job.
+        self._reported: set[int | None] = set()
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have `selector` watch the connections; its data are callables that read them."""
@@ -81,36 +86,38 @@ class Meeting:
             if not peer.is_gone:
                 peer.keep_alive()
             # A launcher that is done, or that knows of a failure, may leave.
-            elif not (peer.is_done or peer.has_failed or self._has_reported or self.is_over):
+            elif not (peer.is_done or self.failures or None in self._reported or self.is_over):
                 how = "its launcher is gone, or the network to it"
+                peer.is_done = self.node.own.elastic is not None
                 gone = Failure(peer.first_rank, 255, 0.0, host=peer.host, how=how)
-                self._take_failure(peer, gone)
-        if self.node.own.node == 0 and self._is_done and all(peer.is_done for peer in self._peers):
+                self._take_failure(peer, msgspec.structs.replace(gone, is_lost=peer.is_done))
+        if self._is_done and all(peer.is_done for peer in self._peers):
             self.is_over = True
-            self._send_all(messages.Done())
+            self.tell(messages.Done())
         self._refuse_late()
 
     def report(self, failure: Failure) -> None:
-        """Send the others, once, which rank of this node has failed first."""
-        if not self._has_reported:
-            self._has_reported = True
+        """Send the others, once, which rank has failed first, or each that `is_lost`."""
+        what = failure.rank if failure.is_lost else None
+        if what not in self._reported:
+            self._reported.add(what)
             raised = failure.raised
             if raised is not None:  # Without its text, since records are not encrypted.
                 raised = Raised(raised.kind, raised.peer, raised.origin)
-            self._send_all(msgspec.structs.replace(failure, raised=raised))
+            self.tell(msgspec.structs.replace(failure, raised=raised))
 
-    def note_joins(self, but: Peer | None = None) -> None:
+    def note_joins(self, rank: int, but: Peer | None = None) -> None:
         """A rank waits in the ring of all ranks."""
-        if not self.has_joined:
-            self.has_joined = True
-            self._send_all(messages.Joined(), but)
+        if rank not in self.joined:
+            self.joined.add(rank)
+            self.tell(messages.Joined(rank), but)
 
     def note_done(self) -> None:
-        """The ranks of this node have ended well."""
+        """The ranks of this node have ended, well or lost."""
         if not self._is_done:
             self._is_done = True
             if self.node.own.node > 0:
-                self._send_all(messages.Done())
+                self.tell(messages.Done())
 
     def close(self) -> None:
         for peer in self._peers:
@@ -132,23 +139,24 @@ class Meeting:
         for record in records:
             if isinstance(record, messages.Done):
                 peer.is_done = True
-                self.is_over = self.node.own.node > 0
             elif isinstance(record, messages.Joined):
-                self.note_joins(peer)
+                self.note_joins(record.rank, peer)
             elif isinstance(record, Failure):
                 self._take_failure(peer, record)
+            elif isinstance(record, Reformed):
+                self.ring = record
 
     def _take_failure(self, peer: Peer, failure: Failure) -> None:
-        peer.has_failed = True
         # Node 0 passes on what it learns; the others know only node 0.
-        self._send_all(failure, but=peer)
-        now = {"time_s": time.monotonic(), "has_ended": True}
-        self.failures.append(msgspec.structs.replace(failure, **now))
+        self.tell(failure, but=peer)
+        now = {"time_s": time.monotonic(), "has_ended": True, "is_lost": False}
+        known = self.lost if failure.is_lost else self.failures
+        known.append(msgspec.structs.replace(failure, **now))
 
     def _refuse_late(self) -> None:
         """On node 0: answer launchers for which there is no place, with the reason."""
         # Those that come after a failure come for the next attempt, and wait for it.
-        has_failed = self._has_reported or any(peer.has_failed for peer in self._peers)
+        has_failed = None in self._reported or self.failures
         if self._door is None or has_failed or self.is_over or not self._are_late():
             return
         with contextlib.suppress(BlockingIOError, ConnectionError):
@@ -178,7 +186,8 @@ class Meeting:
             self._waiting_since_s = time.monotonic()
         return len(ready) == 1 and time.monotonic() - self._waiting_since_s >= TIMES.confirm_s
 
-    def _send_all(self, record: messages.Record, but: Peer | None = None) -> None:
+    def tell(self, record: messages.Record, but: Peer | None = None) -> None:
+        """Send the other launchers a record."""
         for peer in self._peers:
             if peer is not but and not peer.is_gone:
                 peer.send(record)
@@ -197,8 +206,8 @@ class Peer:
         self.join: messages.Join | None = None  # what it has said of itself, on node 0
         self.host, self.first_rank = "", 0
         self.stranger = ""  # what is at the other end, if it is no launcher of this job
-        # Its ranks have ended well; it has said which one failed; the connection has ended.
-        self.is_done = self.has_failed = self.is_gone = False
+        # Its ranks have ended, well or lost; the connection has ended.
+        self.is_done = self.is_gone = False
         end.settimeout(TIMES.agent_end_s)
         self._write(self._channel.opening)
 

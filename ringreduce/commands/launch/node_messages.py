@@ -2,7 +2,7 @@
 
     node 1, 2, ... -- Join ---------------> node 0
                    <- Placed, or Refused --
-                   <- Joined, Failure, Done, Alive ->
+                   <- Joined, Failure, Reformed, Done, Alive ->
 
 Each end begins with `MAGIC` and a random nonce. A frame has a record, after a code that only a
 launcher that knows the secret can make for this connection, direction and frame. Records are not
@@ -17,6 +17,7 @@ import msgspec
 
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
+from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce node\n"
@@ -27,7 +28,7 @@ _PERSON = b"rr launchers"
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """A launcher, and what must be equal on all (`version`, `nodes`, `max_restarts`)."""
+    """A launcher; `version`, `nodes`, `max_restarts` and `elastic` must be equal on all."""
 
     version: str
     nodes: int
@@ -35,6 +36,7 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     node: int
     count: int
     host: str
+    elastic: int | None = None
 
 
 class Placed(msgspec.Struct, tag=True, frozen=True):
@@ -48,14 +50,16 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    """A rank of this node waits in the ring of all ranks."""
+    """A rank waits in the ring of all ranks."""
+
+    rank: int
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """All ranks of this node have ended well; from node 0: those of all nodes."""
+    """All ranks of this node have ended, well or lost; from node 0: those of all nodes."""
 
 
-Record = Join | Placed | Refused | Joined | Failure | Done | Alive
+Record = Join | Placed | Refused | Joined | Failure | Reformed | Done | Alive
 
 _DECODER = msgspec.msgpack.Decoder(Record)
 

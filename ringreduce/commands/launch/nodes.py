@@ -37,6 +37,7 @@ def node_of(
     count: int,
     max_restarts: int,
     timeout_s: float | None,
+    elastic: int | None = None,
 ) -> Node | None:
     """What the options say, with the user's secret and time limit; None: there are no others.
 
@@ -58,7 +59,7 @@ def node_of(
             f"--rendezvous is {rendezvous[:80]!r}; accepted: HOST:PORT",
             remedy="An address of node 0's host and a free port there, the same on all nodes.",
         ) from error
-    own = Join(__version__, nodes, max_restarts, node, count, socket.gethostname())
+    own = Join(__version__, nodes, max_restarts, node, count, socket.gethostname(), elastic)
     secret = shared_secret(is_local=is_local(host))
     return Node(own, host, port, secret, join_timeout({"timeout_s": timeout_s}))
 
@@ -173,6 +174,7 @@ class Nodes:
             ("ringreduce", join.version, own.version),
             ("--nnodes", join.nodes, own.nodes),
             ("--max-restarts", join.max_restarts, own.max_restarts),
+            ("--elastic", join.elastic, own.elastic),
         ):
             if theirs != ours:
                 return (

@@ -21,6 +21,8 @@ class Plan:
     choices: Mapping[str, Any] = field(default_factory=dict)
     threads: int | None = None  # compute threads of each worker; None: its host's cores shared out
     max_restarts: int = 0
+    # How many ranks must be left to go on when others are lost; None: the first one ends the job.
+    elastic: int | None = None
     grace_s: float = TIMES.grace_s
     output: str = "all"
     tracebacks: str = "cause"

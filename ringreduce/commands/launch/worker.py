@@ -7,7 +7,7 @@ from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
+from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised
 
 Host = LocalHost | RemoteHost
 
@@ -33,7 +33,7 @@ class Worker:
         """Whether it is not known to have ended."""
         return self.exit_s is None
 
-    def note(self, record: WorkerRecord) -> None:
+    def note(self, record: Joins | ImportedKeras | Raised) -> None:
         if isinstance(record, Joins):
             self.joins.add(record.size)
         elif isinstance(record, ImportedKeras):

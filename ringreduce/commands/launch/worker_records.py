@@ -1,7 +1,7 @@
-"""What a worker tells its launcher: that it joins a ring, what it imports, why it fails. Pure.
+"""What a worker tells its launcher: which rings it forms, what it imports, why it fails. Pure.
 
 In frames, over a pipe that only the two have (`handover`); an agent passes them on, and Ray carries
-the last one as a result.
+`Raised` as a result.
 """
 
 import msgspec
@@ -11,6 +11,15 @@ class Joins(msgspec.Struct, tag=True, frozen=True):
     """The rank begins to form a ring of `size` ranks, and waits for the others."""
 
     size: int
+
+
+class Reformed(msgspec.Struct, tag=True, frozen=True):
+    """The ring was formed anew after a failure; each of its ranks says so."""
+
+    number: int  # of this ring; later ones have larger ones
+    members: tuple[int, ...]  # its ranks, by their numbers in the job
+    step: int  # in which the ring before it failed; -1: unknown
+    seconds: float  # from the failure to the next step
 
 
 class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
@@ -30,4 +39,4 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     whole: list[str] = []  # with them; empty if `traceback` has all
 
 
-WorkerRecord = Joins | ImportedKeras | Raised
+WorkerRecord = Joins | Reformed | ImportedKeras | Raised

@@ -1,0 +1,248 @@
+"""``ringreduce run --elastic``: the launcher, while ranks are lost and the others go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from ringreduce.commands.launch.conclusion import lost
+from ringreduce.commands.launch.failure import Failure, find_repeated
+from ringreduce.commands.launch.worker_records import Raised
+from ringreduce.vocabulary.config import elastic_minimum
+from ringreduce.vocabulary.errors import ConfigError
+from tests.commands.test_nodes import free_port, job
+from tests.launching import RANK, WAITS, numbers, run, script
+from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
+
+# Its arguments say in which step a rank fails and how, and without whom the others go on.
+TRAINS = """
+import os, signal, sys
+import numpy
+import ringreduce
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Reformed
+from ringreduce.communicator.reforming import reform
+
+failing = dict(each.split(":") for each in sys.argv[2:])
+ring, number = ringreduce.init(), 0
+for step in range(1, int(sys.argv[1])):
+    how = failing.get(f"{ring.config.rank}@{step}")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how:
+        raise ValueError(how)
+    try:
+        ring.all_reduce(numpy.ones(3))
+    except ringreduce.PeerLostError as error:
+        reform(ring, [error.peer])
+        number += 1
+        members = ring._session.membership.members
+        handover.tell(Reformed(number, members, step, 0.44))
+print("ended with", ring.size, flush=True)
+"""
+# Tells the launcher of rings without forming any. What ranks wait for are files beside the program.
+TELLS = (
+    RANK
+    + """
+import time
+from pathlib import Path
+from ringreduce import RendezvousError
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Joins, Reformed
+
+def wait_for(name):
+    while not Path(__file__).with_name(name).exists():
+        time.sleep(0.01)
+
+Path(__file__).with_name(f"pid{rank}").write_text(str(os.getpid()))
+handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"])))
+print("pid", os.getpid(), flush=True)
+wait_for("all have told")
+"""
+)
+
+
+def play(directory: Path, size: int, text: str, *options: str, **variables: str) -> Process:
+    """A job whose ranks tell, to its end."""
+    name, environment = script(directory, TELLS + text), clean_environment(**variables)
+    options = ("run", "-n", str(size), *options, name)
+    with launcher(directory, *options, environment=environment) as job:
+        job.wait_shown("pid", times=size)
+        (directory / "all have told").touch()
+        job.wait()
+        wait_gone(numbers(job.stdout))
+    return job
+
+
+def said(text: str) -> list[str]:
+    """What the launcher itself wrote, without tracebacks."""
+    return re.findall(r"^ringreduce: (?!  )(.*)", text, flags=re.MULTILINE)
+
+
+def test_others_go_on_without_ranks_that_are_lost(tmp_path: Path) -> None:
+    options = ("-n", "3", "--output", "rank0", "--elastic")
+    done = run(tmp_path, *options, script(tmp_path, TRAINS), "9", "0@3:kill", "2@5:bad")
+    assert done.returncode == 0, done.stderr
+    assert said(done.stderr) == [
+        "rank 0 was lost in step 3 (killed by signal 9 (SIGKILL)): ranks 1, 2 went on after 0.4 s",
+        "rank 2 was lost in step 5 (exit code 1): rank 1 went on after 0.4 s",
+        "ended well without ranks 0, 2",
+    ]
+    assert done.stderr.count("[2] ValueError: bad") == 1
+    # The lowest rank that is left is shown in place of rank 0.
+    assert "[1] ended with 1" in done.stdout
+
+
+def test_what_ends_two_ranks_ends_the_job(tmp_path: Path) -> None:
+    bad = """
+import atexit
+if rank == 2:
+    atexit.register(Path(__file__).with_name("bad").touch)  # once the launcher has been told
+    raise ValueError("bad")
+wait_for("bad")
+handover.tell(Reformed(1, (0, 1), 3, 0.4))
+if rank == 1:
+    raise ValueError("bad")
+"""
+    done = play(tmp_path, 3, bad + WAITS, "--elastic", "1")
+    assert done.wait() == 1
+    assert [re.sub(r" \(.*", "", line) for line in said(done.stderr)] == [
+        "rank 2 was lost in step 3",
+        "rank 2 failed first",
+        "then rank 1",
+        "--tracebacks all shows those of all ranks",
+        "before, rank 2 was lost in step 3",
+    ]
+
+
+def test_too_few_ranks_end_by_themselves_and_the_one_that_was_lost_is_named(tmp_path: Path) -> None:
+    saves = """
+if rank == 0:
+    os.kill(os.getpid(), 9)
+pid = int(Path(__file__).with_name("pid0").read_text())
+while Path(f"/proc/{pid}").exists():  # until the launcher knows
+    time.sleep(0.01)
+print("saves", flush=True)
+raise RendezvousError("too few ranks are left")
+"""
+    done = play(tmp_path, 2, saves, "--elastic=2")
+    assert done.wait() == 128 + signal.SIGKILL
+    assert said(done.stderr)[0].startswith("rank 0 failed first (killed by signal 9 (SIGKILL))")
+    assert "[1] saves" in done.stdout
+
+
+def test_a_rank_lost_before_the_ring_forms_ends_the_job(tmp_path: Path) -> None:
+    name = script(tmp_path, RANK + "if rank == 1:\n    exit(3)\n" + WAITS)
+    done = run(tmp_path, "--elastic", "-n", "2", name)
+    assert done.returncode == 3
+    assert said(done.stderr) == ["rank 1 failed first (exit code 3); all workers were stopped"]
+
+
+def test_ranks_that_were_left_out_end_with_the_others(tmp_path: Path) -> None:
+    """One is told so and fails, the other does not end."""
+    outs = """
+if rank == 0:
+    raise RendezvousError("was left out of the ring")
+if rank > 1:
+    handover.tell(Reformed(1, (2, 3), -1, 0.0))
+    exit(0)
+"""
+    variables = {"RINGREDUCE_ELASTIC": "2", "RINGREDUCE_TIME_SCALE": "0.1"}
+    done = play(tmp_path, 4, outs + WAITS, **variables)
+    assert done.wait() == 0, done.stderr
+    assert "ranks 0, 1 were lost (exit code 1): ranks 2, 3 went on after 0.0 s" in done.stderr
+    assert said(done.stderr)[-1] == "ended well without ranks 0, 1"
+
+
+def test_a_rank_that_fails_when_nobody_goes_on_without_it_fails_the_job(tmp_path: Path) -> None:
+    """As one that cannot save what was trained."""
+    done = play(tmp_path, 2, "exit(3 * rank)", "--elastic")
+    assert done.wait() == 3
+    assert said(done.stderr)[0].startswith("rank 1 failed first (exit code 3)")
+
+
+# Rank 1 is lost; rank 0 goes on without it, and without node 1 when the test says so.
+TELLS_NODES = (
+    TELLS
+    + """
+if rank == 1:
+    exit(3)
+if rank == 0:
+    handover.tell(Reformed(1, (0, 2), 7, 0.1))
+wait_for("second")
+if rank == 0:
+    handover.tell(Reformed(2, (0,), 8, 0.1))
+wait_for("third")
+"""
+)
+
+
+@pytest.mark.parametrize("kills", ["rank", "launcher"])
+def test_launchers_of_several_hosts_know_of_all_that_are_lost(tmp_path: Path, kills: str) -> None:
+    """One whose ranks are lost waits for the others; one that is gone is the ranks that it had."""
+    script(tmp_path, TELLS_NODES)
+    port, options = free_port(), ("--elastic", "-n")
+    with (
+        job(tmp_path, port, 1, *options, "1") as other,
+        job(tmp_path, port, 0, *options, "2") as one,
+    ):
+        one.wait_shown("pid", times=2)
+        other.wait_shown("pid")
+        (tmp_path / "all have told").touch()
+        first = (
+            f"rank 1 on {socket.gethostname()} was lost in step 7 (exit code 3): ranks 0, 2 went"
+        )
+        wait_until(lambda: first in one.stderr and first in other.stderr, first)
+        lost = numbers(other.stdout)
+        os.kill(lost[0] if kills == "rank" else other.pid, signal.SIGKILL)
+        wait_gone(lost)
+        (tmp_path / "second").touch()
+        how = "killed by signal 9 (SIGKILL)" if kills == "rank" else "its launcher is gone, or the"
+        second = f"rank 2 on {socket.gethostname()} was lost in step 8 ({how}"
+        wait_until(lambda: second in one.stderr, second)
+        (tmp_path / "third").touch()
+        assert one.wait() == 0
+        assert said(one.stderr)[-1] == "ended well without ranks 1, 2"
+        if kills == "rank":
+            assert other.wait() == 0
+            assert said(other.stderr) == said(one.stderr)
+
+
+def test_an_exception_that_several_ranks_had_is_found() -> None:
+    def failure(rank: int, kind: str, text: str) -> Failure:
+        return Failure(rank, 1, 0.0, Raised(kind, exception=text))
+
+    own = [failure(rank, "ValueError", text) for rank, text in enumerate("aba")]
+    lost = [failure(rank, "PeerLostError", "the same") for rank in (3, 4)]
+    killed = [Failure(rank, -9, 0.0) for rank in (5, 6)]
+    failures = [*own, *lost, *killed, own[1]]
+    assert find_repeated(failures, by_text=True) == [own[0], own[2]]
+    assert find_repeated(failures, by_text=False) == [*own, own[1]]
+
+
+def test_ranks_that_were_lost_are_named_with_what_is_known() -> None:
+    gone = [Failure(rank, 255, 0.0, host="b", how="its host was lost") for rank in (2, 3)]
+    assert lost([2, 3], gone, 5) == "ranks 2, 3 on b were lost in step 5 (its host was lost)"
+    assert lost([2, 3], [], -1) == "ranks 2, 3 were lost"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_a_number_of_ranks_that_is_none_is_refused(value: str) -> None:
+    assert elastic_minimum({"RINGREDUCE_ELASTIC": ""}) is None
+    with pytest.raises(ConfigError, match=f"RINGREDUCE_ELASTIC is '{value}'"):
+        elastic_minimum({"RINGREDUCE_ELASTIC": value})
+
+
+def test_more_ranks_than_there_are_and_a_keyboard_are_refused(tmp_path: Path) -> None:
+    name = script(tmp_path, "print('ran')")
+    many = run(tmp_path, "-n", "2", "--elastic", "3", name)
+    assert "--elastic is 3; accepted: 1 to 2, all ranks" in many.stderr
+    keyboard = run(tmp_path, "--elastic", "--stdin", "0", name)
+    assert "not with --nnodes or --elastic" in keyboard.stderr
+    assert (many.returncode, keyboard.returncode) == (2, 2)
+    assert not many.stdout + keyboard.stdout
