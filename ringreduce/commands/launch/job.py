@@ -301,9 +301,9 @@ class Job:
             if running and not has_settled and len(ended) < len(lost):
                 return
             self._unsaid.popleft()
-            for failure in failures:
-                self._display.reveal(failure.rank)
-                self._display.show_error(failure.rank, failure.traceback(whole=False))
+            for worker in [self._workers[rank] for rank in lost if rank in self._workers]:
+                self._display.reveal(worker.rank)
+                self._show_error(worker)
             self._lost.append(conclusion.lost(lost, failures, ring.step))
             went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
             self._screen.say(f"{self._lost[-1]}: {went_on}")
@@ -380,9 +380,13 @@ class Job:
         if not any(failure.has_ended for failure in self._failures()):
             due_s = time.monotonic() - TIMES.hold_s
             for worker in self._running():
-                if worker.raised is not None and worker.raised_s <= due_s and not worker.is_shown:
-                    worker.is_shown = True
-                    self._display.show_error(worker.rank, worker.raised.traceback)
+                if worker.raised_s <= due_s:
+                    self._show_error(worker)
+
+    def _show_error(self, worker: Worker) -> None:
+        if worker.raised is not None and not worker.is_shown:
+            worker.is_shown = True
+            self._display.show_error(worker.rank, worker.raised.traceback)
 
     def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
         """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""

@@ -101,9 +101,8 @@ class Meeting:
         what = failure.rank if failure.is_lost else None
         if what not in self._reported:
             self._reported.add(what)
-            raised = failure.raised
-            if raised is not None:  # Without its text, since records are not encrypted.
-                raised = Raised(raised.kind, raised.peer, raised.origin)
+            raised = failure.raised  # Without its text, since records are not encrypted.
+            raised = raised and Raised(raised.kind, raised.peer, raised.origin)
             self.tell(msgspec.structs.replace(failure, raised=raised))
 
     def note_joins(self, rank: int, but: Peer | None = None) -> None:
