@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError, RingReduceError
+from ringreduce.vocabulary.times import milliseconds
 
 _HELLO = struct.Struct("<8sQQ")  # magic, job, sender's rank
 _DESCRIPTOR, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
@@ -91,8 +92,11 @@ class Mesh:
                 check()
                 self._accept(descriptors, deadline)
             for other in range(index):
-                connection = self._connections[other]
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                # While it waits, others may need what `check` does.
+                while not _is_readable(connection := self._connections[other]):
+                    check()
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("it does not answer")
                 answer = self._receive(connection)
                 if answer is None:
                     raise ConnectionError("it does not answer as one of this job")
@@ -209,6 +213,13 @@ def end_process(process: tuple[int, int]) -> bool:
         finally:
             os.close(descriptor)
     return False
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    """Whether something has come, or it has ended, in a moment."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(milliseconds(TIMES.poll_s)))
 
 
 def _identified(process: int) -> tuple[int, int] | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
-from ringreduce.transport.unix import _identified, end_process
+from ringreduce.transport.unix import Mesh, _identified, end_process
 
 
 def test_a_process_is_ended_only_if_it_began_when_that_rank_did() -> None:
@@ -20,3 +23,32 @@ def test_a_process_is_ended_only_if_it_began_when_that_rank_did() -> None:
         assert child.wait(10) == -signal.SIGKILL
     assert _identified(child.pid) is None
     assert not end_process(process)
+
+
+def test_a_rank_that_waits_for_an_answer_goes_on_checking() -> None:
+    meshes, checked = (Mesh(), Mesh()), threading.Event()
+    names = [mesh.name for mesh in meshes]
+
+    def connect(index: int) -> None:
+        descriptor = os.memfd_create("segment")
+        try:
+            found = meshes[index].connect(
+                *(names, [0, 1]),
+                index=index,
+                size=2,
+                job=7,
+                descriptor=descriptor,
+                timeout_s=10.0,
+                check=checked.set if index else lambda: None,
+            )
+        finally:
+            os.close(descriptor)
+            meshes[index].close()
+        for each in found.values():
+            os.close(each)
+
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(connect, 1)
+        assert checked.wait(5)
+        connect(0)
+        second.result(10)
