@@ -121,6 +121,7 @@ release-notes:
 # Whole jobs with random faults.
 soak: $(VENV)/.installed
 	$(BIN)/python -m tests.soak --minutes 2
+	$(BIN)/python -m tests.soak_elastic --minutes 2
 
 $(VENV)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 	$(PYTHON) -m venv $(VENV)

@@ -186,7 +186,7 @@ class Survivors:
             )
         if left := set(members) - set(chosen.members):
             where = self._rank, self._config.size
-            _log.warning("[%d/%d] goes on without %s", *where, self._described(left))
+            _log.info("[%d/%d] goes on without %s", *where, self._described(left))
         job.agreement = Agreement(self._rank, chosen)
         return chosen
 

@@ -10,8 +10,9 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -69,6 +70,9 @@ class Plan:
     class_weight: Any = None  # weights of classes, for what is not a tf.data.Dataset
     deal: bool = False  # give whole batches to ranks in turn, instead of each rank its rows
     check: bool = True  # compare what ranks read
+    # The number of ranks may change: training gets global batches whole, and validation is dealt
+    # among those that there are when it is read.
+    is_elastic: bool = False
     shares: Shares | None = None  # of each rank in a global batch; None: equal ones
     readers: Communicator | None = None  # the ranks that read the same data; None: those of `ring`
 
@@ -84,7 +88,19 @@ class Plan:
             whole = fingerprinted(whole, self.what, _REMEDY, self.readers or ring)
         if ring.size == 1:
             return whole
+        if self.is_elastic:
+            return self.dealt(whole) if self.deal else whole
         return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole)
+
+    def dealt(self, whole: Any) -> Any:
+        """Of global batches those whose turn is this rank's when they are read."""
+
+        def is_own(number: Any) -> Any:
+            return np.bool_(number % self.ring.size == self.ring.rank)
+
+        numbered = whole.enumerate()
+        own = numbered.filter(lambda number, _: tf.numpy_function(is_own, [number], tf.bool))
+        return own.map(lambda _, batch: batch)
 
     def fed(self, whole: Any, count: int | None, ahead: int) -> Any:
         """The same of a pass, or a validation's steps; `count` is that of batches, if known."""
@@ -92,7 +108,7 @@ class Plan:
             whole = whole.take(self.run_steps)
             count = min(self.run_steps, count or self.run_steps)
         own = self.divide(whole).prefetch(ahead)
-        return own if count is None else _counted(own, self.own_steps(count))
+        return own if count is None else _counted(own, partial(self.own_steps, count))
 
     @property
     def run_steps(self) -> int:
@@ -153,25 +169,29 @@ class _ArrayFeed(Feed):
         self.is_even = is_even and self._shares.is_equal
         self.begin(plan.first)
         steps = self._order.steps
-        count = plan.own_steps(min(steps, passed) if plan.deal else steps)
+        whole = min(steps, passed) if plan.deal else steps
         # While shares are measured, few batches are made ahead with the old ones.
         single = _SINGLE if self._shares.is_measured else 0
-        rows = unit if plan.deal else -(-unit // size)
+        rows = unit if plan.deal or plan.is_elastic else -(-unit // size)
+        count = whole if plan.is_elastic else plan.own_steps(whole)
         batches = arrays.batches(self._own, count, rows, single)
-        self.dataset = _counted(batches.prefetch(tf.data.AUTOTUNE), count)
+        if plan.is_elastic and plan.deal:
+            batches = plan.dealt(batches)
+        own_steps = partial(plan.own_steps, whole)
+        self.dataset = _counted(batches.prefetch(tf.data.AUTOTUNE), own_steps)
 
     def begin(self, epoch: int) -> None:
         self._batches = [
             np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             for rows in self._order.of_epoch(epoch)
         ]
-        if self._plan.deal:
+        if self._plan.deal and not self._plan.is_elastic:
             self._batches = self._batches[self._plan.ring.rank :: self._plan.ring.size]
 
     def _own(self, first: int, end: int) -> list[np.ndarray]:
         """The indices of this rank's rows in batches `first` to `end` of the epoch."""
         batches = self._batches[first:end]
-        if self._plan.deal:
+        if self._plan.deal or self._plan.is_elastic:
             return batches
         numbered = enumerate(batches, first)
         return [rows[slice(*self._shares.rows(n, len(rows)))] for n, rows in numbered]
@@ -218,8 +238,8 @@ class _PyDatasetFeed(Feed):
             whole = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         if not plan.deal:
             whole = plan.divide(whole)
-        count = self._ordered.num_batches if plan.deal else plan.run_steps or dataset.num_batches
-        self.dataset = _counted(whole, count)
+        steps = plan.run_steps or dataset.num_batches
+        self.dataset = _counted(whole, lambda: self._ordered.num_batches if plan.deal else steps)
         self._is_new, self._deals = True, plan.deal
 
     def begin(self, epoch: int) -> None:
@@ -259,7 +279,8 @@ class _Ordered(keras.utils.PyDataset):
     def _indices(self) -> list[int]:
         # The dataset may change its length when an epoch ends.
         plan, count = self._plan, self._dataset.num_batches
-        if self._known[0] != (self.epoch, count):
+        known = self.epoch, count, plan.ring.members
+        if self._known[0] != known:
             steps = plan.run_steps or int(count)
             if count is None:
                 begin = (self.epoch - plan.first) * steps
@@ -269,7 +290,7 @@ class _Ordered(keras.utils.PyDataset):
                 found = [int(np.arange(count)[one][0]) for one in order.of_epoch(self.epoch)]
             if plan.deal:
                 found = found[plan.ring.rank :: plan.ring.size]
-            self._known = (self.epoch, count), found
+            self._known = known, found
         return self._known[1]
 
     def on_epoch_begin(self) -> None:
@@ -316,9 +337,9 @@ class _StreamFeed(Feed):
             raise
 
 
-def _counted(dataset: Any, count: int) -> Any:
+def _counted(dataset: Any, count: Callable[[], int]) -> Any:
     """`dataset`, for which Keras expects `count` batches; it begins anew where there are fewer."""
-    dataset.cardinality = lambda: tf.constant(count, tf.int64)
+    dataset.cardinality = lambda: tf.constant(count(), tf.int64)
     return dataset
 
 

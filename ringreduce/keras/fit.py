@@ -18,6 +18,7 @@ from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
+from ringreduce.keras.elastic import Elastic
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.parts.answering import Answering
@@ -37,7 +38,7 @@ from ringreduce.keras.wrappable import (
     require_compiled,
     require_distributed,
 )
-from ringreduce.vocabulary.config import profile_wanted, recording_wanted
+from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -159,8 +160,24 @@ def fit(
             )
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
     is_graph = isinstance(x, tf.data.Dataset)
-    dividing = partial(Plan, ring, at_once=model.steps_per_execution, check=check, readers=every)
+    least = elastic_minimum() if ring.size > 1 else None
+    dividing = partial(
+        Plan,
+        ring,
+        at_once=model.steps_per_execution,
+        check=check,
+        readers=every,
+        is_elastic=least is not None,
+    )
     shares = agreed_shares(batch_share, ring)
+    if least is not None and (sharded or every is not ring or not shares.is_equal):
+        raise ConfigError(
+            "cannot go on without a rank: only that rank has its part of the data, or of the "
+            "model, or batch_share says how much",
+            **ring.config.who,
+            remedy="Leave --elastic out; or pass the whole data to rr.fit, without sharded=True, "
+            "batch_share and split layers.",
+        )
     if shares.is_measured and every is not ring:
         raise ConfigError(
             'got batch_share="measured" for a model with split layers, whose ranks must have the '
@@ -232,29 +249,61 @@ def fit(
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
         warn_of_differences(model, every)
-        if ring.size > 1 and not training.is_even:
+        if ring.size > 1 and not training.is_even and least is None:
             is_counted = int(training.dataset.cardinality()) >= 0
             weigh_steps(model, "samples", ring, is_counted)
     example = partial(_example, training.dataset)
-    return fit_on(
-        model,
-        training,
-        validation,
-        [
-            *([Measure(shares, ring, verbose)] if shares.is_measured else []),
-            # Before what exchanges metrics when a rank's own validation ends.
-            *([Answering(model, ring, example)] if validation is not None else []),
-            Together(own_callbacks, communicator, profile=profile),
-            *([VerifyReplicas(None, ring)] if check else []),
-            *([Record(*recording, arguments.found, every)] if recording is not None else []),
-        ],
-        epochs=epochs,
-        verbose=verbose if every.rank == 0 else 0,
-        class_weight=class_weight if is_graph else None,
-        initial_epoch=initial_epoch,
-        steps_per_epoch=steps_per_epoch,
-        validation_freq=validation_freq,
-    )
+    validate = None
+    if least is not None and validation is not None:
+        validate = partial(_validate, model, validation)
+    with (
+        contextlib.nullcontext()
+        if least is None
+        else Elastic(model, ring, least, training.dataset.element_spec)
+    ):
+        return fit_on(
+            model,
+            training,
+            validation,
+            [
+                *([Measure(shares, ring, verbose)] if shares.is_measured else []),
+                # Before what exchanges metrics when a rank's own validation ends.
+                *([Answering(model, ring, example)] if validation is not None else []),
+                Together(own_callbacks, communicator, profile=profile, validate=validate),
+                *([VerifyReplicas(None, ring)] if check else []),
+                *([Record(*recording, arguments.found, every)] if recording is not None else []),
+                # Of Keras's own, another rank could not go on with it.
+                *([OnRankZero(_Bar(verbose), ring)] if least is not None and verbose else []),
+            ],
+            epochs=epochs,
+            verbose=verbose if every.rank == 0 and least is None else 0,
+            class_weight=class_weight if is_graph else None,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_freq=validation_freq,
+        )
+
+
+class _Bar(keras.callbacks.ProgbarLogger):
+    """What Keras prints with `verbose`."""
+
+    def __init__(self, verbose: Any) -> None:
+        super().__init__()
+        self._shown = verbose
+
+    def set_params(self, params: Any) -> None:
+        """Print, although Keras itself does not."""
+        super().set_params({**params, "verbose": self._shown})
+
+
+def _validate(model: Any, validation: Feed) -> dict[str, Any]:
+    """Validate once more, with what is this rank's now; the logs, none without any batch."""
+    validation.begin(0)
+    logs: dict[str, Any] = {}
+    if int(validation.dataset.cardinality()):
+        logs = model.evaluate(validation.dataset, verbose=0, return_dict=True)
+    validation.end()
+    return logs
 
 
 def fit_on(

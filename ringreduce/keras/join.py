@@ -30,6 +30,7 @@ from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
 WEIGHTINGS = ("samples", "ranks")
+_ALONE = 1.0  # any mean: where ranks step alone nothing is divided by it
 
 
 def join(
@@ -219,19 +220,25 @@ def build(model: Any, empty: Any) -> None:
 
 # The last logs of each model, by position, dtype and shape.
 _logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
-# Models that `join` has prepared: their weighting, and whether the ring is asked for the mean.
-_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator, bool]]
+# Models that `join` has prepared: their weighting, and its mean over the ranks; None: to be asked.
+_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator, Any]]
 _followed = weakref.WeakKeyDictionary()
 
 
-def weigh_steps(model: Any, weighting: str, ring: Communicator, is_counted: bool) -> None:
+def weigh_steps(
+    model: Any, weighting: str, ring: Communicator, is_counted: bool = True, mean: Any = None
+) -> None:
     """From now on training steps of `model` are weighted, and empty ones change nothing.
 
     `model` and its optimizer are built. With `is_counted` all ranks know when an epoch ends: those
-    that step alone need nothing of others then.
+    that step alone need nothing of others then. `mean` is a variable with the mean of all weights;
+    without it each step asks the ring.
     """
-    how = weighting, ring, not (is_counted and wrappable.is_alone(model))
-    if _followed.get(model) == how:
+    if mean is None and is_counted and wrappable.is_alone(model):
+        mean = _ALONE
+    how = weighting, ring, mean
+    before = _followed.get(model, ("", ring, None))
+    if before[:2] == how[:2] and before[2] is mean:
         return
     _followed[model] = how
     # A function traced before has another weighting, or none.
@@ -240,12 +247,14 @@ def weigh_steps(model: Any, weighting: str, ring: Communicator, is_counted: bool
 
 
 def _followed_step(model: Any, step: Step, data: Any) -> Any:
-    weighting, ring, asks = _followed[model]
+    weighting, ring, mean = _followed[model]
     samples = rows_in(data)
     has_data = samples > 0
     own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
-    mean = tf.constant(1.0)
-    weight = weighting_module.exchanged(own, ring) if asks else weighting_module.Weight(own, mean)
+    if mean is None:
+        weight = weighting_module.exchanged(own, ring)
+    else:
+        weight = weighting_module.Weight(own, tf.convert_to_tensor(mean))
     # Everything waits until a rank is known to have data: at the end of an epoch this step is given
     # up, and must not have been counted, or decayed weights.
     with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
@@ -272,6 +281,11 @@ def _passing(model: Any) -> list[Any]:
     found = [*model.non_trainable_variables, *model.metrics_variables]
     unique = {id(v): v for v in found if id(v) not in shared and not is_seed_state(v)}
     return list(unique.values())
+
+
+def changed_by_steps(model: Any) -> list[Any]:
+    """What a step of `model` changes on this rank besides weights and their optimizer's state."""
+    return [*_passing(model), *filter(is_seed_state, model.non_trainable_variables)]
 
 
 def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:

@@ -34,6 +34,7 @@ from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, w
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import check_parts, joint, mark_state
+from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.strategies import Strategy, StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
@@ -42,8 +43,10 @@ from ringreduce.keras.wrappable import all_within, refuse_unusable
 from ringreduce.keras.wrapper import Wrapper, describe, remake
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
+from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -110,6 +113,8 @@ class DistributedOptimizer(Wrapper):
     _inner_class: Any = None
     # As it was given; None for the process's.
     communicator: Communicator | None = None
+    # Where all updates of a step begin; set by what repeats a step that a lost rank has broken.
+    commit_point: CommitPoint | None = None
 
     def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
         """An instance of a class that is saved under the inner optimizer's name."""
@@ -193,6 +198,18 @@ class DistributedOptimizer(Wrapper):
         return self._touched is None
 
     @property
+    def why_not_repeated(self) -> str:
+        """The option by which a step that has failed cannot be made again; empty without one."""
+        for name, allowed in (
+            ("strategy", [strategies.EveryStep()]),
+            ("compression", ["none", "fp16", "bf16"]),
+            ("op", [ReduceOp.MEAN]),
+        ):
+            if self._options[name] not in allowed:
+                return f"{name}={self._options[name]}"
+        return ""
+
+    @property
     def has_local_variables(self) -> bool:
         """Whether some variables are not shared."""
         return bool(self._local)
@@ -238,6 +255,8 @@ class DistributedOptimizer(Wrapper):
         grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
+            if elastic_minimum() is not None and self._ring().size > 1:
+                self._require_repeating()
             self._local.check(self._inner)
             # All variables that it may ever train, those frozen now included.
             every = [*private.trained_variables(self._inner), *known]
@@ -259,10 +278,26 @@ class DistributedOptimizer(Wrapper):
         step = strategies.Step(grads, known, kinds, weight, reducer, self._apply_means)
         self._running.take(step)
 
+    def _require_repeating(self) -> None:
+        if not is_repeating(self._ring()):
+            raise ConfigError(
+                "cannot go on when a rank is lost: its steps are not made by rr.fit",
+                **self._ring().config.who,
+                remedy="Train with rr.fit, or a loop within rr.elastic.run; or leave --elastic and "
+                "RINGREDUCE_ELASTIC out.",
+            )
+
     def _apply_means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         touched = self._touched
         apply = self._inner.apply if touched is None else partial(touched.apply, self._inner)
-        joint(self._inner, gradients, variables, apply)
+
+        def update(means: Sequence[Any]) -> None:
+            joint(self._inner, means, variables, apply)
+
+        if self.commit_point is None:
+            update(gradients)
+        else:
+            self.commit_point.passed(gradients, update)
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """As `Wrapper.build_inner`; state for parts is in pieces too."""

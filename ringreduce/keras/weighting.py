@@ -62,7 +62,14 @@ def weighted(gradient: Any, kind: Kind, own: Any) -> Any:
         return map_values(lambda values: weighted(values, kind, own), gradient)
     if kind is Kind.MAXIMUM:
         return tf.where(own > 0, gradient, tf.constant(gradient.dtype.min, gradient.dtype))
-    return tf.math.multiply_no_nan(gradient, tf.cast(own, gradient.dtype))
+
+    def product() -> Any:
+        return tf.math.multiply_no_nan(gradient, tf.cast(own, gradient.dtype))
+
+    if tf.executing_eagerly() or is_compiling():
+        return product()
+    # Mostly it is 1, and reading all gradients once more takes longer than to ask.
+    return tf.cond(tf.equal(own, 1.0), lambda: gradient, product)
 
 
 def gradient_op(op: ReduceOp | str) -> ReduceOp:

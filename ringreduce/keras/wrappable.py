@@ -99,7 +99,8 @@ def wrappers_in(model: Any) -> list[Any]:
     """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     lists = [one for one in held if isinstance(one, (list, tuple))]
-    return [one for one in (*held, *itertools.chain(*lists)) if isinstance(one, Wrapper)]
+    every = (*held, *itertools.chain(*lists))
+    return list({id(one): one for one in every if isinstance(one, Wrapper)}.values())
 
 
 def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:

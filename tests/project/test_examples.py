@@ -1,17 +1,19 @@
 """Each program of examples/, as a user runs it: two workers that end with equal weights."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import run_job
+from tests.processes import launcher
 from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # digits.py and ray_digits.py have tests of their own, the others take no part in a ring.
-ELSEWHERE = {"digits", "digits_mirrored", "demo", "ray_digits"}
+ELSEWHERE = {"digits", "digits_mirrored", "demo", "elastic", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
 # Models in parts are trained by tests of their own.
 RARE = ("hybrid", "pipeline", "recommender")
@@ -46,6 +48,18 @@ def test_pairs_of_a_pipeline_train_as_one_of_them_does():
     assert len(losses[0]) == 3
     # Adam makes more of what sums are rounded by.
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+@pytest.mark.full
+def test_losing_two_of_four_ranks_changes_no_weight(tmp_path):
+    program = str(EXAMPLES / "elastic.py"), "--epochs", "4"
+    with launcher(tmp_path, "run", "-n", "4", "--elastic", "2", *program) as done:
+        assert done.wait(200) == 0, done.stderr
+    assert "2 of 4 ranks are left: 1, 2" in done.stdout
+    assert "made 60 steps; undisturbed: 60" in done.stdout
+    [furthest] = re.findall(r"weights differ by at most (\S+) from", done.stdout)
+    assert float(furthest) < 1e-6
+    assert "ringreduce: ended well without ranks 0, 3" in done.stderr
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.replicas import alike, make_alike, model_group
+from ringreduce.keras.repeating import repeated
 from ringreduce.keras.wrappable import build_optimizer_here, wrappers_in
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
@@ -117,13 +118,14 @@ class VerifyReplicas(keras.callbacks.Callback):
         self._verify()
 
     def _verify(self) -> None:
-        state = _shared_state(self.model, self.model.trainable_variables)
+        state = shared_state(self.model, self.model.trainable_variables)
         equal_now = getattr(self.model.optimizer, "equal_now", lambda every: every)
-        verify_replicas(equal_now(state), self._communicator)
+        ring = self._communicator or default_communicator()
+        repeated(ring, lambda: verify_replicas(equal_now(state), ring))
         self._verify_group()
 
     def _verify_group(self) -> None:
-        state = _shared_state(self.model, self.model.trainable_variables)
+        state = shared_state(self.model, self.model.trainable_variables)
         if (group := model_group(state)) is not None:
             verify_replicas(alike(state), group)
 
@@ -134,7 +136,7 @@ def broadcast_state(
     """Give `model` and its optimizer, without local variables, rank `root`'s values. Collective."""
     kept = {id(plain_variable(variable)) for variable in local}
     # Not `model.variables`, which has the states of random generators.
-    state = _shared_state(model, model.weights)
+    state = shared_state(model, model.weights)
     shared = [variable for variable in state if id(plain_variable(variable)) not in kept]
     broadcast_variables(shared, communicator, root)
     make_alike(shared, model_group(shared))
@@ -142,7 +144,7 @@ def broadcast_state(
         wrapper.broadcast_state(root)
 
 
-def _shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
+def shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
     """All variables of the optimizer of `model`, then `weights`, without local ones.
 
     Where a learning rate differs weights do too, and the first one is named.

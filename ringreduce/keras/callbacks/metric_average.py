@@ -1,6 +1,6 @@
 """Replaces logs by those of all ranks together, before other callbacks read them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,6 +10,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.metric_states import MetricStates, states_of
 from ringreduce.keras.mistakes import warn_of_same_rows
+from ringreduce.keras.repeating import repeated
 from ringreduce.tensorflow.agreement import Difference, refuse
 
 _VALIDATION = "val_"
@@ -33,9 +34,15 @@ class MetricAverage(keras.callbacks.Callback):
             metric; on all ranks.
     """
 
-    def __init__(self, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        communicator: Communicator | None = None,
+        validate: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
         super().__init__()
-        self._communicator = communicator
+        # validate: `fit`'s validation made once more, where the number of ranks may change.
+        self._communicator, self._validate = communicator, validate
+        self._members: Sequence[int] = ()
         self._latest: dict[str, Any] = {}
         self._is_first = True
         self._forget()
@@ -65,6 +72,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Copy the training metrics, which Keras resets after this to validate."""
+        self._members = (self._communicator or default_communicator()).members
         if self._in_epoch:
             self._training, self._batches = states_of(self.model, self._batches), 0
 
@@ -88,6 +96,27 @@ class MetricAverage(keras.callbacks.Callback):
         if ring.size == 1:
             return
         logs = {} if logs is None else logs
+
+        def together() -> dict[str, Any]:
+            nonlocal validation
+            # Else the part of those that are gone would lack.
+            is_due = validated is not None and self._members != ring.members
+            if self._validate is not None and is_due:
+                self._members = ring.members
+                anew = _as_validation(self._validate())
+                validation = states_of(self.model, len(anew))
+                logs.update(anew)
+            return self._combined(logs, training, validation, validated)
+
+        logs.update(repeated(ring, together))
+        self._is_first = False
+        self._latest = dict(logs)
+
+    def _combined(
+        self, logs: Any, training: MetricStates, validation: MetricStates, validated: int | None
+    ) -> dict[str, Any]:
+        """Those of `logs` that are equal on all ranks."""
+        ring = self._communicator or default_communicator()
         results = {**training.results, **_as_validation(validation.results)}
         own = {
             "entries": metric_states.entries_of(logs, results),
@@ -97,13 +126,11 @@ class MetricAverage(keras.callbacks.Callback):
         gathered = ring.all_gather_object(own)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
         warn_of_same_rows([theirs["digest"] for theirs in gathered], ring)
-        self._is_first = False
         together = metric_states.combined_results(self.model, training, ring)
         if any(theirs["validated"] for theirs in gathered):
             others = metric_states.combined_results(self.model, validation, ring)
             together.update(_as_validation(others))
-        logs.update(metric_states.merged([theirs["entries"] for theirs in gathered], together))
-        self._latest = dict(logs)
+        return metric_states.merged([theirs["entries"] for theirs in gathered], together)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Replace the values here too: Keras passes those from before the last `on_epoch_end`."""

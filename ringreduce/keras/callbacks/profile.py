@@ -14,6 +14,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private
+from ringreduce.keras.repeating import repeated
 from ringreduce.keras.wrappable import works_by_element
 from ringreduce.pure.profile import Facts, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
@@ -79,7 +80,8 @@ class Profile(keras.callbacks.Callback):
         # None but the first is measured with it.
         is_all = first is None or first.steps >= ended.steps
         own = ended.since(self._began if first is None or is_all else first)
-        ranks = [Facts(*theirs) for theirs in ring.all_gather_object(own)]
+        gathered = repeated(ring, lambda: ring.all_gather_object(own))
+        ranks = [Facts(*theirs) for theirs in gathered]
         if logs is not None:
             logs.update(step_of(ranks).logs())
         if self._has_compiled:  # In the epoch before, in the only step.

@@ -19,6 +19,7 @@ from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.profile import Profile
 from ringreduce.keras.parts.part import parts_in
 from ringreduce.keras.parts.replicas import training_ranks
+from ringreduce.keras.repeating import is_repeating, repeated
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
@@ -89,16 +90,51 @@ class OnRankZero(_Forwarding):
         super().__init__()
         self.callback = _checked(callback)
         self._communicator = communicator
+        # Whether training has begun on this rank without it.
+        self._has_missed, self._epoch = False, 0
+        # By name, what rank 0's has of numbers and text since the last epoch.
+        self.state: dict[str, Any] = {}
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         """Call a hook of it, on rank 0; with parts in the model the others wait and help."""
         call = partial(getattr(self.callback, hook), *arguments, **options)
         every = _every_rank(self)
+        if hook == "on_train_begin":
+            self._has_missed = every.rank != 0
+        elif hook == "on_epoch_begin":
+            self._epoch = arguments[0]
         if hook.startswith("set_") or self.model is None or not parts_in(self.model.weights):
             if every.rank == 0:
+                if self._has_missed and not hook.startswith("set_"):
+                    self._take_over()
+                    if hook != "on_epoch_begin":
+                        self.callback.on_epoch_begin(self._epoch)
                 call()
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
             on_rank_zero(call, communicator=every)
+
+    def _take_over(self) -> None:
+        """Have it go on where that of the rank 0 that was lost has ended its last epoch."""
+        one = self.callback
+        one.set_params(self.params)
+        one.set_model(self.model)
+        if isinstance(one, keras.callbacks.CSVLogger):
+            one.append = True
+        if not isinstance(one, keras.callbacks.BackupAndRestore):  # Which would restore.
+            one.on_train_begin()
+        if not isinstance(one, keras.callbacks.CSVLogger):  # Whose file says all.
+            vars(one).update(self.state)
+        self._has_missed = False
+
+    def share_state(self) -> None:
+        """Give all ranks `state`, which the next rank 0 needs. Collective."""
+        ring = _every_rank(self)
+        own = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in vars(self.callback).items()
+            if isinstance(value, (bool, int, float, str, np.generic, type(None)))
+        }
+        self.state = repeated(ring, lambda: ring.broadcast_object(own))
 
 
 def _every_rank(callback: Any) -> Communicator:
@@ -149,10 +185,12 @@ class StopTogether(keras.callbacks.Callback):
     def _agree(self) -> None:
         ring = self._ring or default_communicator()
         if ring.size > 1:
-            wants = np.array([int(bool(self.model.stop_training or self._wants))], np.int64)
-            ring.all_reduce(wants, ReduceOp.MAX)
+            own = int(bool(self.model.stop_training or self._wants))
+            wants = repeated(
+                ring, lambda: int(ring.all_reduce(np.array([own], np.int64), ReduceOp.MAX)[0])
+            )
             self._wants = False
-            if wants[0]:
+            if wants:
                 self.model.stop_training = True
 
 
@@ -194,7 +232,12 @@ class Together(_Forwarding):
     """
 
     def __init__(
-        self, callbacks: Any, communicator: Communicator | None = None, *, profile: bool = False
+        self,
+        callbacks: Any,
+        communicator: Communicator | None = None,
+        *,
+        profile: bool = False,
+        validate: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self._communicator = communicator
@@ -207,7 +250,7 @@ class Together(_Forwarding):
         self._members = [
             # First, so that it measures none of what the others do at the end of an epoch.
             *profiles,
-            MetricAverage(communicator),
+            MetricAverage(communicator, validate),
             *(OnRankZero(c, communicator) if acts_once(c) else c for c in others),
             StopTogether(communicator),
         ]
@@ -239,13 +282,18 @@ class Together(_Forwarding):
         """Make ranks draw different random numbers, then call the callbacks."""
         # Here, since a restored checkpoint makes generators equal again, and some layers create
         # theirs only in the first epoch.
-        fold_seeds(self.model, self._communicator)
+        ring = self._communicator or default_communicator()
+        repeated(ring, lambda: fold_seeds(self.model, ring))
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks rank 0's learning rate."""
         super().on_epoch_end(epoch, logs)
-        agree_on_learning_rate(self.model, _every_rank(self))
+        ring = _every_rank(self)
+        repeated(ring, lambda: agree_on_learning_rate(self.model, ring))
+        for member in self._members if is_repeating(ring) else ():
+            if isinstance(member, OnRankZero):
+                member.share_state()
 
     def _all_are_ready_to_restore(self, ring: Communicator) -> bool:
         """Whether rank 0 may restore something, and the model is built on all ranks."""

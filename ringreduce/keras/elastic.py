@@ -1,0 +1,261 @@
+"""Training that goes on when ranks are lost: what a loss has broken is made again.
+
+    rank 0   step 6   step 7 -- fails -- ring anew -- step 7 again, of the same global batch
+    rank 1   step 6   step 7 -- fails -- ring anew -- step 7 again, with more of its rows
+    rank 2   step 6   dies
+
+From its first step on, what ranks do together in training is a row of units: steps of the model,
+and meetings of callbacks (`repeated`). A unit needs all ranks, so those that are left are at most
+one apart. A rank that is behind takes from one ahead what that unit has led to: weights and the
+optimizer's state, or a meeting's result.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Reformed
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.reforming import reform
+from ringreduce.keras.callbacks.broadcast import shared_state
+from ringreduce.keras.join import changed_by_steps, weigh_steps
+from ringreduce.keras.normalization import SyncBatchNormalization
+from ringreduce.keras.private import layers_of
+from ringreduce.keras.repeating import repeaters
+from ringreduce.keras.rows import rows_in, slice_rows
+from ringreduce.keras.wrappable import wrappers_in
+from ringreduce.pure.epochs import own_rows
+from ringreduce.tensorflow.commit import CommitPoint
+from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
+from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
+from ringreduce.vocabulary.words import named
+
+_log = logging.getLogger(__name__)
+
+# A unit that fails so often without the loss of a rank is not made once more.
+_REPEATS_MAX = 8
+
+
+class Elastic:
+    """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
+
+    A context, in which the model's training function takes global batches, and this rank's rows of
+    each, of which `batches` is the `element_spec`. The model and its optimizer are built. Raises
+    ConfigError if steps cannot be made again.
+    """
+
+    def __init__(self, model: Any, ring: Communicator, minimum: int, batches: Any) -> None:
+        _refuse_unusable(model, ring)
+        self._model, self._ring, self._minimum = model, ring, minimum
+        [self._optimizer] = wrappers_in(model)
+        self._commit = CommitPoint()
+        # This rank's count when the latest step had ended; steps of the training; units, and what
+        # the latest has led to.
+        self._passed = self._steps = self._units = 0
+        self._result: Any = None
+        # Rows of the global batch by ranks.
+        self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
+        self._changed: list[Any] = []
+        self._begun: list[Any] = []
+        self._most_rows = 0  # that a rank had in a step
+        self._batches = tf.nest.map_structure(_of_any_rows, batches)
+
+    def __enter__(self) -> "Elastic":
+        model = self._model
+        self._plain = model.train_step
+        weigh_steps(model, "samples", self._ring, mean=self._mean)
+        self._optimizer.commit_point = self._commit
+        scalars = [variable for variable in self._optimizer.variables if not variable.shape]
+        self._changed = [*changed_by_steps(model), *scalars]
+        self._begun = [tf.Variable(each.value, trainable=False) for each in self._changed]
+        # Of equally many rows on each rank, gradients need no weights.
+        self._even, self._uneven = map(self._keeping, (self._plain, model.train_step))
+        model.train_function = self._step
+        repeaters[self._ring] = self._meeting
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del repeaters[self._ring]
+        self._model.train_step = self._plain
+        self._optimizer.commit_point = self._model.train_function = None
+
+    def _keeping(self, step: Any) -> Any:
+        """`step`, compiled as the model is; first it keeps what it changes besides weights."""
+        model = self._model
+        if model.jit_compile and not model.run_eagerly:
+            step = self._commit.compiled(step)
+
+        def keeping(data: Any) -> Any:
+            pairs = zip(self._begun, self._changed, strict=True)
+            kept = [begun.assign(changed.value) for begun, changed in pairs]
+            with tf.control_dependencies([] if tf.executing_eagerly() else kept):
+                return step(data)
+
+        if model.run_eagerly:
+            return keeping
+        function = tf.function(keeping, autograph=False, reduce_retracing=True)
+
+        def call(data: Any) -> Any:
+            if not function.experimental_get_tracing_count():
+                # For other numbers of rows too.
+                function.get_concrete_function(self._batches)
+            return function(data)
+
+        return call
+
+    def _step(self, iterator: Any) -> Any:
+        """Keras's training function: a step on this rank's rows of the next global batch."""
+        batch = next(iterator)
+        count = int(rows_in(batch))
+
+        def step() -> Any:
+            ring = self._ring
+            if (mean := count / ring.size) != self._mean_now:
+                self._mean_now = mean
+                self._mean.assign(mean)
+                self._note_rows(math.ceil(mean))
+            run = self._uneven if count % ring.size else self._even
+            return run(slice_rows(batch, *own_rows(count, ring.rank, ring.size)))
+
+        logs = self._unit(step, is_step=True)
+        return self._model.get_metrics_result() if logs is None else logs
+
+    def _note_rows(self, most: int) -> None:
+        if self._ring.rank == 0 and 0 < self._most_rows < most:
+            _log.warning(
+                "[%d/%d] a rank has up to %d rows of a batch now, before %d: it needs more memory",
+                *(*self._ring.config.who.values(), most, self._most_rows),
+            )
+        self._most_rows = max(most, self._most_rows)
+
+    def _meeting(self, make: Callable[[], Any]) -> Any:
+        return self._unit(make, is_step=False) if self._steps else make()
+
+    def _unit(self, make: Callable[[], Any], *, is_step: bool) -> Any:
+        """What `make` returns, or what it has led to on another rank: of a step None."""
+        ring, units = self._ring, self._units
+        for repeats_left in reversed(range(_REPEATS_MAX)):
+            try:
+                found = make()
+            except RingReduceError as error:
+                if not (self._steps and isinstance(ring.failure, PeerError) and repeats_left):
+                    raise
+                if is_step and self._commit.count > self._passed:
+                    self._end(None)  # It was committed, and failed afterwards.
+                elif is_step:
+                    self._put_back()
+                self._go_on(error)
+                if self._units > units:
+                    return self._result
+                continue
+            self._end(None if is_step else found, is_step=is_step)
+            return found
+
+    def _end(self, result: Any, *, is_step: bool = True) -> None:
+        """A unit has ended on this rank."""
+        self._units, self._result = self._units + 1, result
+        if is_step:
+            self._steps, self._passed = self._steps + 1, self._passed + 1
+            if self._steps == 1:
+                self._require_one_update()
+
+    def _require_one_update(self) -> None:
+        if (count := self._commit.count) != 1:
+            raise ConfigError(
+                f"has updated weights {count} times in one training step, which elastic training "
+                "cannot make again",
+                **self._ring.config.who,
+                remedy="Apply gradients once in each train_step, or leave --elastic out.",
+            )
+
+    def _put_back(self) -> None:
+        """Undo the part of a step that comes before its commit point."""
+        for variable, begun in zip(self._changed, self._begun, strict=True):
+            variable.assign(begun.value())
+
+    def _go_on(self, error: RingReduceError) -> None:
+        """Form the ring anew of the ranks that are left, and bring all to the same unit."""
+        began, ring = time.monotonic(), self._ring
+        before, steps = ring.members, self._steps
+        for attempts_left in reversed(range(_REPEATS_MAX)):
+            try:
+                reform(ring, [] if error.peer is None else [error.peer])
+                self._require_enough(before)
+                self._catch_up()
+                break
+            except PeerError as another:  # One more is lost.
+                if not attempts_left:
+                    raise
+                error = another
+        self._model._eval_epoch_iterator = None
+        seconds = time.monotonic() - began
+        lost = sorted({*before} - {*ring.members})
+        is_said = handover.tell(Reformed(ring.epoch, tuple(ring.members), steps + 1, seconds))
+        if lost and not is_said:
+            _log.warning(
+                "[%d/%d] lost %s in step %d; %s went on after %.1f s",
+                *(ring.config.rank, ring.config.size, named("rank", lost)),
+                *(steps + 1, named("rank", ring.members), seconds),
+            )
+
+    def _require_enough(self, before: Any) -> None:
+        ring = self._ring
+        if ring.size < self._minimum:
+            lost = named("rank", sorted({*before} - {*ring.members}))
+            raise ConfigError(
+                f"has {ring.size} ranks left without {lost}, lost in step {self._steps + 1}, and "
+                f"was to go on with at least {self._minimum}",
+                **ring.config.who,
+                remedy=f"See the log of {lost}. The job can be started again from its last backup.",
+            )
+
+    def _catch_up(self) -> None:
+        """Bring those that are behind to the end of the unit that others have ended."""
+        ring = self._ring
+        if ring.size == 1:
+            return
+        ended = ring.all_gather_object([self._units, self._steps])
+        newest = max(ended)
+        ahead = ended.index(newest)
+        state = shared_state(self._model, self._model.trainable_variables)
+        if min(ended) != newest:
+            result = ring.broadcast_object(self._result, ahead)
+            broadcast_variables(state, ring, ahead)
+            if self._units < newest[0]:
+                (self._units, self._steps), self._result = newest, result
+        # Rates that only rank 0 has changed become equal at the end of an epoch.
+        verify_replicas([each for each in state if each.name != "learning_rate"], ring)
+
+
+def _of_any_rows(spec: Any) -> Any:
+    is_dense = isinstance(spec, tf.TensorSpec)
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_dense else spec
+
+
+def _refuse_unusable(model: Any, ring: Communicator) -> None:
+    """ConfigError if steps of `model` on `ring` cannot be made again."""
+    found, problems = wrappers_in(model), []
+    if len(found) != 1:
+        problems.append(f"{len(found)} distributed optimizers")
+    problems += [why for one in found if (why := one.why_not_repeated)]
+    if ring.parent is not None:
+        problems.append("a group of ranks")
+    if model.steps_per_execution != 1:
+        problems.append(f"steps_per_execution={model.steps_per_execution}")
+    if model.jit_compile and type(model).train_step is not keras.Model.train_step:
+        # Its code after the update would see the weights before it.
+        problems.append("a train_step of its own with jit_compile=True")
+    if any(isinstance(layer, SyncBatchNormalization) for layer in layers_of(model)):
+        problems.append("SyncBatchNormalization")
+    if problems:
+        raise ConfigError(
+            f"cannot make a step again after the loss of a rank: has {', '.join(problems)}",
+            **ring.config.who,
+            remedy="Leave --elastic out, or change that.",
+        )

@@ -1,0 +1,26 @@
+"""What callbacks of a training exchange is exchanged again where a lost rank has broken that."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce.communicator.communicator import Communicator
+
+# What makes a meeting so, by the communicator of a training that is elastic.
+repeaters: weakref.WeakKeyDictionary[Communicator, Callable[[Callable[[], Any]], Any]]
+repeaters = weakref.WeakKeyDictionary()
+
+
+def repeated(ring: Communicator, meeting: Callable[[], Any]) -> Any:
+    """The result of `meeting`, which makes collective calls of `ring`; made again after a loss.
+
+    Where training is not elastic that is ``meeting()``. It must not change what a repetition would
+    change again. A rank that has missed its end gets the result of another, in plain types.
+    """
+    repeat = repeaters.get(ring)
+    return meeting() if repeat is None else repeat(meeting)
+
+
+def is_repeating(ring: Communicator) -> bool:
+    """Whether training on `ring` goes on when ranks are lost."""
+    return ring in repeaters

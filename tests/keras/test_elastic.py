@@ -1,0 +1,221 @@
+"""Training goes on when ranks are lost: no step and no sample is lost, and none is used twice."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import ringreduce.keras as rr
+from ringreduce.keras.elastic import Elastic
+from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.errors import ConfigError
+from tests.facts import facts_in
+from tests.jobs import run_job
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+
+BATCH, STEPS, EPOCHS = 12, 4, 3
+
+
+def some(every, quick):
+    """Some in each run of the suite, all in the full one."""
+    marked = [(each if isinstance(each, tuple) else (each,), each in quick) for each in every]
+    return [
+        pytest.param(*each, marks=[] if is_quick else pytest.mark.full) for each, is_quick in marked
+    ]
+
+
+def trained(folder, size, lost, *, timeout_s=20.0, least=1, **case):
+    """By rank, what those that are left say; `lost` are gone."""
+    done = run_job(
+        *(size, ["tests/programs/elastic.py", json.dumps(case), str(folder)]),
+        timeout_s=timeout_s,
+        environment={"RINGREDUCE_ELASTIC": str(least)},
+    )
+    found = {fact["rank"]: fact for fact in facts_in(done.output)}
+    assert sorted(found) == sorted({*range(size)} - {*lost}), done.errors
+    return found, done
+
+
+def assert_exactly_once(found, epochs=EPOCHS, steps=STEPS, count=BATCH * STEPS):
+    left = sorted(found)
+    for rank, fact in found.items():
+        assert fact["uses"] == [float(epochs)] * count, f"rank {rank}"
+        counted = fact["iterations"], fact["steps"], fact["batches"]
+        assert counted == (epochs * steps,) * 3, f"rank {rank}"
+        assert fact["members"] == left
+        assert fact["digest"] == found[left[0]]["digest"]
+        assert fact["history"] == found[left[0]]["history"]
+
+
+DATA = ["arrays", "dataset", "sequence", "generator", "loader"]
+WAYS = [(data, way) for data in DATA for way in ("graph", "eager", "xla")]
+
+
+@pytest.mark.parametrize(
+    ("data", "way"), some(WAYS, [("arrays", "graph"), ("dataset", "xla"), ("loader", "eager")])
+)
+def test_each_sample_is_used_once_in_each_epoch(tmp_path, data, way):
+    faults = [[2, "begin", 7, "kill"]]
+    found, _ = trained(tmp_path, 3, [2], data=data, way=way, faults=faults)
+    assert_exactly_once(found)
+    # What was that rank's in that epoch is not in the metrics. Of a loader, Keras asks for a batch
+    # after the last one.
+    lost = 4.0 if data == "loader" else 8.0
+    assert found[0]["history"]["seen"] == [48.0, 48.0 - lost, 48.0]
+
+
+# Where a rank is lost, how often it has come by there, and how many units the others have ended.
+POINTS = {
+    "before a step": ("begin", 6),
+    "before a bucket": ("bucket", 10),
+    "after a bucket": ("reduced", 11),
+    "before the commit": ("commit", 6),
+    "after a step": ("end", 5),
+    "after the last step of an epoch": ("end", 4),
+    "at an epoch's end": ("epoch end", 1),
+    "after validation": ("validated", 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    some([(p, v) for p in POINTS for v in (0, 2)], [("after validation", 0), ("after a step", 2)]),
+)
+def test_a_rank_may_be_lost_anywhere(tmp_path, point, victim):
+    where, number = POINTS[point]
+    faults = [[victim, where, number, "kill"]]
+    found, _ = trained(tmp_path, 3, [victim], way="eager", faults=faults, validates=True)
+    assert_exactly_once(found)
+    assert all(fact["history"]["val_seen"] == [21.0] * EPOCHS for fact in found.values())
+
+
+PAIRS = [
+    [[0, "begin", 6, "kill"], [2, "begin", 6, "kill"]],
+    [[0, "bucket", 11, "kill"], [2, "exchange", 1, "kill"]],
+    [[3, "begin", 6, "kill"], [0, "exchange", 2, "kill"]],
+    [[1, "begin", 6, "kill"], [3, "catching up", 1, "kill"]],
+    [[1, "begin", 5, "kill"], [0, "begin", 6, "kill"]],
+]
+
+
+@pytest.mark.parametrize("faults", some(PAIRS, PAIRS[3:4]))
+def test_two_may_be_lost_and_one_while_the_others_recover(tmp_path, faults):
+    lost = [rank for rank, *_ in faults]
+    found, _ = trained(tmp_path, 4, lost, way="eager", faults=faults)
+    assert_exactly_once(found)
+
+
+@pytest.mark.full
+def test_a_rank_that_stops_is_left_out_and_one_may_go_on_alone(tmp_path):
+    faults = [[2, "begin", 3, "stop"], [0, "end", 7, "exit"]]
+    found, _ = trained(tmp_path, 3, [0, 2], timeout_s=2.0, way="eager", faults=faults)
+    assert_exactly_once(found)
+
+
+def test_a_rank_that_has_missed_the_others_commit_takes_their_weights(tmp_path):
+    case = {"behind": 1, "behind_in": 5, "faults": [[2, "end", 6, "kill"]]}
+    found, _ = trained(tmp_path, 3, [2], way="eager", **case)
+    for fact in found.values():
+        assert fact["uses"] == [float(EPOCHS)] * BATCH * STEPS
+        assert fact["iterations"] == fact["batches"] == EPOCHS * STEPS
+
+
+def test_another_rank_goes_on_with_what_only_rank_0_does(tmp_path):
+    faults = [[0, "begin", 6, "kill"]]
+    found, done = trained(tmp_path, 3, [0], way="eager", faults=faults, writes=True)
+    assert_exactly_once(found)
+    rows = (tmp_path / "log.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
+    assert "Epoch 3/3" in done.output
+    # With a best value of its own, the third epoch's would be one too.
+    assert (tmp_path / "best.keras").exists()
+
+
+@pytest.mark.full
+def test_too_few_say_who_was_lost(tmp_path):
+    faults = [[2, "begin", 6, "kill"]]
+    found, _ = trained(tmp_path, 3, [2], least=3, way="eager", faults=faults)
+    for rank in (0, 1):
+        assert found[rank]["error"].startswith(
+            f"ConfigError: rank {rank} of 3 has 2 ranks left without rank 2, lost in step 6, and "
+            "was to go on with at least 3. See the log of rank 2."
+        )
+
+
+@pytest.mark.full
+def test_batches_that_do_not_divide_are_weighted(tmp_path):
+    faults = [[2, "begin", 7, "kill"]]
+    found, _ = trained(tmp_path, 3, [2], data="generator", faults=faults, short=5)
+    # A mean over 7 rows gives each of them 12 / 7 of what one of 12 gets.
+    expected = [float(EPOCHS)] * 36 + [round(EPOCHS * BATCH / 7, 3)] * 7
+    assert [fact["uses"] for fact in found.values()] == [expected] * 2
+
+
+def _of_two_optimizers(ring):
+    model = _of(ring)
+    model.second = rr.DistributedOptimizer(keras.optimizers.SGD(), ring)
+    return model
+
+
+class _Own(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def _of(ring, layers=(), steps=1, kind=keras.Sequential, jit=False, **options):
+    model = kind([keras.Input((2,)), *layers, keras.layers.Dense(1)])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), ring, **options)
+    model.compile(optimizer=optimizer, loss="mse", steps_per_execution=steps, jit_compile=jit)
+    return model
+
+
+REFUSED = {
+    "2 distributed optimizers": _of_two_optimizers,
+    "strategy=LocalSGD(every=2": lambda ring: _of(ring, strategy=rr.LocalSGD(2)),
+    "strategy=Accumulate(steps=2": lambda ring: _of(ring, accumulate_steps=2),
+    "compression=int8": lambda ring: _of(ring, compression="int8"),
+    "op=": lambda ring: _of(ring, op="sum"),
+    "steps_per_execution=2": lambda ring: _of(ring, steps=2),
+    "a train_step of its own with jit_compile=True": lambda ring: _of(ring, kind=_Own, jit=True),
+    "SyncBatchNormalization": lambda ring: _of(
+        ring, [rr.SyncBatchNormalization(communicator=ring)]
+    ),
+}
+FITS = {
+    "only that rank has its part of the data": {"sharded": True},
+    "batch_share says how much": {"batch_share": "measured"},
+}
+
+
+def test_what_cannot_be_made_again_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
+
+    def work(ring):
+        x = np.zeros((8, 2), "float32")
+        for text, make in REFUSED.items():
+            with pytest.raises(ConfigError, match="cannot make a step again") as caught:
+                Elastic(make(ring), ring, 1, None)
+            assert f"has {text}" in str(caught.value)
+        with pytest.raises(ConfigError, match="has a group of ranks"):
+            Elastic(_of(ring), ring.split(0), 1, None)
+        for text, options in FITS.items():
+            with pytest.raises(ConfigError, match=text):
+                rr.fit(_of(ring), x, x[:, :1], communicator=ring, **options)
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), ring)
+        with pytest.raises(ConfigError, match=r"its steps are not made by rr\.fit"):
+            optimizer.apply([np.ones(2, "float32")], [keras.Variable(np.ones(2, "float32"))])
+
+    ring_of_threads(2, work)
+
+
+STEPS_OF = [("graph", 11), ("graph", 12), ("xla", 11), ("xla", 12)]
+
+
+@pytest.mark.parametrize(("way", "number"), some(STEPS_OF, [("graph", 12), ("xla", 12)]))
+def test_no_weight_is_updated_by_a_step_that_fails(tmp_path, way, number):
+    """There are two buckets in a step: a rank is lost before the first, and before the second."""
+    faults = [[2, "bucket", number, "kill"]]
+    found, _ = trained(tmp_path, 3, [2], way=way, faults=faults, more=64)
+    assert_exactly_once(found)

@@ -1,0 +1,209 @@
+"""Trains while ranks are lost at given points, and says how often each sample was used.
+
+There is a weight for each sample, and a step takes 1 from those of its samples.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from shared import digest
+
+import ringreduce.keras as rr
+from ringreduce.communicator.reforming import Survivors
+from ringreduce.keras.elastic import Elastic
+from ringreduce.tensorflow.commit import CommitPoint
+from ringreduce.tensorflow.plans import BucketReducer
+from ringreduce.vocabulary.errors import RingReduceError
+
+case = json.loads(sys.argv[1])
+folder = sys.argv[2]
+ring = rr.init()
+RANK = ring.rank
+BATCH, STEPS, EPOCHS = 12, case.get("steps", 4), case.get("epochs", 3)
+COUNT = BATCH * STEPS - case.get("short", 0)
+hits: dict[str, int] = {}
+
+
+def pass_by(point):
+    """Lose this rank, if it is to be lost the nth time that it comes by here."""
+    hits[point] = hits.get(point, 0) + 1
+    for rank, where, number, how in case.get("faults", []):
+        if (rank, where, number) == (RANK, point, hits[point]):
+            if how == "exit":
+                os._exit(3)
+            if how == "raise":
+                raise ValueError("a sample that cannot be used")
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def passing_by(owner, name, point, *, after=""):
+    """Have `owner`'s method `name` come by `point`, and by `after` when it has ended."""
+    method = getattr(owner, name)
+
+    def wrapped(*arguments, **options):
+        pass_by(point)
+        result = method(*arguments, **options)
+        if after:
+            pass_by(after)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+passing_by(BucketReducer, "reduce", "bucket", after="reduced")
+passing_by(CommitPoint, "passed", "commit")
+passing_by(Survivors, "exchange", "exchange")
+passing_by(Elastic, "_catch_up", "catching up")
+
+if case.get("behind") == RANK:
+    # It loses the ring between the others' commit of a step and its own.
+    passed = CommitPoint.passed
+    times = iter(range(100))
+
+    def late(point, means):
+        while next(times) == case["behind_in"] and ring.failure is None:
+            time.sleep(0.01)
+        if ring.failure is not None:
+            raise ring.failure
+        return passed(point, means)
+
+    CommitPoint.passed = late
+
+
+class Points(keras.callbacks.Callback):
+    batches = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        pass_by("begin")
+
+    def on_train_batch_end(self, batch, logs=None):
+        Points.batches += 1
+        pass_by("end")
+
+    def on_epoch_end(self, epoch, logs=None):
+        pass_by("epoch end")
+
+    def on_test_end(self, logs=None):
+        pass_by("validated")
+
+
+class Seen(keras.metrics.Metric):
+    """The number of rows."""
+
+    def __init__(self):
+        super().__init__(name="seen")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.cast(tf.shape(y_pred)[0], tf.float32))
+
+    def result(self):
+        return tf.identity(self.total)
+
+
+@keras.saving.register_keras_serializable("elastic")
+class Uses(keras.layers.Layer):
+    """Of each row the weight of its sample; counts the steps, and draws random numbers."""
+
+    def build(self, _):
+        self.uses = self.add_weight(shape=(COUNT,), initializer="zeros", name="uses")
+        self.steps = self.add_weight(shape=(), initializer="zeros", name="n", trainable=False)
+        self.more = self.add_weight(shape=(case.get("more", 1),), initializer="ones", name="more")
+        self.noise = keras.layers.GaussianNoise(1e-3)
+
+    def call(self, numbers, training=False):
+        if training:
+            self.steps.assign_add(1.0)
+        rows = tf.one_hot(tf.reshape(tf.cast(numbers, tf.int32), [-1]), COUNT)
+        more = tf.reduce_mean(self.more) * 0 + tf.reduce_mean(self.noise(self.more)) * 0
+        return tf.linalg.matvec(rows, self.uses)[:, None] + more
+
+
+class Sequence(keras.utils.PyDataset):
+    def __init__(self, x):
+        super().__init__()
+        self.x = x
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        part = self.x[index * BATCH : (index + 1) * BATCH]
+        return part, np.zeros(len(part), "float32")
+
+
+def batches(x):
+    while True:
+        for step in range(STEPS):
+            part = x[step * BATCH : (step + 1) * BATCH]
+            yield part, np.zeros(len(part), "float32")
+
+
+class Loader:
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        return (b for b, _ in zip(batches(self.x), range(STEPS), strict=False))
+
+
+keras.utils.set_random_seed(1)
+x = np.arange(COUNT, dtype="float32")[:, None]
+y = np.zeros(COUNT, "float32")
+whole = tf.data.Dataset.from_tensor_slices((x, y))
+data = {
+    "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH},
+    "dataset": lambda: {"x": whole.shuffle(COUNT, seed=1).batch(BATCH)},
+    "sequence": lambda: {"x": Sequence(x)},
+    "generator": lambda: {"x": batches(x), "steps_per_epoch": STEPS},
+    "loader": lambda: {"x": Loader(x)},
+}[case.get("data", "arrays")]()
+model = keras.Sequential([keras.Input((1,)), Uses()])
+model.compile(
+    optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(float(BATCH)), bucket_bytes=64),
+    loss=lambda y_true, y_pred: tf.reduce_mean(y_pred, -1),
+    metrics=[Seen()],
+    run_eagerly=case.get("way") == "eager",
+    jit_compile=case.get("way") == "xla",
+)
+writers = [
+    keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+    keras.callbacks.ModelCheckpoint(
+        f"{folder}/best.keras", monitor="seen", mode="max", save_best_only=True
+    ),
+]
+try:
+    history = rr.fit(
+        model,
+        **data,
+        epochs=EPOCHS,
+        verbose=2,
+        callbacks=[Points(), *(writers if case.get("writes") else [])],
+        validation_data=(x[:21], y[:21]) if case.get("validates") else None,
+        validation_batch_size=4,
+    )
+except RingReduceError as error:
+    print(json.dumps({"rank": RANK, "error": f"{type(error).__name__}: {error}"}), flush=True)
+    raise SystemExit(0) from None
+layer = model.layers[0]
+print(
+    json.dumps(
+        {
+            "rank": RANK,
+            "members": list(ring.members),
+            "uses": [-round(float(n), 3) for n in layer.uses.numpy()],
+            "steps": float(layer.steps.numpy()),
+            "iterations": int(model.optimizer.iterations.numpy()),
+            "batches": Points.batches,
+            "history": history.history,
+            "digest": digest([layer.uses.numpy(), layer.more.numpy()]),
+        }
+    ),
+    flush=True,
+)

@@ -1,0 +1,102 @@
+"""Elastic jobs, one after the other, of which random ranks are lost at random moments.
+
+    python -m tests.soak_elastic --minutes 2 [--seed N]
+
+Each trains 10 MB of weights on 4 ranks; up to 3 are killed, or stopped, at random moments or at
+once. After each: exit code 0, every step made once, the ranks that are left with equal weights, and
+these those of a job that nothing has disturbed, but for rounding. The first violation ends the soak
+with exit code 1 and all that was said. At the end: seconds from a kill to the end of the next step.
+"""
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.facts import facts_in
+from tests.processes import clean_environment, launcher, wait_until
+
+SIZE, EPOCHS, STEPS = 4, 6, 40
+PROGRAM = str(Path(__file__).parent / "programs" / "soaked.py")
+TIMEOUT_S, DEADLINE_S = 2.0, 120.0
+
+
+def run(folder: Path, chosen: random.Random, count: int) -> tuple[list[tuple[int, float]], Any]:
+    """One job that loses `count` ranks: which, when; and by rank what the others say in the end."""
+    victims = chosen.sample(range(SIZE), count)
+    at_once = chosen.random() < 0.3
+    options = ("-n", str(SIZE), "--elastic")
+    environment = clean_environment(
+        OMP_NUM_THREADS="1",
+        TF_CPP_MIN_LOG_LEVEL="3",
+        RINGREDUCE_TIMEOUT_S=str(TIMEOUT_S),
+        RINGREDUCE_JOIN_TIMEOUT_S="60",
+    )
+    struck: list[tuple[int, float]] = []
+    command = ("run", *options, PROGRAM, str(EPOCHS))
+    with launcher(folder, *command, environment=environment) as job:
+
+        def processes() -> dict[int, int]:
+            said = facts_in(job.stdout)
+            return {fact["rank"]: fact["pid"] for fact in said if "pid" in fact}
+
+        try:
+            wait_until(lambda: len(processes()) == SIZE, "the beginning", DEADLINE_S)
+            for place, victim in enumerate(victims):
+                if not (at_once and place):
+                    time.sleep(chosen.uniform(0.0, 2.0))
+                how = signal.SIGSTOP if chosen.random() < 0.1 else signal.SIGKILL
+                struck.append((victim, time.monotonic() + TIMEOUT_S * (how == signal.SIGSTOP)))
+                os.kill(processes()[victim], how)
+            assert job.wait(DEADLINE_S) == 0
+            found = {fact["rank"]: fact for fact in facts_in(job.stdout) if "digest" in fact}
+            assert sorted(found) == sorted({*range(SIZE)} - {*victims})
+            for fact in found.values():
+                assert fact["iterations"] == len(fact["ended"]) == EPOCHS * STEPS
+                assert fact["digest"] == found[min(found)]["digest"]
+        except (AssertionError, ProcessLookupError):
+            print(f"lost {victims}, at once: {at_once}", job.stdout, job.stderr, sep="\n")
+            raise
+    return struck, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--seed", type=int, default=None)
+    given = parser.parse_args()
+    seed = random.randrange(1 << 31) if given.seed is None else given.seed
+    chosen, until = random.Random(seed), time.monotonic() + 60 * given.minutes
+    print(f"seed {seed}, {given.minutes:g} minutes", flush=True)
+    taken: list[float] = []
+    expected = None
+    number = 0
+    while time.monotonic() < until:
+        with tempfile.TemporaryDirectory() as folder:
+            struck, found = run(Path(folder), chosen, 0 if expected is None else 1 + number % 3)
+        first = found[min(found)]
+        expected = first["weights"] if expected is None else expected
+        assert np.allclose(first["weights"], expected, rtol=0, atol=1e-5), "other weights"
+        # A step is by those left once the victim is no member of its ring.
+        each = [
+            min(end for end, members in first["ended"] if victim not in members) - began
+            for victim, began in struck
+            if any(victim not in members for _, members in first["ended"])
+        ]
+        taken += each
+        left = ", ".join(map(str, sorted(found)))
+        print(f"#{number} left: {left}; {' '.join(f'{s:.2f} s' for s in each)}", flush=True)
+        number += 1
+    if taken:
+        at = [float(np.percentile(taken, share)) for share in (50, 99, 100)]
+        print("{} losses: median {:.2f} s, 99 % {:.2f} s, max {:.2f} s".format(len(taken), *at))
+
+
+if __name__ == "__main__":
+    main()
