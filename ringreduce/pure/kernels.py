@@ -63,18 +63,25 @@ def narrow(source: np.ndarray, target: np.ndarray) -> None:
 
 def first_nonfinite(flat: np.ndarray) -> int:
     """Index of the first NaN or infinity in `flat`, shape (n,), contiguous; -1 if there is none."""
-    if flat.dtype.name not in _EXPONENT_BITS:
+    if flat.dtype.kind in "iu":
         return -1
-    exponent, lowest = _EXPONENT_BITS[flat.dtype.name]
-    per_word = 8 // flat.itemsize
-    words = flat.size // per_word
-    block = int(_first_nonfinite_block(flat[: words * per_word].view(np.uint64), exponent, lowest))
-    # Either the block that contains it, or the last few elements, which fill no word.
-    start = block * per_word
-    length = _BLOCK_WORDS * per_word if block < words else per_word
-    with np.errstate(invalid="ignore"):  # widening a signalling NaN from bfloat16 sets the flag
-        suspects = np.flatnonzero(~np.isfinite(flat[start : start + length]))
-    return start + int(suspects[0]) if suspects.size else -1
+    exponent = _EXPONENTS.get(flat.dtype.name)
+    # In blocks that stay in the cache.
+    for start in range(0, flat.size, _BLOCK):
+        block = flat[start : start + _BLOCK]
+        if exponent is None:
+            are_finite = np.isfinite(block)
+        else:
+            are_finite = (block.view(np.uint16) & exponent) != exponent
+        if not are_finite.all():
+            return start + int(are_finite.argmin())
+    return -1
+
+
+# By 16-bit floats, of which numpy looks at one after the other: the exponent's bits, which are all
+# set in NaN and infinity alone.
+_EXPONENTS = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
+_BLOCK = 1 << 15
 
 
 def _sum(target: Any, source: Any, count: Any) -> None:
@@ -219,7 +226,7 @@ def quantize(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
         for i in range(given.size):
             left[i] += given[i]
             largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
-        scale = _as_float(largest) / np.float32(127)
+        scale = np.uint32(largest).view(np.float32) / np.float32(127)
         if largest >= np.uint32(0x7F800000):
             written[:] = 1
         elif largest < np.uint32(0x04000000):
@@ -244,47 +251,6 @@ def dequantize(scales: Any, numbers: Any, out: Any) -> None:
         read, found = numbers[start : start + QUANTIZED], out[start : start + QUANTIZED]
         for i in range(found.size):
             found[i] = np.float32(read[i]) * scale
-
-
-@intrinsic
-def _as_float(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
-    """The float32 with these 32 bits."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), build
-
-
-def _in_all_lanes(bits: int, lane: int) -> Any:
-    """`bits` repeated in each group of `lane` bits of a 64-bit word."""
-    return np.uint64(sum(bits << shift for shift in range(0, 64, lane)))
-
-
-# For each float type, repeated to fill a word: the exponent's bits, which are all set in NaN and
-# infinity alone, and the lowest of them. Adding that then carries into the sign bit.
-_EXPONENT_BITS = {
-    "float16": (_in_all_lanes(0x7C00, 16), _in_all_lanes(0x0400, 16)),
-    "bfloat16": (_in_all_lanes(0x7F80, 16), _in_all_lanes(0x0080, 16)),
-    "float32": (_in_all_lanes(0x7F800000, 32), _in_all_lanes(0x00800000, 32)),
-    "float64": (_in_all_lanes(0x7FF << 52, 64), _in_all_lanes(1 << 52, 64)),
-}
-_BLOCK_WORDS = 1024  # long enough for wide vectors, short enough to search for the element
-
-
-@jit
-def _first_nonfinite_block(words: Any, exponent: Any, lowest: Any) -> Any:
-    """Start of the first block that contains one; ``words.size`` if none does."""
-    signs = (exponent + lowest) & ~exponent
-    for start in range(0, words.size, _BLOCK_WORDS):
-        carried = np.uint64(0)
-        block = words[start : start + _BLOCK_WORDS]
-        # By index: numba does not vectorize iteration over an array, which is four times as slow.
-        for i in range(block.size):
-            carried |= (block[i] & exponent) + lowest
-        if carried & signs != 0:
-            return start
-    return words.size
 
 
 @intrinsic
