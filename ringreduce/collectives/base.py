@@ -1,6 +1,5 @@
 """The interface of all implementations of the collectives."""
 
-import itertools
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,7 +8,7 @@ from numpy import ndarray
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.payload import bounds_of
+from ringreduce.pure.payload import bounds_of, cut
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.link_calls import Traffic
@@ -150,7 +149,4 @@ def parts_of(
 ) -> tuple[list[ndarray], list[ndarray]]:
     """What group rank `own` sends in an all-to-all, and what it receives, by group rank."""
     sent, received = bounds_of(counts[own].tolist()), bounds_of(counts[:, own].tolist())
-    return (
-        [source[start:end] for start, end in itertools.pairwise(sent)],
-        [target[start:end] for start, end in itertools.pairwise(received)],
-    )
+    return cut(source, sent), cut(target, received)

@@ -7,7 +7,6 @@ results are encoded once more, and gathered:
     encode -> all-to-all -> decode, reduce, divide -> encode -> all-gather -> decode
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy import ndarray
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.pure.encodings import Coding, Encoding, Half
-from ringreduce.pure.payload import bounds_of
+from ringreduce.pure.payload import bounds_of, cut
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Kind
 from ringreduce.transport.link_calls import Reduction
@@ -179,8 +178,3 @@ def _encode(
         if left is not None and old is not None:
             old[part] = left[part]
         encoding.encode(values[part], out[place], None if left is None else left[part])
-
-
-def cut(array: ndarray, bounds: Sequence[int]) -> list[ndarray]:
-    """The parts of `array` between `bounds`."""
-    return [array[start:end] for start, end in itertools.pairwise(bounds)]

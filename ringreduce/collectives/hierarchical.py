@@ -22,7 +22,7 @@ from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
 from ringreduce.pure.encodings import Coding, Half
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.payload import bounds_of
+from ringreduce.pure.payload import bounds_of, cut
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Kind, signature_of
@@ -105,46 +105,33 @@ class HierarchicalCollectives(Collectives):
         # As an all-reduce: chunks of one host's ranks need not be adjacent, so that sending less
         # between hosts would require sorting them first.
         self.all_reduce(flat, op, signature, kind=Kind.REDUCE_SCATTER)
-        bounds = chunk_bounds(flat.size, self._size)
-        return flat[bounds[self._rank] : bounds[self._rank + 1]]
+        return cut(flat, chunk_bounds(flat.size, self._size))[self._rank]
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         # Chunks travel sorted by host, since the ranks of one host need not be consecutive.
-        lengths = [bounds[rank + 1] - bounds[rank] for rank in range(self._size)]
-        blocks = [sum(lengths[rank] for rank in host) for host in self._hosts]
+        chunks = cut(flat, bounds)
+        within = [bounds_of([chunks[rank].size for rank in host]) for host in self._hosts]
         # 1. This host's block: its ranks' chunks, end to end.
-        within = bounds_of([lengths[rank] for rank in self._members])
-        block = np.empty(blocks[self._here], flat.dtype)
-        mine = slice(bounds[self._rank], bounds[self._rank + 1])
-        block[within[self._host_rank] : within[self._host_rank + 1]] = flat[mine]
-        self._host.all_gather(kind, block, within, signature)
+        block = np.empty(within[self._here][-1], flat.dtype)
+        cut(block, within[self._here])[self._host_rank][:] = chunks[self._rank]
+        self._host.all_gather(kind, block, within[self._here], signature)
         # 2. Lane l carries slice l of every host's block.
-        cuts = [chunk_bounds(length, self._lanes) for length in blocks]
-        lanes = [
-            bounds_of([cut[lane + 1] - cut[lane] for cut in cuts]) for lane in range(self._lanes)
-        ]
+        slices = [chunk_bounds(ends[-1], self._lanes) for ends in within]
+        lanes = [bounds_of(lengths) for lengths in np.diff(slices).T.tolist()]
         starts = bounds_of([lane[-1] for lane in lanes])
         travelling = np.empty(starts[-1], flat.dtype)
+        parts = [cut(part, ends) for part, ends in zip(cut(travelling, starts), lanes, strict=True)]
         if self._ring is not None:
             lane = self._host_rank
-            part = travelling[starts[lane] : starts[lane + 1]]
-            cut = cuts[self._here]
-            part[lanes[lane][self._here] : lanes[lane][self._here + 1]] = block[
-                cut[lane] : cut[lane + 1]
-            ]
+            parts[lane][self._here][:] = cut(block, slices[self._here])[lane]
+            part = cut(travelling, starts)[lane]
             self._ring.all_gather(kind, part, lanes[lane], signature)
         # 3. Give the lanes' parts to all ranks here, and put the chunks in rank order.
         self._host.all_gather(kind, travelling, self._padded(starts), signature)
-        for index, host in enumerate(self._hosts):
-            parts = [
-                travelling[starts[lane] + ends[index] : starts[lane] + ends[index + 1]]
-                for lane, ends in enumerate(lanes)
-            ]
-            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            at = 0
-            for rank in host:
-                flat[bounds[rank] : bounds[rank + 1]] = whole[at : at + lengths[rank]]
-                at += lengths[rank]
+        for host, ends, *pieces in zip(self._hosts, within, *parts, strict=True):
+            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            for rank, chunk in zip(host, cut(whole, ends), strict=True):
+                chunks[rank][:] = chunk
 
     def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
         source = next(index for index, host in enumerate(self._hosts) if root in host)
@@ -154,7 +141,7 @@ class HierarchicalCollectives(Collectives):
             self._host.broadcast(kind, flat, self._members.index(root), signature)
         slices = self._slices(flat)
         if self._ring is not None:
-            own = flat[slices[self._host_rank] : slices[self._host_rank + 1]]
+            own = cut(flat, slices)[self._host_rank]
             self._ring.broadcast(kind, own, source, agreed)
         if self._here != source:
             self._host.all_gather(kind, flat, slices, agreed)
@@ -170,8 +157,8 @@ class HierarchicalCollectives(Collectives):
         arrived = np.empty(bounds[-1], target.dtype)
         within = np.ascontiguousarray(counts[np.ix_(members, members)])
         self._host.all_to_all(kind, here, arrived, within, signature)
-        for index, group_rank in enumerate(members):
-            received[group_rank][:] = arrived[bounds[index] : bounds[index + 1]]
+        for group_rank, part in zip(members, cut(arrived, bounds), strict=True):
+            received[group_rank][:] = part
             sent[group_rank] = received[group_rank] = source[:0]
         header = self._header(kind, source.dtype, 0, signature)
         self._exchanges += 1

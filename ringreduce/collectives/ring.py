@@ -16,11 +16,12 @@ import numpy as np
 from numpy import ndarray
 
 from ringreduce.collectives.base import Bounds, Collectives, parts_of
-from ringreduce.collectives.encoded import EncodedReduction, Said, cut
+from ringreduce.collectives.encoded import EncodedReduction, Said
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.encodings import Coding, Half
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.wire import Header, Kind, signature_of
+from ringreduce.pure.payload import cut
+from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.link_calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.zeromq import ZmqLink
@@ -86,7 +87,10 @@ class Ring(Collectives):
         self._moving = lru_cache(_CALLS_KEPT)(self._make_moving)
         self._exchanging = lru_cache(_EXCHANGES_KEPT)(self._make_exchanging)
         self._comparing = lru_cache(_CALLS_KEPT)(self._make_comparing)
-        self._parting = lru_cache(_CALLS_KEPT)(self._make_parting)
+        place = places[rank]
+        self._parting = lru_cache(_CALLS_KEPT)(
+            lambda *said: replace(self._header(*said), rank=place)
+        )
 
     def all_reduce(
         self,
@@ -197,7 +201,7 @@ class Ring(Collectives):
 
     def _exchange(self, own: _Exchange) -> None:
         self._sequence += 1
-        self._link.exchange(own.call, own.bytes, self._sequence - 1)
+        self._link.run(own.call, own.bytes, self._sequence - 1)
 
     def _is_small(self, nbytes: int) -> bool:
         """Whether rows of this length are exchanged; equal on all ranks."""
@@ -263,9 +267,6 @@ class Ring(Collectives):
         rows = np.empty((self._size, 0), np.uint8)
         call = ExchangeCall(self._header(*said), schedule.exchange(self._size), 0, size=self._size)
         return _Exchange(call, rows, rows, None, NO_REDUCTION)
-
-    def _make_parting(self, *said: Any) -> Header:
-        return replace(self._header(*said), rank=self._places[self._rank])
 
     def _reduction(self, op: ReduceOp, computed: np.dtype) -> Reduction:
         combine = kernels.reduction(op, computed)

@@ -15,6 +15,7 @@ from numpy import ndarray
 from ringreduce.collectives.base import Bounds, Collectives
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import Membership, whole
+from ringreduce.pure.payload import cut
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.transport.shm import HostCall, ShmLink
@@ -67,7 +68,7 @@ class SharedMemoryCollectives(Collectives):
     def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         bounds = chunk_bounds(flat.size, self._size)
         self.reduce_chunks(Kind.REDUCE_SCATTER, flat, bounds, op, signature)
-        return flat[bounds[self._rank] : bounds[self._rank + 1]]
+        return cut(flat, bounds)[self._rank]
 
     def reduce_chunks(
         self,

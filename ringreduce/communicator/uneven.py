@@ -8,7 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from ringreduce.collectives.base import Collectives
-from ringreduce.pure.payload import bounds_of, checked_lengths, decode, encode
+from ringreduce.pure.payload import bounds_of, checked_lengths, cut, decode, encode
 from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import dtype_code, dtype_named
@@ -39,7 +39,7 @@ class Uneven:
         rows = self._gather_counts(Kind.ALL_GATHER, count, signature)
         bounds = bounds_of([row * width for row in rows])
         gathered = self._new((bounds[-1],), array.dtype)
-        gathered[bounds[self._rank] : bounds[self._rank + 1]] = flat
+        cut(gathered, bounds)[self._rank][:] = flat
         self._collectives.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
         return gathered.reshape(sum(rows), *rest)
 
@@ -136,7 +136,7 @@ class Uneven:
         bounds = bounds_of(elements[:, self._rank].tolist())
         gathered = np.empty(bounds[-1], np.uint8)
         self._collectives.all_to_all(kind, payload, gathered, elements, signature)
-        return [gathered[bounds[each] : bounds[each + 1]] for each in range(self._size)]
+        return cut(gathered, bounds)
 
     def scatter_object(self, payloads: list[ndarray], root: int) -> ndarray:
         """This rank's one of the payloads of `root`, dtype uint8."""
@@ -166,9 +166,10 @@ class Uneven:
             return [each[:length] for each, length in zip(firsts, lengths, strict=True)]
         bounds = bounds_of(checked_lengths(lengths))
         gathered = np.empty(bounds[-1], np.uint8)
-        gathered[bounds[rank] : bounds[rank + 1]] = payload
+        parts = cut(gathered, bounds)
+        parts[rank][:] = payload
         self._collectives.all_gather(kind, gathered, bounds)
-        return [gathered[bounds[each] : bounds[each + 1]] for each in range(size)]
+        return parts
 
     def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
         """One number from each rank, in rank order, none negative."""

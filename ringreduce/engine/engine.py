@@ -248,7 +248,14 @@ class Engine(Executor):
             return self._reduce(item)
         if item != handoff.COMPLAINT:
             return super()._do(item)
-        self._give_up(_out_of_step())
+        self._give_up(
+            MismatchError(
+                "began another step while gradients of the one before were still under way: that "
+                "step failed midway, and this rank has gone on",
+                operation="gradient reduction",
+                remedy="After an error inside a training step, let it end the process.",
+            )
+        )
         return None
 
     def _reduce(self, item: handoff.BucketItem) -> handoff.RoundFailed | None:
@@ -271,12 +278,3 @@ class Engine(Executor):
         finally:
             # In any case, else `finish` would hand out the bucket as reduced.
             self.fail(self._owner, error)
-
-
-def _out_of_step() -> MismatchError:
-    return MismatchError(
-        "began another step while gradients of the one before were still under way: that step "
-        "failed midway, and this rank has gone on",
-        operation="gradient reduction",
-        remedy="After an error inside a training step, let it end the process.",
-    )

@@ -48,6 +48,11 @@ def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(lengths, initial=0))
 
 
+def cut(array: np.ndarray, bounds: Sequence[int]) -> list[np.ndarray]:
+    """The parts of `array` between `bounds`."""
+    return [array[start:end] for start, end in itertools.pairwise(bounds)]
+
+
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
     """Check that lengths of objects from other ranks are within the limit, else MismatchError."""
     numbers = [int(length) for length in lengths]

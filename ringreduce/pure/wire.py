@@ -135,14 +135,6 @@ def signature_of(*parts: object) -> int:
     return int.from_bytes(digest, "little")
 
 
-def will_be_explained(received: Header, expected: Header) -> bool:
-    """Whether the sender has begun a comparison of all ranks, since its gradients have changed.
-
-    It finds the same disagreement, and knows which gradient it is.
-    """
-    return Kind.ALL_GATHER_OBJECT == received.kind != expected.kind
-
-
 def advice(received: Header, expected: Header) -> str | None:
     """What to do about a disagreement, where that is known."""
     if {received.kind, expected.kind} == {Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_COUNTS}:

@@ -2,7 +2,7 @@
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ringreduce.pure.schedule import FORWARD, Exchange, Schedule, segment_count
 from ringreduce.pure.wire import Header, encode
+from ringreduce.transport import exchange, loop
 from ringreduce.transport.records import EXCHANGE_STEP, PASS_STEP, ExchangeRecord, PassRecord
 
 
@@ -27,11 +28,12 @@ NO_REDUCTION = Reduction(0, 0, np.zeros(1, np.uint8))
 class _Call:
     """One kind of call, reused: making one costs as much as sending a kilobyte.
 
-    `header` is what agrees on all ranks, except the sequence number. At `address` is the record
-    with the parameters of the compiled loop. `steps` counts the chunks, or frames of an exchange,
-    received.
+    `header` is what agrees on all ranks, except the sequence number. `loop` is the compiled one for
+    it; at `address` is the record with its parameters. `steps` counts the chunks, or frames of an
+    exchange, received.
     """
 
+    loop: Callable[[int, int, int], int]
     address: int
 
     def __init__(self, header: Header, schedule: Schedule | Exchange, steps: np.ndarray) -> None:
@@ -55,6 +57,7 @@ class RingCall(_Call):
         chunks = [(itemsize * bounds[c], itemsize * bounds[c + 1]) for c in schedule.chunks]
         steps = [(*chunk, action) for chunk, action in zip(chunks, schedule.actions, strict=True)]
         super().__init__(header, schedule, np.array(steps, PASS_STEP))
+        self.loop = loop.run
         self._actions, self._reduction = schedule.actions, reduction
         self._longest = itemsize * max(end - start for start, end in itertools.pairwise(bounds))
         first = schedule.first
@@ -91,10 +94,14 @@ class RingCall(_Call):
 
 
 class ExchangeCall(_Call):
-    """An exchange of rows."""
+    """An exchange of rows, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
+
+    Afterwards row j is row 0 of the rank j positions before this one.
+    """
 
     def __init__(self, header: Header, plan: Exchange, row_bytes: int, *, size: int) -> None:
         super().__init__(header, plan, np.zeros(len(plan.distances), EXCHANGE_STEP))
+        self.loop = exchange.run
         self._distances = plan.distances
         self._steps["distance"], self._steps["count"] = plan.distances, plan.counts
         for step, distance in enumerate(plan.distances):

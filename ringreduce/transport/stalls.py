@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.effects.events import Events
-from ringreduce.pure import wire
 from ringreduce.pure.cycles import Waits, describe
 from ringreduce.pure.liveness import PeerTable
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Limit, Timeouts
 from ringreduce.pure.watcher_messages import Listening, Pending
-from ringreduce.pure.wire import Header
+from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.channel import Silence
 from ringreduce.transport.diagnosis import lost_error, mismatch_error, timeout_error
 from ringreduce.vocabulary.config import TIMES
@@ -88,7 +87,10 @@ class Waiting:
         self, received: Header, expected: Header, members: Sequence[int], **where: Any
     ) -> RingReduceError:
         """As `mismatch_error`; or why the ring has ended, if another rank knows what differs."""
-        if wire.will_be_explained(received, expected) and (cause := self.await_cause()):
+        # A sender whose gradients have changed has begun a comparison of all ranks: that finds the
+        # same disagreement, and knows which gradient it is.
+        is_comparing = Kind.ALL_GATHER_OBJECT == received.kind != expected.kind
+        if is_comparing and (cause := self.await_cause()):
             return cause
         return mismatch_error(received, expected, members, **where)
 

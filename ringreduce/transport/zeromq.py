@@ -14,7 +14,7 @@ closed.
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.watcher_messages import SentToNext
-from ringreduce.transport import exchange, frames, libzmq, loop, records
+from ringreduce.transport import exchange, frames, libzmq, records
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
@@ -38,8 +38,6 @@ from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
 # Shorter calls end within some tenths of a millisecond; noting their steps would delay them.
 _UNTIMED_BYTES = 1 << 16
-
-_Loop = Callable[[int, int, int], int]
 
 
 class ZmqLink(StalledCall):
@@ -93,9 +91,8 @@ class ZmqLink(StalledCall):
         self._record_address = ctypes.addressof(self._record)
         self._waiting = waiting
         self._step_ends = np.empty(0)
-        # Of the present call: its loop and what that takes, what it has returned; its steps, and
-        # the segments of each at most.
-        self._loop: _Loop = loop.run
+        # Of the present call: what its loop takes and has returned; its steps, and the segments of
+        # each at most.
         self._addresses, self._status = (0, 0, 0), records.WAITING
         self._steps, self._segments = 0, 1
         self._has_failed = False
@@ -160,28 +157,18 @@ class ZmqLink(StalledCall):
         nbytes, seconds = sum(n for n, _ in known), max(s for _, s in known)
         return SentToNext(self._outgoing[0].peer, nbytes, seconds)
 
-    def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
-        """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
+    def run(self, call: Call, memory: np.ndarray, sequence: int) -> None:
+        """Run `call` on `memory`, contiguous; the caller owns it again afterwards.
 
         Raises as `finish`; MismatchError if the previous rank sent a frame of another call,
         CorruptionError if a sealed one has changed on the way or is not the next, ProtocolError if
         what arrived is no frame of this ring. After any exception the link is broken: `abort`, then
         `close`.
         """
-        self._drive(call, loop.run, buffer, sequence)
-
-    def exchange(self, call: ExchangeCall, rows: np.ndarray, sequence: int) -> None:
-        """Run `call` on `rows`, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
-
-        Afterwards row j is row 0 of the rank j positions before this one. Raises as `run` does.
-        """
-        self._drive(call, exchange.run, rows, sequence)
-
-    def _drive(self, call: Call, run: _Loop, memory: np.ndarray, sequence: int) -> None:
         call.number(sequence)
         record = self._record
         record.step = record.segment = record.started = record.channel = 0
-        self._call, self._loop = call, run
+        self._call = call
         try:
             if not self._outgoing or self._has_failed:
                 raise ClosedError("has no connection to the next rank", **self._who)
@@ -197,7 +184,9 @@ class ZmqLink(StalledCall):
                 self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
                 finish(self, self._waiting)
             if record.step_ends:
-                self._record_steps(call, began_s)
+                for step, ended_s in enumerate(self._step_ends[: call.steps].tolist()):
+                    self._waiting.events.part(SpanKind.STEP, began_s, ended_s, other=step)
+                    began_s = ended_s
         except BaseException:
             self._has_failed = True
             self._lent.append(memory)  # libzmq may still read this memory.
@@ -212,11 +201,6 @@ class ZmqLink(StalledCall):
             self._step_ends = np.empty(call.steps)
         self._record.step_ends = self._step_ends.ctypes.data
         return time.monotonic()
-
-    def _record_steps(self, call: Call, began_s: float) -> None:
-        for step, ended_s in enumerate(self._step_ends[: call.steps].tolist()):
-            self._waiting.events.part(SpanKind.STEP, began_s, ended_s, other=step)
-            began_s = ended_s
 
     def abort(self) -> None:
         """Give up: the memory of the failed call may be overwritten, and must not be sent then."""
@@ -234,7 +218,7 @@ class ZmqLink(StalledCall):
     # --- The present call, while another rank holds it up ---------------------------------------
 
     def resume(self) -> bool:
-        self._status = status = self._loop(*self._addresses)
+        self._status = status = self._call.loop(*self._addresses)
         if status not in (records.DONE, records.WAITING, records.DRAINING):
             raise self._error()
         return status == records.DONE
@@ -271,7 +255,9 @@ class ZmqLink(StalledCall):
         # it died, the rank that waits for it notices and notifies all. Except where that rank also
         # waits for this one (an exchange), or, in the first call, cannot know yet either.
         if is_quiet and (call.sequence == 0 or isinstance(call, ExchangeCall)):
-            return next(iter(self._gone()), None)
+            ahead = [pushing.peer for pushing in self._lost_outgoing(self._distances)]
+            behind = [pulling.peer for pulling in self._incoming if pulling.is_lost(True)]
+            return next(iter(ahead + behind), None)
         borrows = any(pushing.borrows for pushing in self._outgoing)
         needed = call.sends_to(step, started) + ((1,) if borrows else ())
         return next((pushing.peer for pushing in self._lost_outgoing(needed)), None)
@@ -293,12 +279,6 @@ class ZmqLink(StalledCall):
             for pushing, distance in zip(self._outgoing, self._distances, strict=True)
             if pushing.is_lost and distance in wanted
         ]
-
-    def _gone(self) -> list[int]:
-        """Neighbours whose connections have ended, those ahead first, also before any frame."""
-        ahead = [pushing.peer for pushing in self._lost_outgoing(self._distances)]
-        behind = [pulling.peer for pulling in self._incoming if pulling.is_lost(True)]
-        return ahead + behind
 
     def _source(self) -> Incoming:
         return self._incoming[int(self._record.channel)]
