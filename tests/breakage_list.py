@@ -252,7 +252,7 @@ BREAKAGES = (
     Breakage(
         "frames-tag-not-checked",
         "ringreduce/transport/frames.py",
-        "return CORRUPT if failed != 0 else _look(link)",
+        "return records.CORRUPT if failed != 0 else _look(link)",
         "return _look(link)",
         "A sealed frame that was changed on the way is used.",
         ("tests/transport/test_corruption.py",),

@@ -40,19 +40,12 @@ _CALLS_KEPT, _EXCHANGES_KEPT = 256, 64
 
 
 class _Exchange(NamedTuple):
-    """Memory and call of one kind of exchange; the ring owns and reuses it.
-
-    Attributes:
-        rows: shape (size, n), the buffers of all ranks; row j is from the rank j before this one.
-        bytes: the same as uint8.
-        wide: float32 copy of `rows` for 16-bit floats that are to be reduced.
-        reduction: as in a `RingCall`.
-    """
+    """Memory and call of one kind of exchange; the ring owns and reuses it."""
 
     call: ExchangeCall
-    rows: ndarray
-    bytes: ndarray
-    wide: ndarray | None
+    rows: ndarray  # (size, n): the buffers of all ranks, row j from the rank j before this one
+    bytes: ndarray  # the same as uint8
+    wide: ndarray | None  # float32 copy of `rows` for 16-bit floats that are to be reduced
     reduction: Reduction
 
 

@@ -16,7 +16,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.core.typing import Signature
 from numba.extending import intrinsic
 
 from ringreduce.vocabulary.compiled import callback, jit
@@ -84,19 +83,19 @@ _EXPONENTS = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 _BLOCK = 1 << 15
 
 
-def _sum(target: Any, source: Any, count: Any) -> None:
+def _sum(target, source, count):
     to, of = carray(target, count), carray(source, count)
     for i in range(count):
         to[i] += of[i]
 
 
-def _product(target: Any, source: Any, count: Any) -> None:
+def _product(target, source, count):
     to, of = carray(target, count), carray(source, count)
     for i in range(count):
         to[i] *= of[i]
 
 
-def _min(target: Any, source: Any, count: Any) -> None:
+def _min(target, source, count):
     to, of = carray(target, count), carray(source, count)
     for i in range(count):
         # `x != x` is true for NaN alone; a NaN already in `to` stays, since `<` is then false.
@@ -104,21 +103,21 @@ def _min(target: Any, source: Any, count: Any) -> None:
             to[i] = of[i]
 
 
-def _max(target: Any, source: Any, count: Any) -> None:
+def _max(target, source, count):
     to, of = carray(target, count), carray(source, count)
     for i in range(count):
         if of[i] > to[i] or of[i] != of[i]:
             to[i] = of[i]
 
 
-def _divide_float(target: Any, divisor: Any, count: Any) -> None:
+def _divide_float(target, divisor, count):
     to = carray(target, count)
     by = carray(divisor, 1)[0]
     for i in range(count):
         to[i] /= by
 
 
-def _divide_integer(target: Any, divisor: Any, count: Any) -> None:
+def _divide_integer(target, divisor, count):
     to = carray(target, count)
     by = carray(divisor, 1)[0]
     for i in range(count):
@@ -142,12 +141,10 @@ def _compiled(function: Callable[..., None], dtype_name: str) -> Any:
 
 
 @intrinsic
-def call_kernel(
-    typing: Any, kernel: Any, target: Any, source: Any, count: Any
-) -> tuple[Signature, Callable[..., Any]]:
+def call_kernel(typing, kernel, target, source, count):
     """Call the kernel at address `kernel`: ``void(void *target, void *source, intp count)``."""
 
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def build(context, builder, signature, arguments):
         word = ir.IntType(64)
         pointer = ir.FunctionType(ir.VoidType(), [word, word, word]).as_pointer()
         builder.call(builder.inttoptr(arguments[0], pointer), arguments[1:])
@@ -160,9 +157,7 @@ _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, ty
 
 
 @jit
-def reduce_rows(
-    rows: Any, start: Any, target: Any, elements: Any, combine: Any, finish: Any, by: Any
-) -> None:
+def reduce_rows(rows, start, target, elements, combine, finish, by):
     """Fill `target` with the reduction of `rows` over the first axis, row `start` first.
 
     Rows ``start - 1, ..., 0, size - 1, ..., start + 1`` follow. That is rank order when `start` is
@@ -189,7 +184,7 @@ def reduce_rows(
 
 
 @jit
-def add_rows(target: Any, positions: Any, rows: Any) -> None:
+def add_rows(target, positions, rows):
     """Add ``rows[i]`` to ``target[positions[i]]`` for each i, in order.
 
     Args:
@@ -208,7 +203,7 @@ QUANTIZED = 256  # values that share a scale, which adds 1.6 % to their bytes
 
 # Loops run from 0 over slices: else numba checks indices, and no vector instructions result.
 @jit
-def quantize(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
+def quantize(values, residuals, scales, numbers):
     """Divide blocks of values by scales, and round.
 
     Args:
@@ -244,7 +239,7 @@ def quantize(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
 
 
 @jit
-def dequantize(scales: Any, numbers: Any, out: Any) -> None:
+def dequantize(scales, numbers, out):
     """Fill `out`, float32, with `numbers` times the scale of their block."""
     for block in range(scales.size):
         start, scale = block * QUANTIZED, scales[block]
@@ -254,10 +249,10 @@ def dequantize(scales: Any, numbers: Any, out: Any) -> None:
 
 
 @intrinsic
-def _from_half(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
+def _from_half(typing, bits):
     """float32 value of a float16 given as its 16 bits (LLVM's half; F16C where the CPU has it)."""
 
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def build(context, builder, signature, arguments):
         half = builder.bitcast(arguments[0], ir.HalfType())
         return builder.fpext(half, ir.FloatType())
 
@@ -265,10 +260,10 @@ def _from_half(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
 
 
 @intrinsic
-def _to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., Any]]:
+def _to_half(typing, value):
     """16 bits of the float16 nearest to a float32, ties to even."""
 
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def build(context, builder, signature, arguments):
         half = builder.fptrunc(arguments[0], ir.HalfType())
         return builder.bitcast(half, ir.IntType(16))
 
@@ -276,26 +271,26 @@ def _to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., Any]]:
 
 
 @jit
-def _widen_float16(source: Any, target: Any) -> None:
+def _widen_float16(source, target):
     for i in range(source.size):
         target[i] = _from_half(source[i])
 
 
 @jit
-def _narrow_float16(source: Any, target: Any) -> None:
+def _narrow_float16(source, target):
     for i in range(source.size):
         target[i] = _to_half(source[i])
 
 
 @jit
-def _widen_bfloat16(source: Any, target: Any) -> None:
+def _widen_bfloat16(source, target):
     bits = target.view(np.uint32)
     for i in range(source.size):
         bits[i] = np.uint32(source[i]) << np.uint32(16)
 
 
 @jit
-def _narrow_bfloat16(source: Any, target: Any) -> None:
+def _narrow_bfloat16(source, target):
     bits = source.view(np.uint32)
     for i in range(source.size):
         word = bits[i]

@@ -9,8 +9,6 @@ optimization", NeurIPS 2019. Arrays are float32 and contiguous. Q is stored tran
 order and without contraction, so all ranks get equal bits from equal bytes.
 """
 
-from typing import Any
-
 import numpy as np
 
 from ringreduce.vocabulary.compiled import jit, jit_in_any_order
@@ -20,7 +18,7 @@ _ROUNDING = 1e-6
 
 
 @jit_in_any_order
-def project(matrix: Any, left: Any, across: Any, down: Any) -> None:
+def project(matrix, left, across, down):
     """Add `left` to `matrix`, both of shape (n, m), and set `down` to the sum times `across`.
 
     `across` is Q transposed, of shape (r, m); `down` is P, of shape (n, r).
@@ -37,7 +35,7 @@ def project(matrix: Any, left: Any, across: Any, down: Any) -> None:
 
 
 @jit
-def orthonormalize(down: Any) -> None:
+def orthonormalize(down):
     """Make the columns of `down`, of shape (n, r), orthonormal; one that depends on others zero.
 
     By modified Gram-Schmidt, twice, since once leaves columns that were nearly parallel so.
@@ -67,7 +65,7 @@ def orthonormalize(down: Any) -> None:
 
 
 @jit
-def project_back(matrix: Any, down: Any, across: Any) -> None:
+def project_back(matrix, down, across):
     """Set `across`, of shape (r, m), to the transpose of `matrix`, (n, m), times `down`, (n, r)."""
     across[:] = 0
     for i in range(matrix.shape[0]):
@@ -79,7 +77,7 @@ def project_back(matrix: Any, down: Any, across: Any) -> None:
 
 
 @jit
-def replace(matrix: Any, left: Any, down: Any, across: Any) -> None:
+def replace(matrix, left, down, across):
     """Set `matrix` to `down` times `across`, and `left` to what that takes from it."""
     product = np.empty(matrix.shape[1], np.float32)
     for i in range(matrix.shape[0]):

@@ -11,8 +11,6 @@ more than the copy, and no borrowed memory has to be awaited. As in the ring, se
 and the function returns when it needs a decision.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import carray
 
@@ -27,7 +25,7 @@ EXCHANGE_BYTES_MAX = 1 << 20
 
 
 @jit
-def run(link_address: Any, call_address: Any, rows: Any) -> Any:
+def run(link_address, call_address, rows):
     """Run the exchange from where the link stands; return a status code.
 
     Takes the addresses of the `LinkRecord`, whose channels after the streams lead over the

@@ -16,28 +16,13 @@ outgoing queue is unbounded.
 """
 
 import errno
-from typing import Any
 
 import numpy as np
 from numba import carray
 
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION
-from ringreduce.transport import libzmq, sodium
-from ringreduce.transport.records import (
-    CHANNEL,
-    CORRUPT,
-    DONE,
-    FAILED,
-    FOREIGN,
-    KEY_ENDED,
-    LINK,
-    MISMATCH,
-    MISSHAPEN,
-    UNSENDABLE,
-    WAITING,
-    ChannelRecord,
-    pointer,
-)
+from ringreduce.transport import libzmq, records, sodium
+from ringreduce.transport.records import DONE, ChannelRecord, pointer
 from ringreduce.transport.sodium import TAG_BYTES
 from ringreduce.vocabulary.compiled import jit
 from ringreduce.vocabulary.cores import are_crowded
@@ -55,7 +40,7 @@ SEALED_OVERHEAD_BYTES = HEADER_BYTES + TAG_BYTES
 # Parts of a message that are read before its sender counts as broken.
 _PARTS_MAX = 16
 
-_CHANNEL_BYTES = CHANNEL.itemsize
+_CHANNEL_BYTES = records.CHANNEL.itemsize
 _RELEASED_AT = ChannelRecord.released.offset
 _SEAL_KEY_AT, _SEAL_NONCE_AT = ChannelRecord.seal_key.offset, ChannelRecord.seal_nonce.offset
 _OPEN_KEY_AT, _OPEN_NONCE_AT = ChannelRecord.open_key.offset, ChannelRecord.open_nonce.offset
@@ -85,16 +70,7 @@ def yields(ranks: int) -> int:
 
 
 @jit
-def send(
-    link: Any,
-    channels: Any,
-    number: Any,
-    header: Any,
-    payload: Any,
-    nbytes: Any,
-    lends: Any,
-    is_spent: Any,
-) -> Any:
+def send(link, channels, number, header, payload, nbytes, lends, is_spent):
     """Queue a frame without waiting, from the addresses of header and payload.
 
     Returns DONE or a failure. With `lends` the channel's `released` counts when libzmq has written
@@ -117,19 +93,10 @@ def send(
 
 
 @jit
-def _send_sealed(
-    link: Any,
-    channels: Any,
-    number: Any,
-    header: Any,
-    payload: Any,
-    nbytes: Any,
-    counts: Any,
-    in_place: Any,
-) -> Any:
+def _send_sealed(link, channels, number, header, payload, nbytes, counts, in_place):
     channel = channels[number]
     if channel.seal_nonce[0] >= np.uint64(FRAMES_PER_KEY_MAX):
-        return KEY_ENDED
+        return records.KEY_ENDED
     msg = link.message.ctypes.data
     size = np.uint64(SEALED_OVERHEAD_BYTES + nbytes)
     if in_place:
@@ -139,7 +106,7 @@ def _send_sealed(
         data = libzmq.malloc(size)
         if data == 0:
             link.errno = _ENOMEM
-            return FAILED
+            return records.FAILED
         libzmq.msg_init_data(msg, data, size, link.free, _counter(channels, number))
         channel.borrowed += 1
     else:
@@ -161,7 +128,7 @@ def _send_sealed(
 
 
 @jit
-def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> Any:
+def _lend(link, channels, number, memory, nbytes):
     """Queue `nbytes` at address `memory` without a copy."""
     msg = link.message.ctypes.data
     libzmq.msg_init_data(msg, memory, np.uint64(nbytes), link.release, _counter(channels, number))
@@ -170,27 +137,27 @@ def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> An
 
 
 @jit
-def _send_message(link: Any, channels: Any, number: Any, msg: Any, flags: Any) -> Any:
+def _send_message(link, channels, number, msg, flags):
     link.channel = number
     while libzmq.msg_send(msg, channels[number].sender, DONTWAIT | flags) < 0:
         link.errno = libzmq.errno()
         if link.errno != _EINTR:
             libzmq.msg_close(msg)
             # The queue is unbounded, so EAGAIN can only mean that there is no connection.
-            return UNSENDABLE if link.errno == _EAGAIN else FAILED
+            return records.UNSENDABLE if link.errno == _EAGAIN else records.FAILED
     if flags & _SNDMORE == 0:
         channels[number].sent += 1
     return DONE
 
 
 @jit
-def _counter(channels: Any, number: Any) -> Any:
+def _counter(channels, number):
     """Address of the channel's `released`."""
     return channels.ctypes.data + number * _CHANNEL_BYTES + _RELEASED_AT
 
 
 @jit
-def receive(link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, into: Any) -> Any:
+def receive(link, channels, number, expected, nbytes, into):
     """Receive the frame due; return DONE or a failure.
 
     Due are the header `expected`, uint64 of shape (8,), and `nbytes` of payload. After DONE the
@@ -204,29 +171,29 @@ def receive(link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, i
     libzmq.msg_init(first)
     if not _receive_soon(first, channel, link.yields):
         link.errno = libzmq.errno()
-        return WAITING if link.errno == _EAGAIN or link.errno == _EINTR else FAILED
+        return records.WAITING if link.errno == _EAGAIN or link.errno == _EINTR else records.FAILED
     source = libzmq.msg_get(first, _SRCFD)
     if link.is_sealed != 0:
         status = _open(link, channels, number, first, expected, nbytes, into)
     else:
         status = _read(link, channel, first)
-    if status != CORRUPT and status != FOREIGN:
+    if status != records.CORRUPT and status != records.FOREIGN:
         channel.source = source
     if status == DONE:
         if not _is_equal(link.received, expected):
-            status = MISMATCH
+            status = records.MISMATCH
         elif link.payload_bytes != nbytes:
-            status = MISSHAPEN
+            status = records.MISSHAPEN
     if status != DONE:
         release(link)
         # Of another epoch: as if it had not come.
-        return WAITING if status == _STALE else status
+        return records.WAITING if status == _STALE else status
     channel.taken += 1
     return DONE
 
 
 @jit
-def release(link: Any) -> None:
+def release(link):
     """Free the messages of the frame that `receive` has returned."""
     first = link.message.ctypes.data
     libzmq.msg_close(first)
@@ -234,29 +201,29 @@ def release(link: Any) -> None:
 
 
 @jit
-def skip(link_address: Any, number: Any) -> Any:
+def skip(link_address, number):
     """Take the next message off a channel without waiting.
 
     Returns DONE for one whose header is then in the link's record, and WAITING or FAILED if there
     is none, or none can be read any more.
     """
-    link = carray(pointer(link_address), 1, LINK)[0]
-    channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
+    link = carray(pointer(link_address), 1, records.LINK)[0]
+    channels = carray(pointer(link.channels), link.channel_count, records.CHANNEL)
     channel = channels[number]
     first = link.message.ctypes.data
     libzmq.msg_init(first)
     if not _receive_now(first, channel):
-        return WAITING if libzmq.errno() == _EAGAIN else FAILED
+        return records.WAITING if libzmq.errno() == _EAGAIN else records.FAILED
     if link.is_sealed != 0:
         status = _open(link, channels, number, first, link.received, np.int64(0), 0)
     else:
         status = _read(link, channel, first)
     release(link)
-    return FAILED if status == CORRUPT else DONE
+    return records.FAILED if status == records.CORRUPT else DONE
 
 
 @jit
-def _receive_soon(msg: Any, channel: Any, yields: Any) -> Any:
+def _receive_soon(msg, channel, yields):
     """Receive a message; wait first by yielding the core so many times, then asleep, for a while.
 
     To wake a thread costs more than most messages take to come.
@@ -269,7 +236,7 @@ def _receive_soon(msg: Any, channel: Any, yields: Any) -> Any:
 
 
 @jit
-def _receive_now(msg: Any, channel: Any) -> Any:
+def _receive_now(msg, channel):
     """Receive a message without waiting; signals do not end this."""
     while libzmq.msg_recv(msg, channel.receiver, DONTWAIT) < 0:
         if libzmq.errno() != _EINTR:
@@ -278,7 +245,7 @@ def _receive_now(msg: Any, channel: Any) -> Any:
 
 
 @jit
-def _parts(link: Any, channel: Any, msg: Any, head_bytes: Any) -> Any:
+def _parts(link, channel, msg, head_bytes):
     """Find a message's payload, behind `head_bytes` or in a second part; return whether it fits.
 
     A message of another shape is read to its end, with a limit.
@@ -303,27 +270,25 @@ def _parts(link: Any, channel: Any, msg: Any, head_bytes: Any) -> Any:
 
 
 @jit
-def _read(link: Any, channel: Any, msg: Any) -> Any:
+def _read(link, channel, msg):
     """Copy a plain frame's header to the link's record, and look whose frame it is."""
     is_whole = _parts(link, channel, msg, HEADER_BYTES)
     if libzmq.msg_size(msg) < HEADER_BYTES:
         link.received[:] = 0
-        return FOREIGN
+        return records.FOREIGN
     libzmq.memcpy(link.received.ctypes.data, libzmq.msg_data(msg), np.uint64(HEADER_BYTES))
     status = _look(link)
-    return MISSHAPEN if status == DONE and not is_whole else status
+    return records.MISSHAPEN if status == DONE and not is_whole else status
 
 
 @jit
-def _open(
-    link: Any, channels: Any, number: Any, msg: Any, expected: Any, nbytes: Any, into: Any
-) -> Any:
+def _open(link, channels, number, msg, expected, nbytes, into):
     """Do as `_read` with a sealed frame; open it `into` there if it is the one due."""
     received, nonce = link.received, channels[number].open_nonce
     if not _parts(link, channels[number], msg, SEALED_OVERHEAD_BYTES):
         received[:] = 0
         nonce[0] += np.uint64(1)
-        return CORRUPT
+        return records.CORRUPT
     data = libzmq.msg_data(msg)
     libzmq.memcpy(received.ctypes.data, data, np.uint64(HEADER_BYTES))
     cipher, size = link.payload, link.payload_bytes
@@ -335,22 +300,22 @@ def _open(
         np.uint64(HEADER_BYTES), record + _OPEN_NONCE_AT, record + _OPEN_KEY_AT,
     )  # fmt: skip
     nonce[0] += np.uint64(1)
-    return CORRUPT if failed != 0 else _look(link)
+    return records.CORRUPT if failed != 0 else _look(link)
 
 
 @jit
-def _look(link: Any) -> Any:
+def _look(link):
     """Whose frame the one in the link's record is."""
     received = link.received
     if received[0] & _GREETING_BITS != _GREETING or received[1] != link.job:
-        return FOREIGN
+        return records.FOREIGN
     if received[2] & _EPOCH_BITS != np.uint64(link.epoch):
         return _STALE
     return DONE
 
 
 @jit
-def _is_equal(received: Any, expected: Any) -> Any:
+def _is_equal(received, expected):
     for word in range(8):  # noqa: SIM110  numba compiles no generators with all()
         if received[word] != expected[word]:
             return False

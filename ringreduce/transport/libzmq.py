@@ -118,11 +118,11 @@ def keep_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
-def _count_release(data: Any, counter: Any) -> None:
+def _count_release(data, counter):
     carray(counter, 1)[0] += 1
 
 
-def _free_and_count_release(data: Any, counter: Any) -> None:
+def _free_and_count_release(data, counter):
     free(data)
     carray(counter, 1)[0] += 1
 

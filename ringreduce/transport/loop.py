@@ -25,7 +25,6 @@ continue from the state in the link's record.
 """
 
 import time
-from typing import Any
 
 import numpy as np
 from numba import carray
@@ -51,7 +50,7 @@ count_segments = jit(segment_count)
 
 
 @jit
-def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
+def run(link_address, call_address, buffer):
     """Run one rank's schedule from where the link stands; return a status code.
 
     Takes the addresses of the `LinkRecord`, the `PassRecord` and the memory with all chunks.
@@ -131,14 +130,14 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
 
 
 @jit
-def monotonic(link: Any) -> Any:
+def monotonic(link):
     """The time, as `time.monotonic` has it."""
     libzmq.clock_gettime(np.int32(_CLOCK), link.clock.ctypes.data)
     return np.float64(link.clock[0]) + np.float64(link.clock[1]) * 1e-9
 
 
 @jit
-def is_released(channels: Any, streams: Any, but: Any) -> Any:
+def is_released(channels, streams, but):
     """Whether libzmq, in a while, has written the streams' borrowed memory but so many segments."""
     for attempt in range(_DRAIN_YIELDS + _DRAIN_SLEEPS):
         held = np.int64(0)
@@ -154,17 +153,7 @@ def is_released(channels: Any, streams: Any, but: Any) -> Any:
 
 
 @jit
-def _send(
-    link: Any,
-    channels: Any,
-    call: Any,
-    buffer: Any,
-    chunk_start: Any,
-    chunk_end: Any,
-    segment: Any,
-    step: Any,
-    is_spent: Any,
-) -> Any:
+def _send(link, channels, call, buffer, chunk_start, chunk_end, segment, step, is_spent):
     """Queue one segment of a chunk; if `is_spent`, this rank does not need it any more."""
     start = chunk_start + segment * link.segment_bytes
     nbytes = min(link.segment_bytes, chunk_end - start)

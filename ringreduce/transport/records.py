@@ -8,12 +8,9 @@ Each direction of a pair of ranks has a `LinkRecord` of one channel, and a `Tran
 """
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core.typing import Signature
 from numba.extending import intrinsic
 
 NO_SOURCE = -1
@@ -132,10 +129,10 @@ EXCHANGE_STEP = np.dtype(
 
 
 @intrinsic
-def pointer(typing: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
+def pointer(typing, address):
     """Convert an address to a pointer, for `numba.carray`."""
 
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def build(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.intp), build

@@ -9,8 +9,6 @@ returns when it is done or needs a decision. Of sealed segments only some have t
 memory at a time: more are sealed when libzmq has written some, also while segments arrive.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import carray
 
@@ -26,7 +24,7 @@ _MORE = -1  # a segment has arrived, and more are due
 
 
 @jit
-def run(sending: Any, source: Any, receiving: Any, target: Any, held_max: Any) -> Any:
+def run(sending, source, receiving, target, held_max):
     """Send and receive from where the two links stand; return a status code.
 
     Takes the addresses of a `LinkRecord` and a `TransferRecord` for each direction; a link of 0:
@@ -51,7 +49,7 @@ def run(sending: Any, source: Any, receiving: Any, target: Any, held_max: Any) -
 
 
 @jit
-def _post(link_address: Any, transfer_address: Any) -> Any:
+def _post(link_address, transfer_address):
     """Queue what may be queued; return DONE, DRAINING if that is not all, or a failure."""
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
@@ -77,7 +75,7 @@ def _post(link_address: Any, transfer_address: Any) -> Any:
 
 
 @jit
-def _take(link_address: Any, transfer_address: Any) -> Any:
+def _take(link_address, transfer_address):
     """Receive the next segment; return _MORE, DONE if it was the last, or a failure."""
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
