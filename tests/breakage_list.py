@@ -1063,8 +1063,8 @@ BREAKAGES = (
     Breakage(
         "small-bucket-of-any-plan",
         "ringreduce/collectives/shared_memory.py",
-        "array.dtype, array.size, None, op, signature, None)\n        self.small",
-        "array.dtype, array.size, None, op, 0, None)\n        self.small",
+        "said = Kind.ALL_REDUCE, array.dtype, array.size, signature, op",
+        "said = Kind.ALL_REDUCE, array.dtype, array.size, 0, op",
         "Small buckets of different plans are reduced together, without an error.",
         ("tests/transport/test_small_calls.py",),
     ),

@@ -20,6 +20,8 @@ from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 Bounds = tuple[int, ...]  # where chunks of an array begin, and where the last one ends
+# Kind and dtype of the caller's call, elements, signature, operator or 0: what ranks compare.
+Said = tuple[Kind, np.dtype, int, int, int]
 
 
 class Collectives(Protocol):

@@ -8,11 +8,11 @@ results are encoded once more, and gathered:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
+from ringreduce.collectives.base import Said
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.pure.encodings import Coding, Encoding, Half
@@ -27,8 +27,6 @@ SPAN = 1 << 19
 # Of these, elements that are encoded at a time. What stays in the processor's cache takes a third
 # of the time (docs/performance.md).
 BLOCK = 1 << 15
-# Kind and dtype of the caller's call, elements, signature, operator: what ranks compare.
-Said = tuple[Kind, np.dtype, int, int, int]
 
 
 class EncodedReduction:
@@ -54,15 +52,13 @@ class EncodedReduction:
         self._memory = np.empty(0, np.uint8)
         self._rows = np.empty(size * BLOCK, np.float32)
 
-    def all_reduce(
-        self, flat: ndarray, op: ReduceOp, signature: int, coding: Coding, kind: Kind, called: Any
-    ) -> None:
+    def all_reduce(self, flat: ndarray, said: Said, coding: Coding) -> None:
         """Reduce `flat`, float32 or of 16 bits, to what every rank decodes from the results."""
         for start in range(0, flat.size, SPAN):
             part = slice(start, start + SPAN)
             span = flat[part]
             wide = kernels.widened(span) if is_half(dtype_code(flat.dtype)) else span
-            self._all_reduce(wide, (kind, called, wide.size, signature, op), coding.of(part))
+            self._all_reduce(wide, (*said[:2], wide.size, *said[3:]), coding.of(part))
             if wide is not span:
                 kernels.narrow(wide, span)
 

@@ -16,7 +16,7 @@ rounded once more.
 import numpy as np
 from numpy import ndarray
 
-from ringreduce.collectives.base import Bounds, Collectives, parts_of
+from ringreduce.collectives.base import Bounds, Collectives, Said, parts_of
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
@@ -72,28 +72,21 @@ class HierarchicalCollectives(Collectives):
     ) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place; `kind` is the caller's call."""
         if not is_half(dtype_code(flat.dtype)):
-            self._all_reduce(flat, op, signature, coding, kind, flat.dtype)
+            self._all_reduce(flat, (kind, flat.dtype, flat.size, signature, op), coding)
             return
         for start in range(0, max(1, flat.size), BLOCK):
             block = flat[start : start + BLOCK]
             wide = kernels.widened(block)
-            self._all_reduce(wide, op, signature, Coding(Half(flat.dtype.name)), kind, flat.dtype)
+            said = kind, flat.dtype, wide.size, signature, op
+            self._all_reduce(wide, said, Coding(Half(flat.dtype.name)))
             kernels.narrow(wide, block)
 
-    def _all_reduce(
-        self,
-        flat: ndarray,
-        op: ReduceOp,
-        signature: int,
-        coding: Coding | None,
-        kind: Kind,
-        called: np.dtype,
-    ) -> None:
-        """Reduce `flat`; ranks compare `kind` and `called`, the dtype the caller asked for."""
+    def _all_reduce(self, flat: ndarray, said: Said, coding: Coding | None) -> None:
+        kind, called, _, signature, op = *said[:4], ReduceOp(said[4])
         slices = self._slices(flat)
         # Divided once, in the ring: a mean of the hosts' means would be another number.
         local = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        self._host.reduce_chunks(kind, flat, slices, local, signature, (called, op))
+        self._host.reduce_chunks(flat, slices, local, said)
         mine = slice(slices[self._host_rank], slices[self._host_rank + 1])
         own = flat[mine]
         coding = None if coding is None else coding.of(mine)

@@ -7,16 +7,16 @@ next sequence number.
 What travels encoded, 16-bit floats among it, does not go round (`ringreduce.collectives.encoded`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
-from ringreduce.collectives.base import Bounds, Collectives, parts_of
-from ringreduce.collectives.encoded import EncodedReduction, Said
+from ringreduce.collectives.base import Bounds, Collectives, Said, parts_of
+from ringreduce.collectives.encoded import EncodedReduction
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.encodings import Coding, Half
 from ringreduce.pure.membership import Membership
@@ -79,7 +79,6 @@ class Ring(Collectives):
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
         self._moving = lru_cache(_CALLS_KEPT)(self._make_moving)
         self._exchanging = lru_cache(_EXCHANGES_KEPT)(self._make_exchanging)
-        self._comparing = lru_cache(_CALLS_KEPT)(self._make_comparing)
         place = places[rank]
         self._parting = lru_cache(_CALLS_KEPT)(
             lambda *said: replace(self._header(*said), rank=place)
@@ -97,22 +96,19 @@ class Ring(Collectives):
 
         Ranks compare `called`, the caller's kind and dtype, if this is a part of another call.
         """
-        named = (Kind.ALL_REDUCE, flat.dtype) if called is None else called
+        kind, dtype = (Kind.ALL_REDUCE, flat.dtype) if called is None else called
+        said = kind, dtype, flat.size, signature, op
         is_exact = coding is None or flat.nbytes <= SMALL_BYTES_MAX
         if self._is_small(flat.nbytes) and is_exact:
-            self._all_reduce_small(flat, op, signature, *named)
+            self._all_reduce_small(flat, said)
         elif coding is not None or is_half(dtype_code(flat.dtype)):
-            coding = coding or Coding(Half(flat.dtype.name))
-            self._encoded.all_reduce(flat, op, signature, coding, *named)
+            self._encoded.all_reduce(flat, said, coding or Coding(Half(flat.dtype.name)))
         else:
-            call = self._reducing(Kind.ALL_REDUCE, flat.dtype, *named, flat.size, op, signature)
-            self._run(call, flat)
+            self._run(self._reducing(schedule.all_reduce, flat.dtype, said), flat)
 
-    def _all_reduce_small(
-        self, flat: ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
-    ) -> None:
+    def _all_reduce_small(self, flat: ndarray, said: Said) -> None:
         """Give every rank all ranks' buffers and let it reduce them, in rank order."""
-        own = self._exchanging(kind, flat.dtype, called, flat.size, op, signature)
+        own = self._exchanging(flat.dtype, flat.size, said, reduces=True)
         own.rows[0] = flat
         self._exchange(own)
         rows, target = own.bytes, flat.view(np.uint8)
@@ -127,26 +123,26 @@ class Ring(Collectives):
     def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         if is_half(dtype_code(flat.dtype)):
             return self._encoded.reduce_scatter(flat, op, signature)
-        kind, named = Kind.REDUCE_SCATTER, flat.dtype
-        self._run(self._reducing(kind, named, kind, named, flat.size, op, signature), flat)
+        said = Kind.REDUCE_SCATTER, flat.dtype, flat.size, signature, op
+        self._run(self._reducing(schedule.reduce_scatter, flat.dtype, said), flat)
         return cut(flat, schedule.chunk_bounds(flat.size, self._size))[self._rank]
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
-        count = bounds[1]
+        count, said = bounds[1], (kind, flat.dtype, flat.size, signature, 0)
         is_even = all(bound == count * rank for rank, bound in enumerate(bounds))
         if is_even and self._is_small(count * flat.itemsize):
-            own = self._exchanging(kind, flat.dtype, flat.dtype, count, None, signature)
+            own = self._exchanging(flat.dtype, count, said)
             own.rows[0] = flat[count * self._rank : count * (self._rank + 1)]
             self._exchange(own)
             # Row j is from the rank j positions before this one.
             order = (self._rank - np.arange(self._size)) % self._size
             flat.reshape(self._size, count)[order] = own.rows
             return
-        self._run(self._moving(kind, flat.dtype, bounds, None, signature), flat)
+        self._run(self._moving(bounds, None, said), flat)
 
     def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
-        agreed = signature_of("root", root, signature)
-        self._run(self._moving(kind, flat.dtype, (0, flat.size), root, agreed), flat)
+        said = kind, flat.dtype, flat.size, signature_of("root", root, signature), 0
+        self._run(self._moving((0, flat.size), root, said), flat)
 
     def all_to_all(
         self, kind: Kind, source: ndarray, target: ndarray, counts: ndarray, signature: int = 0
@@ -158,7 +154,8 @@ class Ring(Collectives):
             and (counts == count).all()
         ):
             # Fewer messages, though each rank gets the parts of all.
-            found = self._exchanging(kind, source.dtype, source.dtype, source.size, None, signature)
+            said = kind, source.dtype, size * source.size, signature, 0
+            found = self._exchanging(source.dtype, source.size, said)
             found.rows[0] = source
             self._exchange(found)
             rows = found.rows.reshape(size, size, count)
@@ -183,7 +180,8 @@ class Ring(Collectives):
 
     def compare(self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0) -> None:
         """Return once every rank has made the same call: an exchange of nothing."""
-        self._exchange(self._comparing(kind, dtype, count, signature, op))
+        said = kind, dtype, count, signature, op
+        self._exchange(self._exchanging(_NOTHING.dtype, 0, said))
 
     def barrier(self) -> None:
         self.compare(Kind.BARRIER, _NOTHING.dtype, 0, 0)
@@ -204,62 +202,38 @@ class Ring(Collectives):
     # The calls below are cached: a training loop repeats the same few.
 
     def _make_reducing(
-        self,
-        kind: Kind,
-        computed: np.dtype,
-        called_kind: Kind,
-        called: np.dtype,
-        count: int,
-        op: ReduceOp,
-        signature: int,
+        self, steps: Callable[[int, int], schedule.Schedule], computed: np.dtype, said: Said
     ) -> RingCall:
-        steps = schedule.all_reduce if kind is Kind.ALL_REDUCE else schedule.reduce_scatter
         return RingCall(
-            self._header(called_kind, called, count, signature, op),
+            self._header(*said),
             steps(self._rank, self._size),
-            schedule.chunk_bounds(count, self._size),
+            schedule.chunk_bounds(said[2], self._size),
             size=self._size,
             itemsize=computed.itemsize,
-            reduction=self._reduction(op, computed),
+            reduction=self._reduction(ReduceOp(said[-1]), computed),
         )
 
-    def _make_moving(
-        self, kind: Kind, dtype: np.dtype, bounds: Bounds, root: int | None, signature: int
-    ) -> RingCall:
+    def _make_moving(self, bounds: Bounds, root: int | None, said: Said) -> RingCall:
         """The pass of a broadcast from `root`, or of an all-gather."""
         if root is None:
             steps = schedule.all_gather(self._rank, self._size)
         else:
             steps = schedule.broadcast(self._rank, self._size, root)
-        header = self._header(kind, dtype, bounds[-1], signature)
-        return RingCall(header, steps, bounds, size=self._size, itemsize=dtype.itemsize)
+        header = self._header(*said)
+        return RingCall(header, steps, bounds, size=self._size, itemsize=said[1].itemsize)
 
     def _make_exchanging(
-        self,
-        kind: Kind,
-        dtype: np.dtype,
-        called: np.dtype,
-        count: int,
-        op: ReduceOp | None,
-        signature: int,
+        self, dtype: np.dtype, count: int, said: Said, reduces: bool = False
     ) -> _Exchange:
-        """An exchange of rows of `count` elements, to be reduced by `op`, or gathered."""
+        """An exchange of rows of `count` elements, to be reduced or gathered."""
         rows = np.empty((self._size, count), dtype)
         wide, reduction = None, NO_REDUCTION
-        if op is None:
-            header = self._header(kind, called, rows.size, signature)
-        else:
-            header = self._header(kind, called, count, signature, op)
+        if reduces:
             wide = np.empty(rows.shape, np.float32) if is_half(dtype_code(dtype)) else None
-            reduction = self._reduction(op, dtype if wide is None else wide.dtype)
-        plan = schedule.exchange(self._size)
-        call = ExchangeCall(header, plan, count * dtype.itemsize, size=self._size)
+            reduction = self._reduction(ReduceOp(said[-1]), dtype if wide is None else wide.dtype)
+        plan, row_bytes = schedule.exchange(self._size), count * dtype.itemsize
+        call = ExchangeCall(self._header(*said), plan, row_bytes, size=self._size)
         return _Exchange(call, rows, rows.view(np.uint8), wide, reduction)
-
-    def _make_comparing(self, *said: Any) -> _Exchange:
-        rows = np.empty((self._size, 0), np.uint8)
-        call = ExchangeCall(self._header(*said), schedule.exchange(self._size), 0, size=self._size)
-        return _Exchange(call, rows, rows, None, NO_REDUCTION)
 
     def _reduction(self, op: ReduceOp, computed: np.dtype) -> Reduction:
         combine = kernels.reduction(op, computed)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from ringreduce.collectives.base import Bounds, Collectives
+from ringreduce.collectives.base import Bounds, Collectives, Said
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.payload import cut
@@ -57,50 +57,33 @@ class SharedMemoryCollectives(Collectives):
         self, flat: ndarray, op: ReduceOp, signature: int = 0, coding: Coding | None = None
     ) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place; here nothing is encoded."""
-        self._run(Kind.ALL_REDUCE, Action.ALL_REDUCE, flat, None, op, signature)
+        said = Kind.ALL_REDUCE, flat.dtype, flat.size, signature, op
+        self._run(Action.ALL_REDUCE, flat, None, op, said)
 
     def teach(self, array: ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
         assert self.small is not None
-        kind, action = Kind.ALL_REDUCE, Action.ALL_REDUCE
-        call = self._call(kind, action, array.dtype, array.size, None, op, signature, None)
+        said = Kind.ALL_REDUCE, array.dtype, array.size, signature, op
+        call = self._call(Action.ALL_REDUCE, array.dtype, None, op, said)
         self.small.teach(array, option, call.address, call)
 
     def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         bounds = chunk_bounds(flat.size, self._size)
-        self.reduce_chunks(Kind.REDUCE_SCATTER, flat, bounds, op, signature)
+        said = Kind.REDUCE_SCATTER, flat.dtype, flat.size, signature, op
+        self.reduce_chunks(flat, bounds, op, said)
         return cut(flat, bounds)[self._rank]
 
-    def reduce_chunks(
-        self,
-        kind: Kind,
-        flat: ndarray,
-        bounds: Bounds,
-        op: ReduceOp,
-        signature: int = 0,
-        called: tuple[np.dtype, ReduceOp] | None = None,
-    ) -> None:
-        """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged.
-
-        Ranks compare `called`, the caller's dtype and op, if this is a part of another call.
-        """
-        self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature, called)
+    def reduce_chunks(self, flat: ndarray, bounds: Bounds, op: ReduceOp, said: Said) -> None:
+        """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged."""
+        self._run(Action.REDUCE_SCATTER, flat, bounds, op, said)
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
-        self._run(kind, Action.ALL_GATHER, flat, bounds, 0, signature)
+        self._run(Action.ALL_GATHER, flat, bounds, 0, (kind, flat.dtype, flat.size, signature, 0))
 
     def _run(
-        self,
-        kind: Kind,
-        action: Action,
-        flat: ndarray,
-        bounds: Bounds | None,
-        op: int,
-        signature: int,
-        called: tuple[np.dtype, ReduceOp] | None = None,
+        self, action: Action, flat: ndarray, bounds: Bounds | None, op: int, said: Said
     ) -> None:
         if self._link is not None:
-            call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature, called)
-            self._link.run(call, flat)
+            self._link.run(self._call(action, flat.dtype, bounds, op, said), flat)
 
     def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`: an all-gather of one chunk, root's."""
@@ -133,20 +116,11 @@ class SharedMemoryCollectives(Collectives):
     # The calls are cached: a training loop repeats the same few.
 
     def _make_call(
-        self,
-        kind: Kind,
-        action: Action,
-        dtype: np.dtype,
-        count: int,
-        bounds: Bounds | None,
-        op: int,
-        signature: int,
-        called: tuple[np.dtype, ReduceOp] | None,
+        self, action: Action, dtype: np.dtype, bounds: Bounds | None, op: int, said: Said
     ) -> HostCall:
-        named, named_op = (dtype, op) if called is None else called
-        header = self._header(kind, named, count, signature, named_op)
-        chunks = chunk_bounds(count, self._size) if bounds is None else bounds
-        return HostCall(header, action, chunks, divisor=self._size, dtype=dtype_code(dtype), op=op)
+        header, code = self._header(*said), dtype_code(dtype)
+        chunks = chunk_bounds(said[2], self._size) if bounds is None else bounds
+        return HostCall(header, action, chunks, divisor=self._size, dtype=code, op=op)
 
     def _make_all_to_all(
         self, kind: Kind, dtype: np.dtype, matrix: bytes, signature: int
