@@ -82,22 +82,14 @@ class Events:
             self._end(0)
 
     def part(
-        self,
-        kind: spans.SpanKind,
-        began_s: float,
-        ended_s: float,
-        *,
-        number: int | None = None,
-        nbytes: int = 0,
-        other: int = 0,
+        self, kind: spans.SpanKind, began_s: float, ended_s: float, nbytes: int = 0, other: int = 0
     ) -> None:
-        """Record a part of the call of that `number`, None: of the running or next one.
+        """Record a part of the call that runs, or of the next one.
 
         Times are on `time.monotonic`; `other` is a rank, a step or a bucket, by the kind.
         """
         memory = self._memory
-        if number is None:
-            number = _read_standing(memory)[0]
+        number = _read_standing(memory)[0]
         with self._parts:
             (count,) = spans.COUNT.unpack_from(memory, spans.OURS_AT)
             slot = spans.OURS_AT + spans.SPANS_AT + count % spans.PARTS_KEPT * spans.SPAN_BYTES

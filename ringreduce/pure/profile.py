@@ -32,31 +32,21 @@ _UPDATE_BYTES_PER_S = 10e9
 
 
 class Facts(NamedTuple):
-    """What a rank has measured: totals at some moment, or of some steps.
-
-    Attributes:
-        steps, seconds: training steps, and a monotonic clock.
-        stopped_s, hidden_s: communication that stopped this rank's own work, and that did not.
-        bytes_sent: in shared memory too.
-        cpu_s: processor time of its process.
-        link_bytes, link_s: to rank `next_rank`, over sockets, and how long data was under way.
-        cores: that it may use, and that its host's `local_size` ranks may share.
-        threads: that compute in its process.
-    """
+    """What a rank has measured: totals at some moment, or of some steps."""
 
     steps: int
-    seconds: float
-    stopped_s: float
-    hidden_s: float
-    bytes_sent: int
-    cpu_s: float
-    link_bytes: int
-    link_s: float
+    seconds: float  # on a monotonic clock
+    stopped_s: float  # communication that stopped this rank's own work ...
+    hidden_s: float  # ... and that did not
+    bytes_sent: int  # in shared memory too
+    cpu_s: float  # processor time of its process
+    link_bytes: int  # to rank `next_rank`, over sockets ...
+    link_s: float  # ... and for how long data was under way
     rank: int
     next_rank: int = 0
-    cores: float = 1.0
+    cores: float = 1.0  # that it may use, and that its host's `local_size` ranks may share
     local_size: int = 1
-    threads: int = 1
+    threads: int = 1  # that compute in its process
 
     def since(self, before: Facts) -> Facts:
         """Of the steps after `before`."""
@@ -66,22 +56,15 @@ class Facts(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The mean of `steps` steps of all ranks.
+    """The mean of `steps` steps of all ranks."""
 
-    Attributes:
-        slowest: the rank that computes longest.
-        waiting_s: for how long the other ranks wait for it.
-        communicating_s, hidden_s: communication that stops it, and that does not.
-        bytes_sent: by a rank.
-    """
-
-    slowest: int
+    slowest: int  # the rank that computes longest
     steps: float
     seconds: float
-    waiting_s: float
-    communicating_s: float
-    hidden_s: float
-    bytes_sent: float
+    waiting_s: float  # for how long the other ranks wait for it
+    communicating_s: float  # communication that stops it ...
+    hidden_s: float  # ... and that does not
+    bytes_sent: float  # by a rank
 
     @property
     def computing_s(self) -> float:

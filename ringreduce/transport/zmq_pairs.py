@@ -127,21 +127,16 @@ class ZmqPairs:
         """
         members, own, size = self._membership.members, header.rank, len(sent)
         around = [(own + distance) % size for distance in range(1, size)]
-        incoming: list[Receiving | None] = []
-        for place in reversed(around):
-            memory = received[place]
-            behind = self._receiving_from(members[place], _PARTS) if memory.size else None
-            if behind is not None:
-                behind.begin(header, place, sequence, memory)
-            incoming.append(behind)
-        outgoing: list[Sending | None] = []
-        for place in around:
-            memory = sent[place]
-            ahead = self._sending_to(members[place], _PARTS) if memory.size else None
-            if ahead is not None:
-                ahead.begin(header, own, sequence, memory)
-            outgoing.append(ahead)
-        used = [sending for sending in outgoing if sending is not None]
+
+        def begun(ends: Any, place: int, sender: int, memory: np.ndarray) -> Any:
+            end = ends(members[place], _PARTS) if memory.size else None
+            if end is not None:
+                end.begin(header, sender, sequence, memory)
+            return end
+
+        incoming = [begun(self._receiving_from, p, p, received[p]) for p in reversed(around)]
+        outgoing = [begun(self._sending_to, place, own, sent[place]) for place in around]
+        used: list[Sending] = [sending for sending in outgoing if sending is not None]
         call = _Call(self, Kind(header.kind).label, header, sequence)
         is_connected = all(sending.socket is not None for sending in used)
         try:

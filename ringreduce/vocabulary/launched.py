@@ -22,13 +22,11 @@ def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
         _warn_of_binding(place.local_size or 1)
     if place is None and (tasks := _idle_tasks(variables)):
         _log_once(
-            logging.WARNING,
             f"this process trains alone: its Slurm job has {tasks} tasks, and srun has not started "
             "it. `srun python ...` starts all; RINGREDUCE_LAUNCHER=none hides this warning",
         )
     elif place is None and (missing := _missing_of_torch(variables)):
         _log_once(
-            logging.WARNING,
             f"this process trains alone: variables of PyTorch are set, but not {missing}. Set RANK "
             "and WORLD_SIZE in each process; RINGREDUCE_LAUNCHER=none hides this warning",
         )
@@ -69,7 +67,7 @@ def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str
             makes_one = place.is_local or place.shares_home
             values["secret"] = users_secret(home, makes_one=makes_one)
             text += ", with the secret in ~/.ringreduce" if values["secret"] else ", without secret"
-    _log_once(logging.INFO, text)
+    _log_once(text, logging.INFO)
 
 
 def _missing_of_torch(variables: Mapping[str, str]) -> str:
@@ -103,12 +101,11 @@ def _warn_of_binding(local_size: int) -> None:
         return
     if own * local_size * 2 <= all_cores:
         _log_once(
-            logging.WARNING,
             f"mpirun has bound this process to {own} of {all_cores} cores, and the host's other "
             "ranks alike; `mpirun --bind-to none` lets them use all",
         )
 
 
 @functools.cache
-def _log_once(level: int, text: str) -> None:
+def _log_once(text: str, level: int = logging.WARNING) -> None:
     _log.log(level, "%s", text)

@@ -28,28 +28,27 @@ def test_the_last_parts_are_kept_and_all_are_counted(found, before) -> None:
     for _ in range(before):
         events.part(SpanKind.STEP, 0.0, 1.0)
     for index, (kind, began, lasts) in enumerate(found):
-        events.part(kind, float(began), float(began + lasts), number=index, nbytes=index)
+        events.part(kind, float(began), float(began + lasts), nbytes=index)
     for kind in SpanKind:
         total = sum(lasts for each, _, lasts in found if each == kind)
         assert events.seconds(kind) == total + (before if kind == SpanKind.STEP else 0)
     kept = events.parts()
     assert len(kept) == min(PARTS_KEPT, before + len(found))
-    ours = [(span.kind, span.began_s, span.ended_s, span.number) for span in kept]
+    ours = [(span.kind, span.began_s, span.ended_s, span.nbytes) for span in kept]
     for index, (kind, began, lasts) in enumerate(found):
         assert (kind, began, began + lasts, index) in ours
     assert [span.began_s for span in kept] == sorted(span.began_s for span in kept)
 
 
-def test_a_part_belongs_to_the_running_call_unless_a_number_is_given() -> None:
+def test_a_part_belongs_to_the_running_call() -> None:
     events = Events()
     events.begin(Kind.BARRIER, 0)
     events.end()
     events.begin(Kind.ALL_REDUCE, 80)
     events.part(SpanKind.WAIT, 1.0, 2.0, other=3)
-    events.part(SpanKind.QUEUE, 2.0, 3.0, number=0)
-    [waited, queued] = events.parts()
+    [waited] = events.parts()
     assert (waited.kind, waited.number, waited.other) == (SpanKind.WAIT, 1, 3)
-    assert (queued.kind, queued.number, queued.thread) == (SpanKind.QUEUE, 0, threading.get_ident())
+    assert waited.thread == threading.get_ident()
 
 
 def test_parts_and_calls_do_not_mix() -> None:

@@ -43,18 +43,12 @@ class Records:
     def groups(self) -> list[Records]:
         """The same of each group that a record has, in the order in which they were formed."""
         found = {membership_of(each) for dump in self.dumps.values() for each in dump.groups}
-        return [
-            self._of_group(each)
-            for each in sorted(found, key=lambda g: (g.epoch, g.group, g.members))
-        ]
-
-    def _of_group(self, group: Membership) -> Records:
-        dumps = {
-            rank: _in_group(dump, group)
-            for rank, dump in self.dumps.items()
-            if rank in group.members
-        }
-        return replace(self, dumps=dumps, group=group)
+        groups = []
+        for group in sorted(found, key=lambda g: (g.epoch, g.group, g.members)):
+            own = [(rank, self.dumps[rank]) for rank in self.dumps if rank in group.members]
+            dumps = {rank: _in_group(dump, group) for rank, dump in own}
+            groups.append(replace(self, dumps=dumps, group=group))
+        return groups
 
 
 def membership_of(group: Group) -> Membership:
