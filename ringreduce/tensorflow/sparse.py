@@ -175,9 +175,8 @@ def _merged(
     ring: Communicator, spec: GradientSpec, indices: np.ndarray, values: np.ndarray
 ) -> _Rows:
     """This rank's rows, indices rising and unique; duplicates are added in their order."""
-    rising, positions = np.unique(indices.astype(np.int64, copy=False), return_inverse=True)
-    if rising.size and (rising[0] < 0 or rising[-1] >= spec.shape[0]):
-        outside = int(rising[0] if rising[0] < 0 else rising[-1])
+    if indices.size and (indices.min() < 0 or indices.max() >= spec.shape[0]):
+        outside = int(indices.min() if indices.min() < 0 else indices.max())
         error = ArrayError(
             f"has row {outside} in its gradient of {spec.describe()}",
             **ring.config.who,
@@ -186,8 +185,7 @@ def _merged(
         )
         raise ring.fail(error)
     rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
-    total = np.zeros((rising.size, rows.shape[1]), _wide(rows.dtype))
-    kernels.add_rows(total, positions, rows.astype(total.dtype, copy=False))
+    rising, total = _added(indices.astype(np.int64, copy=False), rows)
     return rising, _narrowed(total, rows.dtype)
 
 
@@ -227,21 +225,19 @@ def _gathered(
 
 def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
     """The mean of all ranks' rows, added in rank order; a row that a rank lacks is zero there."""
-    rising, positions = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
-    dtype, width = parts[0][1].dtype, parts[0][1].shape[1]
-    total = np.zeros((rising.size, width), _wide(dtype))
-    done = 0
-    for indices, rows in parts:
-        own = positions[done : done + len(indices)]
-        kernels.add_rows(total, own, rows.astype(total.dtype, copy=False))
-        done += len(indices)
+    indices, rows = map(np.concatenate, zip(*parts, strict=True))
+    rising, total = _added(indices, rows)
     total /= len(parts)
-    return rising, _narrowed(total, dtype)
+    return rising, _narrowed(total, rows.dtype)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    """The dtype in which elements of `dtype` are added."""
-    return dtype if dtype.itemsize > 2 else np.dtype(np.float32)
+def _added(indices: np.ndarray, rows: np.ndarray) -> _Rows:
+    """Indices rising and unique; their rows added in the given order, in float32 at least."""
+    rising, positions = np.unique(indices, return_inverse=True)
+    dtype = rows.dtype if rows.itemsize > 2 else np.dtype(np.float32)
+    total = np.zeros((rising.size, rows.shape[1]), dtype)
+    kernels.add_rows(total, positions, rows.astype(dtype, copy=False))
+    return rising, total
 
 
 def _narrowed(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
