@@ -263,11 +263,9 @@ def allgather(
     return rr.all_gather(_with_gradient_times(tensor, 1 / ring.size), ring)
 
 
-def grouped_allgather(
-    tensors: Sequence[Any], name: str | None = None, *, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None, **options: Any) -> list[Any]:
     """`allgather` of each of `tensors`, in their order."""
-    return [allgather(tensor, process_set=process_set) for tensor in tensors]
+    return [allgather(tensor, **options) for tensor in tensors]
 
 
 def alltoall(
@@ -383,24 +381,17 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     process_set.communicator.barrier()
 
 
-def rank_op(name: str | None = None) -> Any:
-    """This rank, as a scalar int32 tensor."""
-    return tf.constant(rr.rank(), name=name)
+def _as_op(number: Callable[[], int]) -> Callable[..., Any]:
+    def op(name: str | None = None) -> Any:
+        return tf.constant(number(), name=name)
+
+    op.__name__ = f"{number.__name__}_op"
+    op.__doc__ = f"`ringreduce.keras.{number.__name__}`, as a scalar int32 tensor."
+    return op
 
 
-def size_op(name: str | None = None) -> Any:
-    """The number of ranks, as a scalar int32 tensor."""
-    return tf.constant(rr.size(), name=name)
-
-
-def local_rank_op(name: str | None = None) -> Any:
-    """This rank's number on its host, as a scalar int32 tensor."""
-    return tf.constant(rr.local_rank(), name=name)
-
-
-def local_size_op(name: str | None = None) -> Any:
-    """The number of ranks on this host, as a scalar int32 tensor."""
-    return tf.constant(rr.local_size(), name=name)
+rank_op, size_op = _as_op(rr.rank), _as_op(rr.size)
+local_rank_op, local_size_op = _as_op(rr.local_rank), _as_op(rr.local_size)
 
 
 def __getattr__(name: str) -> Any:

@@ -93,10 +93,9 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
             for variable, value in zip(states.variables, together, strict=True):
                 variable.assign(value)
             results = numbers_in(model.get_metrics_result())
-    packed_results = {name: packed_number(value) for name, value in results.items()}
-    every = ring.all_gather_object(packed_results)
+    every = gathered_numbers(results, ring)
     names = dict.fromkeys(name for theirs in every for name in theirs)
-    return {name: _agreed([unpacked_number(t[name]) for t in every if name in t]) for name in names}
+    return {name: _agreed([theirs[name] for theirs in every if name in theirs]) for name in names}
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
@@ -138,19 +137,16 @@ def numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def packed_number(number: Any) -> Any:
-    """A float, or an array in a form that travels."""
-    if isinstance(number, float):
-        return number
-    return [number.dtype.str, list(number.shape), number.tobytes()]
+def gathered_numbers(numbers: Mapping[str, Any], ring: Communicator) -> list[dict[str, Any]]:
+    """All ranks' `numbers`, floats or arrays by name, in rank order. Collective."""
+    arrays = {name: np.asarray(number) for name, number in numbers.items()}
+    packed = {name: [n.dtype.str, n.shape, n.tobytes()] for name, n in arrays.items()}
 
+    def unpacked(dtype: str, shape: list[int], data: bytes) -> Any:
+        return np.frombuffer(data, dtype).reshape(shape).copy()
 
-def unpacked_number(packed: Any) -> Any:
-    """The number, from that form."""
-    if isinstance(packed, float):
-        return packed
-    dtype, shape, data = packed
-    return np.frombuffer(data, dtype).reshape(shape).copy()
+    every = ring.all_gather_object(packed)
+    return [numbers_in({name: unpacked(*n) for name, n in theirs.items()}) for theirs in every]
 
 
 def _agreed(numbers: Sequence[Any]) -> Any:

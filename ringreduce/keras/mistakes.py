@@ -185,18 +185,14 @@ def warn_of_ranks_apart() -> None:
     done = ring.statistics()
     # One barrier forms the ring.
     has_exchanged = done.collectives > 1 or done.bytes_sent or done.bytes_received
-    if not has_exchanged and _has_trained():
+    # Keras keeps no list of optimizers.
+    found = [each for each in gc.get_objects() if isinstance(each, keras.optimizers.Optimizer)]
+    if not has_exchanged and any(each.built and int(each.iterations) > 0 for each in found):
         _log.warning(
             "[%d/%d] the ranks have exchanged nothing, so each has trained by itself. Wrap the "
             "optimizer, rr.DistributedOptimizer(optimizer), or the tape.",
             *ring.config.who.values(),
         )
-
-
-def _has_trained() -> bool:
-    """Whether an optimizer of this process has made a step; Keras keeps no list of them."""
-    found = [each for each in gc.get_objects() if isinstance(each, keras.optimizers.Optimizer)]
-    return any(each.built and int(each.iterations) > 0 for each in found)
 
 
 def users_frame() -> FrameType:

@@ -26,7 +26,7 @@ from ringreduce.keras.evaluation import evaluate, in_order, predict
 from ringreduce.keras.fit import fit_on, given_callbacks
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.local import joint_in
-from ringreduce.keras.metric_states import numbers_in, packed_number, unpacked_number
+from ringreduce.keras.metric_states import gathered_numbers, numbers_in
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.rows import rows_in
@@ -269,9 +269,8 @@ class Pipeline:
 
     def whole_logs(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """The last stage's logs, with the penalties of all stages in the loss. Collective."""
-        own = {name: packed_number(number) for name, number in numbers_in(logs).items()}
-        every = self.chain.all_gather_object(own)
-        whole = {name: unpacked_number(number) for name, number in every[-1].items()}
+        every = gathered_numbers(numbers_in(logs), self.chain)
+        whole = every[-1]
         for name in whole.keys() & {"loss", "val_loss"}:
             whole[name] = sum(theirs[name] for theirs in every)
         return whole

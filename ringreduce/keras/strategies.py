@@ -25,53 +25,33 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 class Step(NamedTuple):
-    """A call of `DistributedOptimizer.apply`.
+    """A call of `DistributedOptimizer.apply`."""
 
-    Attributes:
-        gradients, variables, kinds: this rank's gradients, as for `Reducer.reduce`.
-        weight: this rank's in a mean over all ranks; None: all are equal.
-        reducer: averages gradients over all ranks.
-        apply: updates variables with gradients, by the wrapped optimizer.
-    """
-
-    gradients: Sequence[Any]
+    gradients: Sequence[Any]  # this rank's, with variables and kinds as for `Reducer.reduce`
     variables: Sequence[Any]
     kinds: Sequence[Kind]
-    weight: Weight | None
+    weight: Weight | None  # this rank's in a mean over all ranks; None: all are equal
     reducer: Reducer
+    # Updates variables with gradients, by the wrapped optimizer.
     apply: Callable[[Sequence[Any], Sequence[Any]], None]
 
 
 class Use(NamedTuple):
-    """Of the optimizer that a strategy is begun for.
+    """Of the optimizer that a strategy is begun for."""
 
-    Attributes:
-        communicator: returns that of the steps.
-        keeps_rows: whether means of sparse gradients are to be sparse.
-        compression: how what it sends travels: the name of a `Compression`, or `PowerSGD`.
-    """
-
-    communicator: Callable[[], Communicator]
-    keeps_rows: bool
-    compression: str | PowerSGD
+    communicator: Callable[[], Communicator]  # returns that of the steps
+    keeps_rows: bool  # whether means of sparse gradients are to be sparse
+    compression: str | PowerSGD  # how what it sends travels; the former: of a `Compression`
 
 
 class Running:
-    """A strategy at work for one optimizer, which owns it.
+    """A strategy at work for one optimizer, which owns it."""
 
-    Attributes:
-        is_settled: whether the ranks' weights are equal now.
-        has_met: whether ranks have met in the latest step, and no meeting is under way: the time
-            for other collectives.
-        keeps_state_equal: whether the wrapped optimizer's state is then equal too.
-        is_alone: whether steps use this rank's gradients alone, so that ranks need not wait for
-            each other.
-    """
-
-    is_settled = True
+    is_settled = True  # whether the ranks' weights are equal now
+    # Whether ranks have met in the latest step, and no meeting is under way: the time for others.
     has_met = True
-    keeps_state_equal = True
-    is_alone = False
+    keeps_state_equal = True  # whether the wrapped optimizer's state is then equal too
+    is_alone = False  # whether steps use this rank's gradients alone, so that no rank need wait
 
     def take(self, step: Step) -> None:
         """Use a step's gradients. Called on all ranks; often while a graph is traced."""

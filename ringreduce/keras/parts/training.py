@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.parts.part import Part, mark, part_of, pieces_in
+from ringreduce.keras.parts.part import mark, part_of, pieces_in
 from ringreduce.keras.wrappable import ELEMENTWISE, all_within, state_for, works_by_element
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.sparse import map_values
@@ -34,27 +34,23 @@ def check_parts(inner: Any, variables: Sequence[Any], ring: Communicator) -> Non
                 remedy=f"Use {', '.join(ELEMENTWISE)} or another that works element by element.",
             )
     for variable, part in parts:
-        _check_groups(variable, part, ring)
-
-
-def _check_groups(variable: Any, part: Part, ring: Communicator) -> None:
-    members, averaging = list(part.communicator.members), list(ring.members)
-    if not part.of_same_rows and members != averaging:
-        raise ConfigError(
-            f"averages over ranks {averaging}, while {path_of(variable)} is in pieces on ranks "
-            f"{members}",
-            **ring.config.who,
-            remedy="Pass the layer and the optimizer one communicator.",
-        )
-    if part.of_same_rows and len(common := sorted(set(members) & set(averaging))) > 1:
-        raise ConfigError(
-            f"averages over ranks {averaging}, among which {common} hold different pieces of "
-            f"{path_of(variable)}",
-            **ring.config.who,
-            remedy="Average over ranks with the same pieces: data = comm.split(comm.rank % "
-            f"{len(members)}) with {len(members)} pieces in neighbouring ranks, and "
-            "DistributedOptimizer(..., communicator=data).",
-        )
+        members, averaging = list(part.communicator.members), list(ring.members)
+        if not part.of_same_rows and members != averaging:
+            raise ConfigError(
+                f"averages over ranks {averaging}, while {path_of(variable)} is in pieces on ranks "
+                f"{members}",
+                **ring.config.who,
+                remedy="Pass the layer and the optimizer one communicator.",
+            )
+        if part.of_same_rows and len(common := sorted(set(members) & set(averaging))) > 1:
+            raise ConfigError(
+                f"averages over ranks {averaging}, among which {common} hold different pieces of "
+                f"{path_of(variable)}",
+                **ring.config.who,
+                remedy="Average over ranks with the same pieces: data = comm.split(comm.rank % "
+                f"{len(members)}) with {len(members)} pieces in neighbouring ranks, and "
+                "DistributedOptimizer(..., communicator=data).",
+            )
 
 
 def mark_state(inner: Any) -> None:
