@@ -563,7 +563,7 @@ BREAKAGES = (
     ),
     Breakage(
         "exchange-rows-sent-again",
-        "ringreduce/transport/exchange.py",
+        "ringreduce/transport/loop.py",
         "if link.started == link.step:",
         "if link.started >= link.step:",
         "A rank that waits for a late one sends its rows twice, and the next call fails.",

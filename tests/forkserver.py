@@ -186,15 +186,15 @@ def _received(source: socket.socket, count: int) -> bytes:
 
 def _load_loops() -> None:
     """Load the compiled loops, or compile them: 0.3 s of each worker that uses sockets."""
-    from ringreduce.transport import exchange, frames, libzmq, loop, sodium, transfer
+    from ringreduce.transport import frames, libzmq, loop, sodium
 
     libzmq.load()
     sodium.load()
     for function, arguments in (
         (loop.run, 3),
-        (exchange.run, 3),
+        (loop.exchange, 3),
         (frames.skip, 2),
-        (transfer.run, 5),
+        (loop.transfer, 5),
     ):
         function.compile((numba.int64,) * arguments)
 

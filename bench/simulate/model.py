@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from ringreduce.collectives.hierarchical import SLICE_BYTES_MIN
 from ringreduce.collectives.ring import SMALL_BYTES_MAX, SMALL_BYTES_MAX_OF_TWO
 from ringreduce.pure import schedule
-from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
+from ringreduce.transport.loop import EXCHANGE_BYTES_MAX
 from ringreduce.vocabulary.config import Config
 
 SEGMENT_BYTES = Config.segment_bytes

@@ -22,8 +22,8 @@ from ringreduce.pure.encodings import Coding, Half
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import cut
 from ringreduce.pure.wire import Kind, signature_of
-from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.link_calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
+from ringreduce.transport.loop import EXCHANGE_BYTES_MAX
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half

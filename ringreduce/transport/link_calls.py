@@ -10,7 +10,7 @@ import numpy as np
 
 from ringreduce.pure.schedule import FORWARD, Exchange, Schedule, segment_count
 from ringreduce.pure.wire import Header, encode
-from ringreduce.transport import exchange, loop
+from ringreduce.transport import loop
 from ringreduce.transport.records import EXCHANGE_STEP, PASS_STEP, ExchangeRecord, PassRecord
 
 
@@ -101,7 +101,7 @@ class ExchangeCall(_Call):
 
     def __init__(self, header: Header, plan: Exchange, row_bytes: int, *, size: int) -> None:
         super().__init__(header, plan, np.zeros(len(plan.distances), EXCHANGE_STEP))
-        self.loop = exchange.run
+        self.loop = loop.exchange
         self._distances = plan.distances
         self._steps["distance"], self._steps["count"] = plan.distances, plan.counts
         for step, distance in enumerate(plan.distances):

@@ -25,7 +25,7 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.watcher_messages import SentToNext
-from ringreduce.transport import exchange, frames, libzmq, records
+from ringreduce.transport import frames, libzmq, loop, records
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
@@ -64,7 +64,7 @@ class ZmqLink(StalledCall):
         # By channel: first the streams, then the longer distances.
         self._distances = channel_distances(members_max or security.size, streams)
         self.records = (records.ChannelRecord * len(self._distances))()
-        longest = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
+        longest = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, loop.EXCHANGE_BYTES_MAX)
         self.sockets = Sockets(security, security.data, bind, longest, streams)
         self._incoming: list[Incoming] = self.sockets.incoming
         self._outgoing: list[Outgoing] = self.sockets.outgoing  # Empty until `connect`.

@@ -27,7 +27,7 @@ from ringreduce.pure.networks import Unreached
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport import descriptors, frames, libzmq, records, transfer
+from ringreduce.transport import descriptors, frames, libzmq, loop, records
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.listening import Bind
@@ -145,14 +145,14 @@ class ZmqPairs:
             for sending in used:
                 call.connect(sending)
                 if not self._security.seals:
-                    call.run(sending, None, transfer.HOLD_ALL)  # Costs no memory.
+                    call.run(sending, None, loop.NO_LIMIT)  # Costs no memory.
             if is_connected:
                 compare()  # Meanwhile parts travel.
             # What goes and comes over one distance at a time. Nobody waits in a cycle: of the ranks
             # at the shortest distance, each receives what another one sends, and whose data nobody
             # takes yet still receives.
             for ahead, behind in zip(outgoing, incoming, strict=True):
-                call.run(ahead, behind, transfer.HOLD_ALL)
+                call.run(ahead, behind, loop.NO_LIMIT)
             for sending in used:
                 if sending.borrows:
                     call.run(sending, None, 0)
@@ -340,7 +340,7 @@ class _Call(StalledCall):
         if self._is_connecting:
             assert self._sending is not None
             return bool(self._pairs.find(self._sending, TIMES.poll_s))
-        self._status = status = transfer.run(*self._source, *self._target, self._held)
+        self._status = status = loop.transfer(*self._source, *self._target, self._held)
         if status not in (records.DONE, records.WAITING, records.DRAINING):
             raise self._error()
         return bool(status == records.DONE)

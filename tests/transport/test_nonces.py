@@ -15,7 +15,7 @@ PROGRAM = """
 import ctypes
 import llvmlite.binding
 from concurrent.futures import ThreadPoolExecutor
-from ringreduce.transport import libzmq, records, transfer, zeromq
+from ringreduce.transport import libzmq, loop, records, zeromq
 
 # What compiled loops call instead of libsodium's function, from the first on: they are not linked
 # yet. It notes key, nonce and the kind in the header.
@@ -81,7 +81,7 @@ if child == 0:
     sent = records.TransferRecord(memory=memory.ctypes.data, nbytes=memory.size)
     def post(link):
         link.started = 0
-        return int(transfer.run(ctypes.addressof(link), ctypes.addressof(sent), 0, 0, 0))
+        return int(loop.transfer(ctypes.addressof(link), ctypes.addressof(sent), 0, 0, 0))
     channels, ends = links[3].records, ends_of(again)
     facts = {"status": post(links[3]._record), "pairs": post(ends[0].record)}
     channels = [*channels, *(end.channel for end in ends)]
