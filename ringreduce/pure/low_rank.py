@@ -11,27 +11,23 @@ order and without contraction, so all ranks get equal bits from equal bytes.
 
 import numpy as np
 
-from ringreduce.vocabulary.compiled import jit, jit_in_any_order
+from ringreduce.vocabulary.compiled import jit
 
 # What is left of a column after those before it are taken out is rounding below this part of it.
 _ROUNDING = 1e-6
+_ROWS = 64
 
 
-@jit_in_any_order
-def project(matrix, left, across, down):
+def project(matrix: np.ndarray, left: np.ndarray, across: np.ndarray, down: np.ndarray) -> None:
     """Add `left` to `matrix`, both of shape (n, m), and set `down` to the sum times `across`.
 
     `across` is Q transposed, of shape (r, m); `down` is P, of shape (n, r).
     """
-    for i in range(matrix.shape[0]):
-        row, more = matrix[i], left[i]
-        for j in range(row.size):
-            row[j] += more[j]
-        for k in range(across.shape[0]):
-            other, total = across[k], np.float32(0)
-            for j in range(row.size):
-                total += row[j] * other[j]
-            down[i, k] = total
+    # By rows that stay in the cache.
+    for first in range(0, len(matrix), _ROWS):
+        rows = slice(first, first + _ROWS)
+        matrix[rows] += left[rows]
+        np.matmul(matrix[rows], across.T, out=down[rows])
 
 
 @jit

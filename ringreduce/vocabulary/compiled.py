@@ -21,16 +21,11 @@ from numba.core.runtime import rtsys
 from numba.core.sigutils import normalize_signature
 
 
-def jit(function: Callable[..., Any], **options: Any) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     """Decorate a function to compile. Called by Python, it releases the GIL."""
-    compiled = numba.njit(nogil=True, cache=True, **options)(function)
+    compiled = numba.njit(nogil=True, cache=True)(function)
     compiled._cache = _Cache(function)
     return compiled
-
-
-def jit_in_any_order(function: Callable[..., Any]) -> Any:
-    """As `jit`, but sums may be added in any order: with vector instructions. NaN stays NaN."""
-    return jit(function, fastmath={"reassoc", "contract", "nsz"})
 
 
 def callback(signature: Any, function: Callable[..., Any]) -> Any:
