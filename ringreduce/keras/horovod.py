@@ -250,22 +250,12 @@ def allreduce(
     return _reduced(rr.all_reduce, scaled, how, postscale_factor, ring)
 
 
-def grouped_allreduce(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """`allreduce` of each of `tensors`, in their order."""
-    return [allreduce(tensor, **options) for tensor in tensors]
-
-
 def allgather(
     tensor: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Join the tensors of all ranks along the first dimension; `ringreduce.keras.all_gather`."""
     ring = process_set.communicator
     return rr.all_gather(_with_gradient_times(tensor, 1 / ring.size), ring)
-
-
-def grouped_allgather(tensors: Sequence[Any], name: str | None = None, **options: Any) -> list[Any]:
-    """`allgather` of each of `tensors`, in their order."""
-    return [allgather(tensor, **options) for tensor in tensors]
 
 
 def alltoall(
@@ -325,11 +315,6 @@ def reducescatter(
     return _reduced(rr.reduce_scatter, own, reduce_op(op), postscale_factor, ring)
 
 
-def grouped_reducescatter(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """`reducescatter` of each of `tensors`, in their order."""
-    return [reducescatter(tensor, **options) for tensor in tensors]
-
-
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int = 0, *, process_set: ProcessSet = global_process_set
 ) -> None:
@@ -379,6 +364,19 @@ def allgather_object(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank has called it."""
     process_set.communicator.barrier()
+
+
+def _grouped(collective: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def grouped(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
+        return [collective(tensor, *arguments, **options) for tensor in tensors]
+
+    grouped.__name__ = f"grouped_{collective.__name__}"
+    grouped.__doc__ = f"`{collective.__name__}` of each of `tensors`, in their order."
+    return grouped
+
+
+grouped_allreduce, grouped_allgather = _grouped(allreduce), _grouped(allgather)
+grouped_reducescatter = _grouped(reducescatter)
 
 
 def _as_op(number: Callable[[], int]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.wrappable import works_by_element
+from ringreduce.keras.wrappable import state_for, works_by_element
 from ringreduce.pure.profile import Facts, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.vocabulary.config import profile_wanted
@@ -137,13 +137,10 @@ def _updated_bytes(model: Any) -> int:
     """
     if not getattr(model.optimizer, "updates_all_rows", False):
         return 0
-    inner = model.optimizer.inner_optimizer
-    places, states = private.places_in_lists(inner), private.lists_of_state(inner).values()
-    total = 0
+    inner, total = model.optimizer.inner_optimizer, 0
     for layer in private.layers_of(model) if works_by_element(inner) else ():
         for table in layer.trainable_weights if isinstance(layer, keras.layers.Embedding) else ():
-            place = places.get(private.key_of(inner, table))
-            kept = sum(place is not None and each[place] is not None for each in states)
+            kept = len(state_for(inner, table))
             # Without any, only rows with a gradient are updated. The gradient is read too.
             total += 4 * math.prod(table.shape) * (2 * kept + 3) if kept else 0
     return total

@@ -46,6 +46,7 @@ class _OfHeads(keras.random.SeedGenerator):
 
 class _Attention(SplitLayer):
     cut: dict[str, int] = {}  # noqa: RUF012
+    heads: dict[str, str]  # by attributes with their numbers, what errors call them
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Keras's `build` makes a projection, assigns it and then builds it.
@@ -59,10 +60,10 @@ class _Attention(SplitLayer):
         kinds = ("kernel_constraint", "bias_constraint", "activity_regularizer")
         self.refuse(**{kind: getattr(self, f"{name}{kind}") for kind in kinds})
 
-    def _require_heads(self, count: int, what: str) -> None:
-        require_multiple(count, f"the {count} {what} of {self.name}", self.ring())
-
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        for name, what in self.heads.items():
+            count = getattr(self, name)
+            require_multiple(count, f"the {count} {what} of {self.name}", self.ring())
         super().build(query_shape, value_shape, key_shape)
         if generator := getattr(self._dropout_layer, "seed_generator", None):
             generator.__class__ = _OfHeads
@@ -105,6 +106,8 @@ class ParallelGroupQueryAttention(_Attention, keras.layers.GroupQueryAttention):
     As `ParallelMultiHeadAttention`; both numbers of heads must divide by the size of the group.
     """
 
+    heads = {"num_query_heads": "query heads", "num_key_value_heads": "key and value heads"}  # noqa: RUF012
+
     def __init__(
         self,
         head_dim: int,
@@ -115,12 +118,6 @@ class ParallelGroupQueryAttention(_Attention, keras.layers.GroupQueryAttention):
     ) -> None:
         super().__init__(head_dim, num_query_heads, num_key_value_heads, *more, **options)
         self._check("")
-
-    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        """Draw this rank's heads. Collective."""
-        self._require_heads(self.num_query_heads, "query heads")
-        self._require_heads(self.num_key_value_heads, "key and value heads")
-        super().build(query_shape, value_shape, key_shape)
 
 
 class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
@@ -141,6 +138,8 @@ class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
             when it is called: attention scores are asked for, of which each rank has a part.
     """
 
+    heads = {"num_heads": "heads"}  # noqa: RUF012
+
     def __new__(
         cls,
         num_heads: int,
@@ -158,11 +157,6 @@ class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
     def __init__(self, num_heads: int, key_dim: int, *arguments: Any, **options: Any) -> None:
         super().__init__(num_heads, key_dim, *arguments, **options)
         self._check("_")
-
-    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        """Draw this rank's heads. Collective."""
-        self._require_heads(self.num_heads, "heads")
-        super().build(query_shape, value_shape, key_shape)
 
 
 private.save_as(ParallelMultiHeadAttention, keras.layers.MultiHeadAttention)
