@@ -95,10 +95,8 @@ def merged(gradient: Any) -> Any:
     """`gradient` with indices rising and unique: optimizers may square rows or take their signs."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    found, first_positions = tf.unique(gradient.indices)
-    ascending = tf.argsort(found)
-    rising = tf.gather(found, ascending)
-    positions = tf.gather(tf.math.invert_permutation(ascending), first_positions)
+    rising = tf.unique(tf.sort(gradient.indices)).y
+    positions = tf.searchsorted(rising, gradient.indices)
     values = gradient.values
     wide = values.dtype if values.dtype.size > 2 else tf.float32
     rows = tf.math.unsorted_segment_sum(tf.cast(values, wide), positions, tf.size(rising))
