@@ -18,7 +18,7 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
-from ringreduce.pure.notification import encode_abort
+from ringreduce.pure.notification import abort_for
 from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening, Pending
 from ringreduce.pure.watching import Watch
 from ringreduce.transport.control import Control
@@ -70,7 +70,7 @@ class Watcher:
         """Notify all ranks why this one gives up; from any thread, without waiting."""
         if self._watch.cause is None:
             self._watch.cause = error
-            self.post(Abort(encode_abort(error, self._rank)))
+            self.post(abort_for(error, self._rank))
 
     def post(self, message: Abort | Claim | Listening) -> None:
         """Have the thread send `message`; from any thread, without waiting."""

@@ -1,51 +1,29 @@
-"""Why a rank aborts, as bytes for the others, and the errors they raise for that or a leave."""
+"""What a rank tells the others when it aborts, and the errors they raise for that or a leave."""
 
 from typing import Any
 
-import msgspec
-
+from ringreduce.pure.watcher_messages import TEXT_MAX, Abort
 from ringreduce.vocabulary import errors
 
-ABORT_BYTES_MAX = 16384  # longer text of an error is cut off
 _MESSAGES = {"send": "recv", "recv": "send"}  # what the rank at the other end of a message calls
 
 
-class _Cause(msgspec.Struct):
-    error: str
-    origin: int
-    text: str
-    peer: int | None
-
-
-def encode_abort(cause: errors.RingReduceError, rank: int) -> bytes:
+def abort_for(cause: errors.RingReduceError, rank: int) -> Abort:
     """Why rank `rank` gives up; a cause that came from another rank keeps that rank as origin."""
     text = str(cause) if cause.origin is None else cause.message.partition(": ")[2]
     # A file name in it may contain lone surrogates, which cannot be encoded.
-    text = text.encode(errors="replace").decode()
-    report = _Cause(
-        error=type(cause).__name__,
-        origin=rank if cause.origin is None else cause.origin,
-        # A character takes at most four bytes, and the other fields take a few.
-        text=text[: ABORT_BYTES_MAX // 8],
-        peer=cause.peer,
-    )
-    return msgspec.msgpack.encode(report)
+    text = text.encode(errors="replace").decode()[:TEXT_MAX]
+    origin = rank if cause.origin is None else cause.origin
+    return Abort(type(cause).__name__, origin, text, cause.peer)
 
 
-def abort_error(payload: bytes, **where: Any) -> errors.RingReduceError:
+def abort_error(abort: Abort, **where: Any) -> errors.RingReduceError:
     """The error to raise for another rank's abort; `where` has the fields of this rank's error."""
-    try:
-        cause = msgspec.msgpack.decode(payload, type=_Cause)
-    # Text that is not UTF-8 raises Python's ValueError; endless nesting, a RecursionError.
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        broken = errors.ProtocolError("received an abort that cannot be read", **where)
-        broken.__cause__ = error
-        return broken
-    kind = getattr(errors, cause.error, None) if cause.error in errors.__all__ else None
-    report = f"was told by rank {cause.origin}: {cause.text.removesuffix('.')}"
-    return (kind or errors.ProtocolError)(
-        report, **{**where, "peer": cause.peer, "origin": cause.origin}
-    )
+    name = abort.error if abort.error in errors.__all__ else "ProtocolError"
+    report = f"was told by rank {abort.origin}: {abort.text.removesuffix('.')}"
+    where |= {"peer": abort.peer, "origin": abort.origin}
+    error: errors.RingReduceError = getattr(errors, name)(report, **where)
+    return error
 
 
 def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingReduceError:

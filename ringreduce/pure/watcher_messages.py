@@ -8,7 +8,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+TEXT_MAX = 4096
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 PAIR_CHANNELS = 2  # of each pair of ranks: one for messages, one for parts of collectives
 OVERDUE_MAX = 8  # the collectives and some messages of other threads may wait at the same time
 
@@ -72,9 +73,12 @@ class Heartbeats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """A rank has given up; `cause` is for `pure.notification.abort_error`."""
+    """A rank has given up."""
 
-    cause: Annotated[bytes, msgspec.Meta(max_length=1 << 15)]
+    error: _Name  # the name of its class
+    origin: _Rank  # the rank that has found it
+    text: _Text
+    peer: _Rank | None  # the rank that it names
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from ringreduce.pure.cycles import Cycles
 from ringreduce.pure.delays import Delays
 from ringreduce.pure.liveness import CurrentCall, Flow, PeerTable
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.notification import abort_error, encode_abort, left_error
+from ringreduce.pure.notification import abort_error, abort_for, left_error
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.config import TIMES
 
@@ -136,7 +136,7 @@ class Watch:
             if self.peer_table.leave(message):
                 actions.append(Send(payload, frozenset({neighbour})))
         elif self.cause is None:
-            self.cause = abort_error(message.cause, rank=self._rank, size=self._size)
+            self.cause = abort_error(message, rank=self._rank, size=self._size)
             paused_at, paused_s = self._paused
             if self.cause.peer == self._rank and now_s - paused_at < TIMES.pause_memory_s:
                 self._explain_pause(self.cause, paused_s, "have gone on without it")
@@ -197,7 +197,7 @@ class Watch:
             return []
         self.cause = error
         # Notify the others first, since the communicator will write its flight record.
-        return [*self.send(messages.Abort(encode_abort(error, self._rank))), Ended(error)]
+        return [*self.send(abort_for(error, self._rank)), Ended(error)]
 
     def beat(
         self, current: CurrentCall, flow: Flow, progress: object, now_s: float,

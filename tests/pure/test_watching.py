@@ -11,7 +11,7 @@ from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
-from ringreduce.pure.notification import encode_abort
+from ringreduce.pure.notification import abort_for
 from ringreduce.pure.watcher_messages import (
     Abort,
     Acknowledgement,
@@ -58,9 +58,7 @@ def logged(actions: list[Action]) -> list[str]:
     return [action.text for action in actions if isinstance(action, Log)]
 
 
-ABORT = watcher_messages.encode(
-    Abort(encode_abort(MismatchError("is the cause", rank=1, size=2), 1))
-)
+ABORT = watcher_messages.encode(abort_for(MismatchError("is the cause", rank=1, size=2), 1))
 
 
 def heartbeat(calls: int = 5, operation: str = "", number: int = 1, rank: int = 1) -> bytes:
