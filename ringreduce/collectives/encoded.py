@@ -73,7 +73,7 @@ class EncodedReduction:
         arriving = np.empty(self._size * own.nbytes, np.uint8)
         chunks = cut(wide, bounds)
         for chunk, piece in zip(chunks, pieces, strict=True):
-            _encode(encoding, chunk, piece, None, None)
+            _encode(encoding, chunk, piece, None)
         for _ in self._reduced(said, encoding, chunks[self._rank], pieces, arriving):
             pass
         kernels.narrow(chunks[self._rank], own)
@@ -85,25 +85,21 @@ class EncodedReduction:
         chunks = cut(flat, bounds)
         own = chunks[rank]
         ends = bounds_of([_nbytes(encoding, chunk.size) for chunk in chunks])
-        kept = () if residuals is None else (flat.nbytes, own.nbytes)
-        came = self._size * _nbytes(encoding, own.size)
-        whole, arriving, *before = self._take(ends[-1], came, *kept)
-        pieces = cut(whole, ends)
-        # Residuals as they were, and stay where a result is not finite.
         lefts: Sequence[ndarray | None] = [None] * self._size
-        olds: Sequence[ndarray | None] = lefts
-        left_of_own = old_of_own = None
+        left_of_own, kept = None, list[ndarray]()
         if residuals is not None:
-            first, old_of_own = (each.view(np.float32) for each in before)
-            lefts, olds = cut(residuals[0], bounds), cut(first, bounds)
-            left_of_own = cut(residuals[1], bounds)[rank]
-        for chunk, piece, left, old in zip(chunks, pieces, lefts, olds, strict=True):
-            _encode(encoding, chunk, piece, left, old)
+            lefts, left_of_own = cut(residuals[0], bounds), cut(residuals[1], bounds)[rank]
+            kept = [residuals[0], left_of_own]
+        came = self._size * _nbytes(encoding, own.size)
+        whole, arriving, *copies = self._take(ends[-1], came, *(each.nbytes for each in kept))
+        for each, copy in zip(kept, copies, strict=True):
+            copy[:] = each.view(np.uint8)
+        pieces = cut(whole, ends)
+        for chunk, piece, left in zip(chunks, pieces, lefts, strict=True):
+            _encode(encoding, chunk, piece, left)
         for part, place in self._reduced(said, encoding, own, pieces, arriving):
-            left = old = None
-            if left_of_own is not None and old_of_own is not None:
-                left, old = left_of_own[part], old_of_own[part]
-            _encode(encoding, own[part], pieces[rank][place], left, old)
+            left = None if left_of_own is None else left_of_own[part]
+            _encode(encoding, own[part], pieces[rank][place], left)
         self._gather(said[0], whole, ends, said[3])
         is_finite = True
         for chunk, piece in zip(chunks, pieces, strict=True):
@@ -112,8 +108,9 @@ class EncodedReduction:
                 encoding.decode(piece[place], block)
                 if residuals is not None:
                     is_finite = is_finite and encoding.are_finite(piece[place], block.size)
-        if residuals is not None and left_of_own is not None and not is_finite:
-            residuals[0][:], left_of_own[:] = first, old_of_own
+        if not is_finite:
+            for each, copy in zip(kept, copies, strict=True):
+                each.view(np.uint8)[:] = copy
 
     def _reduced(
         self,
@@ -166,11 +163,7 @@ def _nbytes(encoding: Encoding, count: int) -> int:
     return sum(place.stop - place.start for _, place in _blocks(encoding, count))
 
 
-def _encode(
-    encoding: Encoding, values: ndarray, out: ndarray, left: ndarray | None, old: ndarray | None
-) -> None:
-    """Encode with the residuals `left`, if there are some; `old` gets what they were."""
+def _encode(encoding: Encoding, values: ndarray, out: ndarray, left: ndarray | None) -> None:
+    """Encode with the residuals `left`, if there are some."""
     for part, place in _blocks(encoding, values.size):
-        if left is not None and old is not None:
-            old[part] = left[part]
         encoding.encode(values[part], out[place], None if left is None else left[part])
