@@ -76,8 +76,8 @@ def run(link_address, call_address, buffer):
             if not is_released(channels, link.streams, ahead_max):
                 return DRAINING
             status = _send(
-                link, channels, call, buffer, call.first_start, call.first_end, link.started,
-                call.offset, is_reducing,
+                link, channels, call.outgoing, buffer, call.first_start, call.first_end,
+                link.started, call.offset, is_reducing,
             )  # fmt: skip
             if status != DONE:
                 return status
@@ -120,8 +120,8 @@ def run(link_address, call_address, buffer):
                 # A partial sum is completed elsewhere.
                 is_spent = is_reduced and step.action & FINISH == 0
                 status = _send(
-                    link, channels, call, buffer, step.start, step.end, segment, number + 1,
-                    is_spent,
+                    link, channels, call.outgoing, buffer, step.start, step.end, segment,
+                    number + 1, is_spent,
                 )  # fmt: skip
                 if status != DONE:
                     return status
@@ -158,14 +158,14 @@ def is_released(channels, streams, but):
 
 
 @jit
-def _send(link, channels, call, buffer, chunk_start, chunk_end, segment, step, is_spent):
+def _send(link, channels, header, buffer, chunk_start, chunk_end, segment, step, is_spent):
     """Queue one segment of a chunk; if `is_spent`, this rank does not need it any more."""
     start = chunk_start + segment * link.segment_bytes
     nbytes = min(link.segment_bytes, chunk_end - start)
-    call.outgoing[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
-    call.outgoing[6] = np.uint64(nbytes)
+    header[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
+    header[6] = np.uint64(nbytes)
     status = send(
-        link, channels, segment % link.streams, call.outgoing.ctypes.data, buffer + start, nbytes,
+        link, channels, segment % link.streams, header.ctypes.data, buffer + start, nbytes,
         nbytes > INLINE_BYTES_MAX, is_spent,
     )  # fmt: skip
     if status == DONE:
@@ -261,17 +261,12 @@ def _post(link_address, transfer_address):
     while link.started < segments:
         if link.is_sealed != 0 and channel.borrowed - channel.released >= _CIPHERTEXTS_MAX:
             return DRAINING
-        start = link.started * link.segment_bytes
-        nbytes = min(link.segment_bytes, transfer.nbytes - start)
-        transfer.header[5] = np.uint64(link.started) << np.uint64(32)
-        transfer.header[6] = np.uint64(nbytes)
-        status = send(
-            link, channels, 0, transfer.header.ctypes.data, transfer.memory + start, nbytes,
-            nbytes > INLINE_BYTES_MAX, False,
+        status = _send(
+            link, channels, transfer.header, transfer.memory, 0, transfer.nbytes, link.started, 0,
+            False,
         )  # fmt: skip
         if status != DONE:
             return status
-        link.bytes_sent += nbytes
         link.started += 1
     return DONE
 
