@@ -14,6 +14,7 @@ Few launchers give an address where ranks can meet. What is used instead:
 """
 
 import hashlib
+import json
 import os
 import re
 import socket
@@ -23,14 +24,18 @@ from typing import NamedTuple
 
 from ringreduce.vocabulary.endpoints import address, is_local
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.nodelist import count_of, first_host
-from ringreduce.vocabulary.tf_config import read_tf_config
 
 Variables = Mapping[str, str]
 
 _PORT_MAX = 65535
 # Below what Linux gives to outgoing connections (32768), above what services use.
 _PORTS = range(20000, 29000)
+
+# Slurm's short forms: of a list, as gpu[08-10,12],login, the first host's name, in which brackets
+# hold ranges; and a count of what some hosts have each.
+_RANGE = r"\d+(?:-\d+)?"
+_FIRST = re.compile(rf"(?:[^][,\s]|\[{_RANGE}(?:,{_RANGE})*\])+(?=,|$)", re.ASCII)
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 class LaunchedRank(NamedTuple):
@@ -258,6 +263,30 @@ def _slurm(variables: Variables) -> Variables:
     return derived
 
 
+def first_host(text: str) -> str:
+    """Of Slurm's ``gpu[08-10],login`` the first: gpu08. Raises ConfigError for what is no list."""
+    found = _FIRST.match(text)
+    if not found:
+        raise _unreadable(text)
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", found[0])
+
+
+def count_of(text: str, host: int) -> int:
+    """The number on a host: ``2(x3),1`` is 2, 2, 2, 1; 0 beyond them. Raises as `first_host`."""
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part)
+        if not found:
+            raise _unreadable(text)
+        host -= int(found[2] or 1)
+        if host < 0:
+            return int(found[1])
+    return 0
+
+
+def _unreadable(text: str) -> ConfigError:
+    return ConfigError(f"cannot read {text[:80]!r} as Slurm's short form of a list")
+
+
 def _keras(variables: Variables) -> Variables:
     """Process 0's address: the first, or the only one, that is given."""
     addresses = variables.get("KERAS_DISTRIBUTION_JOB_ADDRESSES", "").split(",")
@@ -265,16 +294,54 @@ def _keras(variables: Variables) -> Variables:
 
 
 def _tf_config(variables: Variables) -> Variables | None:
-    task = read_tf_config(variables["TF_CONFIG"])
-    if task is None:
+    """The rank of the task, and the addresses of all, chief first; None for no cluster.
+
+    The evaluator is no rank: it trains nothing, so it is alone. Refused is what is no cluster of a
+    chief (or master) and workers, or has parameter servers.
+    """
+    try:
+        config = json.loads(variables["TF_CONFIG"])
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise _unusable("it is no JSON object")
+    cluster, own = config.get("cluster") or {}, config.get("task") or {}
+    if not isinstance(cluster, dict) or not isinstance(own, dict):
+        raise _unusable("cluster and task must be objects")
+    kind, index = own.get("type"), own.get("index", 0)
+    if not cluster:  # As for TensorFlow: nothing is distributed.
         return None
-    rank, addresses = task
+    if cluster.get("ps") or kind == "ps":
+        raise _unusable(
+            "it has parameter servers (ps), and ringreduce has none: every worker keeps the whole "
+            "model, and they exchange gradients with each other"
+        )
+    tasks: list[tuple[object, int]] = []
+    addresses: list[str] = []
+    for part in ("chief", "master", "worker"):
+        found = cluster.get(part) or []
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise _unusable(f"{part} must be a list with the addresses of all its tasks")
+        tasks += [(part, number) for number in range(len(found))]
+        addresses += found
+    if kind == "evaluator":
+        tasks, addresses = [(kind, index)], [""]
+    if type(index) is not int or (kind, index) not in tasks:
+        raise _unusable(f"the cluster has no task of type {kind!r} with index {index!r}")
     return {
-        "TF_CONFIG's task": str(rank),
+        "TF_CONFIG's task": str(tasks.index((kind, index))),
         "TF_CONFIG's cluster": str(len(addresses)),
         "TF_CONFIG's addresses": ",".join(addresses),
         **_split_address("TF_CONFIG's first task", addresses[0]),
     }
+
+
+def _unusable(why: str) -> ConfigError:
+    return ConfigError(
+        f"cannot use TF_CONFIG: {why}",
+        remedy='Expected is {"cluster": {"chief": ["HOST:PORT"], "worker": ["HOST:PORT", ...]}, '
+        '"task": {"type": "worker", "index": 0}}, where chief may be absent.',
+    )
 
 
 def _split_address(what: str, text: str) -> Variables:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.nodelist import count_of, first_host
+from ringreduce.vocabulary.launchers import count_of, first_host
 
 
 @pytest.mark.parametrize(
