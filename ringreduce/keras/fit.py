@@ -18,7 +18,7 @@ from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
-from ringreduce.keras.elastic import Elastic
+from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.parts.answering import Answering

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as rr
-from ringreduce.keras.elastic import Elastic
+from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError
 from tests.facts import facts_in

@@ -16,7 +16,7 @@ from shared import digest
 
 import ringreduce.keras as rr
 from ringreduce.communicator.reforming import Survivors
-from ringreduce.keras.elastic import Elastic
+from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.vocabulary.errors import RingReduceError
