@@ -74,6 +74,7 @@ copyright = "the authors of ringreduce"
 
 # Where public names are documented, in which order they are looked for.
 _MODULES = ("ringreduce.keras", "ringreduce.keras.callbacks", "ringreduce", "ringreduce.ray")
+_MODULES += ("ringreduce.keras.elastic",)
 
 
 def with_contents(app, page, source):

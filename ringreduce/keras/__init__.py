@@ -25,7 +25,7 @@ from ringreduce.communicator.process import (
     size,
 )
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.keras import callbacks, mistakes, parts
+from ringreduce.keras import callbacks, elastic, mistakes, parts
 from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.callbacks.profile import warn_of_no_profile
 from ringreduce.keras.data import permutation, shard
@@ -73,8 +73,8 @@ __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdo
 __all__ += ["evaluate", "fit", "join", "joined", "launch", "permutation", "predict", "shard"]
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
 __all__ += ["Accumulate", "DiLoCo", "EveryStep", "LocalSGD", "PowerSGD", "Strategy"]
-__all__ += ["Compression", "callbacks", "compile_gradients", "fold_seeds", "step_weight"]
-__all__ += ["broadcast_variables", "load_model", "on_rank_zero", "verify_replicas"]
+__all__ += ["Compression", "callbacks", "compile_gradients", "elastic", "fold_seeds"]
+__all__ += ["broadcast_variables", "load_model", "on_rank_zero", "step_weight", "verify_replicas"]
 __all__ += ["PartLayer", "Pipeline", "ShardedEmbedding", "in_parts", "look_up", "parts"]
 __all__ += ["ColumnParallelDense", "RowParallelDense"]
 __all__ += ["ParallelGroupQueryAttention", "ParallelMultiHeadAttention"]

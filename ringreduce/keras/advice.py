@@ -47,7 +47,6 @@ _NAMES = {
     "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
     "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
     "cross_size": "there is none: size() // local_size(), where hosts have equally many ranks",
-    "elastic": "there is none: a job that fails is started again, from BackupAndRestore",
     "broadcast_global_variables": "use broadcast_variables(model.variables, root_rank)",
     "is_homogeneous": "compare all_gather_object(local_size())",
     "PartialDistributedGradientTape": "use DistributedGradientTape(local_variables=)",

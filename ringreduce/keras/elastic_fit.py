@@ -12,34 +12,25 @@ optimizer's state, or a meeting's result.
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.reforming import reform
 from ringreduce.keras.callbacks.broadcast import shared_state
 from ringreduce.keras.join import changed_by_steps, weigh_steps
-from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.private import layers_of
-from ringreduce.keras.repeating import repeaters
+from ringreduce.keras.recovery import REPEATS_MAX, go_on, refuse_unusable
+from ringreduce.keras.repeating import is_repeating, repeaters
 from ringreduce.keras.rows import rows_in, slice_rows
 from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
 from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
-from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
-
-# A unit that fails so often without the loss of a rank is not made once more.
-_REPEATS_MAX = 8
 
 
 class Elastic:
@@ -140,7 +131,7 @@ class Elastic:
     def _unit(self, make: Callable[[], Any], *, is_step: bool) -> Any:
         """What `make` returns, or what it has led to on another rank: of a step None."""
         ring, units = self._ring, self._units
-        for repeats_left in reversed(range(_REPEATS_MAX)):
+        for repeats_left in reversed(range(REPEATS_MAX)):
             try:
                 found = make()
             except RingReduceError as error:
@@ -181,39 +172,9 @@ class Elastic:
 
     def _go_on(self, error: RingReduceError) -> None:
         """Form the ring anew of the ranks that are left, and bring all to the same unit."""
-        began, ring = time.monotonic(), self._ring
-        before, steps = ring.members, self._steps
-        for attempts_left in reversed(range(_REPEATS_MAX)):
-            try:
-                reform(ring, [] if error.peer is None else [error.peer])
-                self._require_enough(before)
-                self._catch_up()
-                break
-            except PeerError as another:  # One more is lost.
-                if not attempts_left:
-                    raise
-                error = another
+        step = self._steps + 1
+        go_on(self._ring, error, self._minimum, f"in step {step}", self._catch_up, step)
         self._model._eval_epoch_iterator = None
-        seconds = time.monotonic() - began
-        lost = sorted({*before} - {*ring.members})
-        is_said = handover.tell(Reformed(ring.epoch, tuple(ring.members), steps + 1, seconds))
-        if lost and not is_said:
-            _log.warning(
-                "[%d/%d] lost %s in step %d; %s went on after %.1f s",
-                *(ring.config.rank, ring.config.size, named("rank", lost)),
-                *(steps + 1, named("rank", ring.members), seconds),
-            )
-
-    def _require_enough(self, before: Any) -> None:
-        ring = self._ring
-        if ring.size < self._minimum:
-            lost = named("rank", sorted({*before} - {*ring.members}))
-            raise ConfigError(
-                f"has {ring.size} ranks left without {lost}, lost in step {self._steps + 1}, and "
-                f"was to go on with at least {self._minimum}",
-                **ring.config.who,
-                remedy=f"See the log of {lost}. The job can be started again from its last backup.",
-            )
 
     def _catch_up(self) -> None:
         """Bring those that are behind to the end of the unit that others have ended."""
@@ -241,21 +202,13 @@ def _of_any_rows(spec: Any) -> Any:
 def _refuse_unusable(model: Any, ring: Communicator) -> None:
     """ConfigError if steps of `model` on `ring` cannot be made again."""
     found, problems = wrappers_in(model), []
+    if is_repeating(ring):
+        problems.append("rr.elastic.run around rr.fit, which needs none")
     if len(found) != 1:
         problems.append(f"{len(found)} distributed optimizers")
-    problems += [why for one in found if (why := one.why_not_repeated)]
-    if ring.parent is not None:
-        problems.append("a group of ranks")
     if model.steps_per_execution != 1:
         problems.append(f"steps_per_execution={model.steps_per_execution}")
     if model.jit_compile and type(model).train_step is not keras.Model.train_step:
         # Its code after the update would see the weights before it.
         problems.append("a train_step of its own with jit_compile=True")
-    if any(isinstance(layer, SyncBatchNormalization) for layer in layers_of(model)):
-        problems.append("SyncBatchNormalization")
-    if problems:
-        raise ConfigError(
-            f"cannot make a step again after the loss of a rank: has {', '.join(problems)}",
-            **ring.config.who,
-            remedy="Leave --elastic out, or change that.",
-        )
+    refuse_unusable(model, found, ring, problems)

@@ -66,12 +66,12 @@ if case.get("behind") == RANK:
     passed = CommitPoint.passed
     times = iter(range(100))
 
-    def late(point, means):
+    def late(point, means, update):
         while next(times) == case["behind_in"] and ring.failure is None:
             time.sleep(0.01)
         if ring.failure is not None:
             raise ring.failure
-        return passed(point, means)
+        return passed(point, means, update)
 
     CommitPoint.passed = late
 

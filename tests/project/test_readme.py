@@ -40,7 +40,7 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert SHOWN.count("```python") == len(PROGRAMS) == 11
+    assert SHOWN.count("```python") == len(PROGRAMS) == 12
 
 
 def test_the_readme_is_short():
@@ -78,6 +78,7 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
         ("vote.py", 2, r"rank \d: loss (\S+)"),
         in_full("experts.py", 3, r"rank \d: loss (\S+)"),
         in_full("loop.py", 2, r"rank \d: loss (\S+)"),
+        in_full("elastic_loop.py", 3, r"rank \d: loss (\S+)"),
     ],
 )
 def test_an_example_says_the_same_on_all_ranks(tmp_path, name, workers, loss):

@@ -1,0 +1,180 @@
+"""Loops of one's own that go back to their last commit when a rank is lost, and go on.
+
+    rank 0   commit 4   step   step -- fails -- ring anew, commit 4 -- step   step   commit 5
+    rank 1   commit 4   step   dies
+
+Ranks that have committed differently all get the newest commit that one of them has.
+"""
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.initial import broadcast_variables
+from ringreduce.keras.recovery import REPEATS_MAX, go_on, refuse_unusable
+from ringreduce.keras.repeating import is_repeating, repeaters
+from ringreduce.keras.wrapper import Wrapper
+from ringreduce.tensorflow.variables import value_of
+from ringreduce.vocabulary.config import elastic_minimum
+from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
+
+__all__ = ["KerasState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+_log = logging.getLogger(__name__)
+
+
+class State:
+    """What a loop needs to go on: `variables`, and `attributes` such as ``state.epoch``.
+
+    These are numbers, text, bytes, lists and dicts. Other attributes that are set on it are neither
+    committed nor shared.
+    """
+
+    def __init__(self, variables: Sequence[Any] = (), **attributes: Any) -> None:
+        self._variables = self._shared = list(variables)
+        self._names = list(attributes)
+        vars(self).update(attributes)
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._commits = 0
+        self.save()
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have each of `callbacks` called on all ranks after a loss, before the state is shared.
+
+        A further loss may call them again: ``lr.assign(0.1 * rr.size())``, not ``lr.assign(lr/2)``.
+        """
+        self._reset_callbacks += callbacks
+
+    def commit(self) -> None:
+        """Copy what is now, to go back to; all ranks at the same points. It needs no other rank."""
+        self.save()
+        self._commits += 1
+
+    def save(self) -> None:
+        """Copy variables and attributes for `restore`; for other ranks that is no commit."""
+        values = [np.array(value_of(variable)) for variable in self._variables]
+        self._saved = values, copy.deepcopy(self._attributes())
+
+    def restore(self) -> None:
+        """Go back to what was saved last, on this rank."""
+        values, attributes = self._saved
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
+        vars(self).update(copy.deepcopy(attributes))
+
+    def sync(self) -> None:
+        """Give all ranks what one that has committed most often has, and commit. Collective."""
+        ring = default_communicator()
+        commits = ring.all_gather_object(self._commits)
+        newest = commits.index(max(commits))
+        vars(self).update(ring.broadcast_object(self._attributes(), newest))
+        broadcast_variables(self._shared, newest, ring)
+        self._commits = max(commits)
+        self.commit()
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _where(self) -> str:
+        numbers = [f"{n}={v}" for n, v in self._attributes().items() if isinstance(v, int)]
+        return f"at {', '.join(numbers)}" if numbers else "in a loop"
+
+
+class KerasState(State):
+    """`State` of a built model and an optimizer, by default its own.
+
+    With states of random generators, which stay each rank's own. Raises ConfigError if the model is
+    not built, or the job is elastic and steps of these cannot be made again.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:
+        self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
+        if not model.built:
+            raise ConfigError(
+                f"got a model ({model.name}) without weights as the state of a loop",
+                remedy="Build it first, with model.build() or a keras.Input.",
+            )
+        weights, variables = list(model.weights), list(model.variables)
+        if (one := self.optimizer) is not None:
+            if elastic_minimum() is not None:
+                ring = getattr(one, "communicator", None) or default_communicator()
+                refuse_unusable(model, [one] if isinstance(one, Wrapper) else [], ring)
+            if not one.built:
+                getattr(one, "build_inner", one.build)(model.trainable_variables)
+            weights, variables = [[*one.variables, *each] for each in (weights, variables)]
+        super().__init__(variables, **attributes)
+        self._shared = getattr(one, "shared", list)(weights)
+
+
+# Horovod's names.
+TensorFlowKerasState, TensorFlowState = KerasState, State
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``function(state, ...)``, a training loop, to go on when ranks are lost.
+
+    It is called after ``state.sync()``. When a rank is lost in an elastic job (``ringreduce run
+    --elastic``), those that are left form the ring anew, go back to the newest commit and call it
+    again. So it must take ranks, shares of data and where to begin from ``rr.size()`` and the state
+    when it begins. All ranks make the same calls in it, and what it returns is returned.
+
+    Raises:
+        ConfigError: less ranks are left than training may go on with.
+        Exception: what it raises for another reason.
+    """
+
+    @functools.wraps(function)
+    def running(state: State, *arguments: Any, **options: Any) -> Any:
+        ring, minimum = default_communicator(), elastic_minimum()
+        call = functools.partial(function, state, *arguments, **options)
+        if minimum is None or is_repeating(ring):
+            state.sync()
+            return call()
+        repeaters[ring] = lambda meeting: meeting()
+        try:
+            return _repeated(call, state, ring, minimum)
+        finally:
+            del repeaters[ring]
+
+    return running
+
+
+def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum: int) -> Any:
+    """What `call` returns, once it has returned on all ranks."""
+    result, has_ended = None, False
+
+    def go_back() -> None:
+        nonlocal has_ended
+        # Where all ranks have ended nothing is to be made again.
+        if not all(ring.all_gather_object(has_ended)):
+            has_ended = False
+            state.restore()
+            for callback in state._reset_callbacks:
+                callback()
+
+    state.save()
+    commits, repeats_left = state._commits, REPEATS_MAX
+    while True:
+        try:
+            if not has_ended:
+                state.sync()
+                if ring.epoch and ring.rank == 0:
+                    who = ring.config.rank, ring.config.size
+                    _log.warning("[%d/%d] goes on from the commit %s", *who, state._where())
+                if state._commits > commits + 1:
+                    repeats_left = REPEATS_MAX
+                commits = state._commits
+                result, has_ended = call(), True
+            ring.barrier()  # Without a rank that has ended the others could not go back.
+            return result
+        except RingReduceError as error:
+            if not (isinstance(ring.failure, PeerError) and repeats_left):
+                raise
+            repeats_left -= 1
+            go_on(ring, error, minimum, state._where(), go_back)

@@ -1,0 +1,83 @@
+"""Brings the ranks that are left after a loss together; for `rr.fit` and loops of one's own."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Reformed
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.reforming import reform
+from ringreduce.keras.normalization import SyncBatchNormalization
+from ringreduce.keras.private import layers_of
+from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
+from ringreduce.vocabulary.words import named
+
+_log = logging.getLogger(__name__)
+
+# What fails so often is not made once more, unless training has gone on meanwhile.
+REPEATS_MAX = 8
+
+
+def go_on(
+    ring: Communicator,
+    error: RingReduceError,
+    minimum: int,
+    where: str,
+    catch_up: Callable[[], None],
+    step: int = -1,
+) -> None:
+    """Form `ring`, which `error` has broken, anew; then `catch_up` brings all to one point.
+
+    That is collective, and made again where one more rank is lost. `where` says in an error and in
+    the log when it was: ``in step 7``; `step` is for the launcher.
+
+    Raises:
+        ConfigError: less than `minimum` ranks are left.
+        PeerError, RendezvousError: as `reform`.
+    """
+    began, before = time.monotonic(), ring.members
+    for attempts_left in reversed(range(REPEATS_MAX)):
+        try:
+            reform(ring, [] if error.peer is None else [error.peer])
+            lost = named("rank", sorted({*before} - {*ring.members}))
+            if ring.size < minimum:
+                raise ConfigError(
+                    f"has {ring.size} ranks left without {lost}, lost {where}, and was to go on "
+                    f"with at least {minimum}",
+                    **ring.config.who,
+                    remedy=f"See the log of {lost}. The job can be started again from its last "
+                    "backup.",
+                )
+            catch_up()
+            break
+        except PeerError as another:  # One more is lost.
+            if not attempts_left:
+                raise
+            error = another
+    seconds = time.monotonic() - began
+    is_said = handover.tell(Reformed(ring.epoch, tuple(ring.members), step, seconds))
+    if ring.size < len(before) and not is_said:
+        _log.warning(
+            "[%d/%d] lost %s %s; %s went on after %.1f s",
+            *(ring.config.rank, ring.config.size, lost, where, named("rank", ring.members)),
+            seconds,
+        )
+
+
+def refuse_unusable(
+    model: Any, optimizers: Iterable[Any], ring: Communicator, others: Sequence[str] = ()
+) -> None:
+    """ConfigError if what `model` has, or `others`, cannot be made again on `ring`."""
+    problems = [*others, *(why for one in optimizers if (why := one.why_not_repeated))]
+    if ring.parent is not None:
+        problems.append("a group of ranks")
+    if any(isinstance(layer, SyncBatchNormalization) for layer in layers_of(model)):
+        problems.append("SyncBatchNormalization")
+    if problems:
+        raise ConfigError(
+            f"cannot make a step again after the loss of a rank: has {', '.join(problems)}",
+            **ring.config.who,
+            remedy="Leave --elastic out, or change that.",
+        )

@@ -1,0 +1,125 @@
+"""Loops of one's own go back to the newest commit when ranks are lost."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import ringreduce.keras as rr
+from ringreduce import ConfigError
+from ringreduce.testing import ring_of_threads
+from tests.facts import facts_in
+from tests.jobs import run_job
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+
+ALL = [[epoch, batch] for epoch in range(2) for batch in range(5)]
+
+
+def said(size, left, least=1, **case):
+    """By rank, what those say that are left."""
+    done = run_job(
+        *(size, ["tests/programs/elastic_loop.py", json.dumps(case)]),
+        timeout_s=20.0,
+        environment={} if least is None else {"RINGREDUCE_ELASTIC": str(least)},
+    )
+    found = {fact["rank"]: fact for fact in facts_in(done.output)}
+    assert sorted(found) == left, done.errors
+    assert len({fact["digest"] for fact in found.values()}) == 1
+    return found, done
+
+
+@pytest.mark.parametrize(
+    ("way", "size", "faults", "trail"),
+    [
+        # One is lost in a step, one while the others recover, one when all have ended.
+        (
+            *("eager", 4),
+            [[3, "step", 4, "kill"], [0, "sync", 2, "kill"], [1, "return", 1, "kill"]],
+            [(4, ALL[:3]), (2, ALL[2:])],
+        ),
+        # One that has not made a commit gets another's; a commit that is lost is not gone back to.
+        (
+            *("graph", 4),
+            [
+                *([2, "end", 4, "kill"], [0, "commit", 2, "wait"]),
+                *([3, "committed", 3, "kill"], [0, "commit", 3, "wait"], [1, "commit", 3, "wait"]),
+            ],
+            [(4, ALL[:4]), (3, ALL[4:7]), (2, ALL[4:])],
+        ),
+        ("xla", 2, [[0, "step", 4, "kill"]], [(2, ALL[:3]), (1, ALL[2:])]),
+    ],
+)
+def test_they_end_as_one_process_does(way, size, faults, trail):
+    left = sorted({*range(size)} - {rank for rank, *_, how in faults if how == "kill"})
+    found, _ = said(size, left, way=way, faults=faults, fits=way == "graph")
+    for fact in found.values():
+        assert fact["result"] == "done", fact
+        assert fact["trail"] == [[*at, ranks] for ranks, steps in trail for at in steps]
+        assert fact["difference"] < 1e-6
+        assert fact["iterations"] == len(ALL)
+        assert fact["seen"] == [1, 2, 3, 4, 5] * 2
+        assert fact["members"] == left
+        assert fact["resets"][-1][2] == trail[-1][0]
+        if way == "graph":
+            assert "has rr.elastic.run around rr.fit" in fact["fit"]
+
+
+def test_too_few_say_who_was_lost():
+    found, _ = said(3, [0, 1], least=3, way="eager", faults=[[2, "step", 4, "kill"]])
+    for rank in (0, 1):
+        assert found[rank]["error"] == "ConfigError"
+        assert (
+            f"rank {rank} of 3 has 2 ranks left without rank 2, lost at batch=3, epoch=0, and was "
+            "to go on with at least 3. See the log of rank 2."
+        ) in found[rank]["text"]
+
+
+def test_a_job_that_is_not_elastic_begins_alike_and_ends_with_the_loss():
+    found, _ = said(2, [0], least=None, way="eager", faults=[[1, "step", 4, "kill"]])
+    assert found[0]["error"] == "PeerLostError"
+    assert found[0]["trail"] == [[*at, 2] for at in ALL[:3]]
+
+
+def test_a_state_is_what_was_saved_last():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)])
+    state = rr.elastic.TensorFlowKerasState(model, keras.optimizers.Adam(), epoch=3, seen=[1])
+    variables = [*state.optimizer.variables, *model.variables]
+    before = [np.array(each.numpy()) for each in variables]
+    assert len(before) == 2 + 4 + 2 + 1
+
+    def changed():
+        state.epoch, state.other = 4, 5
+        state.seen.append(2)
+        for variable in variables:
+            variable.assign(variable + 1)
+
+    for _ in range(2):
+        changed()
+        state.restore()
+        assert (state.epoch, state.seen, state.other) == (3, [1], 5)
+        for variable, value in zip(variables, before, strict=True):
+            assert np.array_equal(variable.numpy(), value)
+    changed()
+    state.commit()
+    changed()
+    state.restore()
+    assert (state.epoch, state.seen) == (4, [1, 2])
+    assert int(state.optimizer.iterations.numpy()) == 1
+
+
+def test_what_cannot_be_made_again_is_refused_at_the_start(monkeypatch):
+    with pytest.raises(ConfigError, match=r"without weights .* keras\.Input"):
+        rr.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+    monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
+
+    def work(comm):
+        layers = [keras.Input((1,)), keras.layers.Dense(1), rr.SyncBatchNormalization()]
+        optimizer = rr.DistributedOptimizer(
+            keras.optimizers.SGD(), comm.split(0), strategy=rr.LocalSGD(5)
+        )
+        with pytest.raises(ConfigError, match=r"LocalSGD.*, a group of ranks, SyncBatch"):
+            rr.elastic.KerasState(keras.Sequential(layers), optimizer)
+
+    ring_of_threads(1, work)
