@@ -73,6 +73,7 @@ def _median(call: Callable[[], object], ring: Communicator) -> float:
         call()
         return time.perf_counter() - started
 
+    once()  # It may compile.
     first = once()
     count = ring.broadcast_object(min(_CALLS_MAX, int(_SECONDS / first)))
     return statistics.median([once() for _ in range(count)] or [first])
