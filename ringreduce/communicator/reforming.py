@@ -25,7 +25,7 @@ from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import EPOCHS_MAX, Membership
 from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
 from ringreduce.transport.routes import Routes
-from ringreduce.transport.unix import end_process
+from ringreduce.transport.unix import end_process, is_stopped
 from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
@@ -50,7 +50,8 @@ def reform(communicator: Communicator, without: Collection[int] = ()) -> None:
 
     All ranks that are left must call it, whether or not the ring has failed on them; it returns
     when all have done so and passed a first barrier. Those that do not come within
-    ``join_timeout_s``, or of `without` within a second, are left out; on this host they are killed.
+    ``join_timeout_s``, or of `without` within a second, or if they are stopped here within
+    ``timeout_s``, are left out; on this host they are killed.
     Then `communicator` has ranks from 0 on again, in the order of before. Its groups are closed;
     form them anew with `split`. Errors and logs go on naming the ranks of the job.
 
@@ -159,7 +160,11 @@ class Survivors:
             now = time.monotonic()
             here = set(members) - self._dead - self._silent(members, TIMES.silent_s)
             unknown = set(members) - self._dead - here
-            limit_s = TIMES.silent_s if unknown <= {*self._without} else self._config.join_timeout_s
+            limit_s = self._config.join_timeout_s
+            if unknown <= {*self._without}:
+                limit_s = TIMES.silent_s
+            elif all(map(self._is_stopped, unknown - {*self._without})):
+                limit_s = self._config.timeout_s
             if unknown and now - began_s < limit_s:
                 continue
             if unknown and not kills_s:
@@ -198,6 +203,11 @@ class Survivors:
 
     def _find_dead(self, members: Collection[int]) -> None:
         self._dead |= self._visits.refused(self._silent(members, 2 * TIMES.poll_s))
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether it is known to be a process of this host that is stopped now."""
+        process = self._job.processes.get(rank)
+        return process is not None and is_stopped(process)
 
     def _kill(self, rank: int) -> bool:
         """End the process of a rank of this host, so that it is proven dead; whether it did."""

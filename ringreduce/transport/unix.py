@@ -222,11 +222,22 @@ def _is_readable(connection: socket.socket) -> bool:
     return bool(poll.poll(milliseconds(TIMES.poll_s)))
 
 
+def is_stopped(process: tuple[int, int]) -> bool:
+    """Whether it is there, and stopped, as by SIGSTOP or a debugger."""
+    return _identified(process[0]) == process and _facts(process[0])[:1] in ([b"T"], [b"t"])
+
+
 def _identified(process: int) -> tuple[int, int] | None:
     """The process and when it began, in ticks; None if it is gone, or not seen from here."""
+    facts = _facts(process)
+    return (process, int(facts[19])) if facts else None
+
+
+def _facts(process: int) -> list[bytes]:
+    """Its state and what else the kernel says (proc_pid_stat(5), from the third field on)."""
     with contextlib.suppress(OSError), open(f"/proc/{process}/stat", "rb") as file:
-        return process, int(file.read().rpartition(b")")[2].split()[19])
-    return None
+        return file.read().rpartition(b")")[2].split()
+    return []
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:

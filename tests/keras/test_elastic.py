@@ -1,6 +1,7 @@
 """Training goes on when ranks are lost: no step and no sample is lost, and none is used twice."""
 
 import json
+import time
 
 import keras
 import numpy as np
@@ -219,3 +220,13 @@ def test_no_weight_is_updated_by_a_step_that_fails(tmp_path, way, number):
     faults = [[2, "bucket", number, "kill"]]
     found, _ = trained(tmp_path, 3, [2], way=way, faults=faults, more=64)
     assert_exactly_once(found)
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped_when_another_dies_is_not_waited_for_until_all_may_join(tmp_path):
+    faults = [[2, "begin", 6, "stop"], [0, "begin", 6, "kill"]]
+    began = time.monotonic()
+    found, _ = trained(tmp_path, 3, [0, 2], timeout_s=1.0, way="eager", faults=faults)
+    assert_exactly_once(found)
+    # 120 s is the limit to join.
+    assert time.monotonic() - began < 60
