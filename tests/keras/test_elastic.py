@@ -230,3 +230,13 @@ def test_a_rank_that_is_stopped_when_another_dies_is_not_waited_for_until_all_ma
     assert_exactly_once(found)
     # 120 s is the limit to join.
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.full
+def test_weights_depend_only_on_who_takes_part_in_each_step(tmp_path):
+    digests = set()
+    for how in ("kill", "exit", "raise"):
+        faults = [[2, "begin", 7, how]]
+        found, _ = trained(tmp_path, 3, [2], data="generator", short=5, more=64, faults=faults)
+        digests |= {fact["digest"] for fact in found.values()}
+    assert len(digests) == 1
