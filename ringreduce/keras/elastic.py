@@ -125,7 +125,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     when it begins. All ranks make the same calls in it, and what it returns is returned.
 
     Raises:
-        ConfigError: less ranks are left than training may go on with.
+        RendezvousError: fewer ranks are left than training may go on with.
         Exception: what it raises for another reason.
     """
 

@@ -11,7 +11,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import reform
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.private import layers_of
-from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
+from ringreduce.vocabulary.errors import ConfigError, PeerError, RendezvousError, RingReduceError
 from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
@@ -34,19 +34,21 @@ def go_on(
     the log when it was: ``in step 7``; `step` is for the launcher.
 
     Raises:
-        ConfigError: less than `minimum` ranks are left.
-        PeerError, RendezvousError: as `reform`.
+        RendezvousError: fewer than `minimum` ranks are left, or as `reform`.
+        PeerError: as `reform`.
     """
     began, before = time.monotonic(), ring.members
     for attempts_left in reversed(range(REPEATS_MAX)):
         try:
             reform(ring, [] if error.peer is None else [error.peer])
-            lost = named("rank", sorted({*before} - {*ring.members}))
+            gone = sorted({*before} - {*ring.members})
+            lost = named("rank", gone)
             if ring.size < minimum:
-                raise ConfigError(
+                raise RendezvousError(
                     f"has {ring.size} ranks left without {lost}, lost {where}, and was to go on "
                     f"with at least {minimum}",
                     **ring.config.who,
+                    peer=gone[0],
                     remedy=f"See the log of {lost}. The job can be started again from its last "
                     "backup.",
                 )
@@ -58,7 +60,7 @@ def go_on(
             error = another
     seconds = time.monotonic() - began
     is_said = handover.tell(Reformed(ring.epoch, tuple(ring.members), step, seconds))
-    if ring.size < len(before) and not is_said:
+    if gone and not is_said:
         _log.warning(
             "[%d/%d] lost %s %s; %s went on after %.1f s",
             *(ring.config.rank, ring.config.size, lost, where, named("rank", ring.members)),

@@ -140,8 +140,8 @@ def test_too_few_say_who_was_lost(tmp_path):
     found, _ = trained(tmp_path, 3, [2], least=3, way="eager", faults=faults)
     for rank in (0, 1):
         assert found[rank]["error"].startswith(
-            f"ConfigError: rank {rank} of 3 has 2 ranks left without rank 2, lost in step 6, and "
-            "was to go on with at least 3. See the log of rank 2."
+            f"RendezvousError: rank {rank} of 3 has 2 ranks left without rank 2, lost in step 6, "
+            "and was to go on with at least 3. See the log of rank 2."
         )
 
 

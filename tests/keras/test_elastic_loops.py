@@ -69,7 +69,7 @@ def test_they_end_as_one_process_does(way, size, faults, trail):
 def test_too_few_say_who_was_lost():
     found, _ = said(3, [0, 1], least=3, way="eager", faults=[[2, "step", 4, "kill"]])
     for rank in (0, 1):
-        assert found[rank]["error"] == "ConfigError"
+        assert found[rank]["error"] == "RendezvousError"
         assert (
             f"rank {rank} of 3 has 2 ranks left without rank 2, lost at batch=3, epoch=0, and was "
             "to go on with at least 3. See the log of rank 2."
