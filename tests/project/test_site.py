@@ -26,7 +26,11 @@ def test_every_page_is_in_the_menu_once():
     pages = contents()
     written = {
         str(path.relative_to(ROOT).with_suffix(""))
-        for path in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md"))
+        for path in (
+            *(ROOT / "docs").rglob("*.md"),
+            *ROOT.glob("*.md"),
+            *ROOT.glob("[!.]*/README.md"),
+        )
     }
     assert set(pages) | {"README"} == written
     assert len(pages) == len(set(pages))
