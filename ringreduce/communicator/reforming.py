@@ -45,7 +45,13 @@ _log = logging.getLogger(__name__)
 _ATTEMPTS = 5
 
 
-def reform(communicator: Communicator, without: Collection[int] = ()) -> None:
+class EndedError(RendezvousError):
+    """The ring is not formed anew: another rank has come to the end of what it was for."""
+
+
+def reform(
+    communicator: Communicator, without: Collection[int] = (), *, at_end: bool = False
+) -> None:
     """Make `communicator`, that of the whole job, work again, of the ranks that are left.
 
     All ranks that are left must call it, whether or not the ring has failed on them; it returns
@@ -55,10 +61,13 @@ def reform(communicator: Communicator, without: Collection[int] = ()) -> None:
     Then `communicator` has ranks from 0 on again, in the order of before. Its groups are closed;
     form them anew with `split`. Errors and logs go on naming the ranks of the job.
 
+    `at_end`: this rank may be told by another that it has ended (`answer_others`).
+
     Raises:
         ArrayError: `without` has this rank, or none of the job; or `communicator` is a group.
         ClosedError: `communicator` was closed.
         ConfigError: this system cannot shut a port, so that no rank waits for others.
+        EndedError: as said.
         RendezvousError: the others have left this rank out; or those that are left are too few, so
             that the rest may go on. It can be called again.
         PeerError: others were lost time and again while the ring formed.
@@ -72,7 +81,7 @@ def reform(communicator: Communicator, without: Collection[int] = ()) -> None:
         communicator._use(Session(config, alone, None, None, old.lasting))
         return
     for attempts_left in reversed(range(_ATTEMPTS)):
-        with Survivors(config, job, without) as survivors:
+        with Survivors(config, job, without, at_end) as survivors:
             view = survivors.agree()
             membership = Membership(view.members, 0, view.number)
             # Ways that were found before may be what has failed.
@@ -89,6 +98,26 @@ def reform(communicator: Communicator, without: Collection[int] = ()) -> None:
         text = "[%d/%d] ring formed anew, epoch %d, of ranks %s"
         _log.info(text, config.rank, config.size, view.number, list(view.members))
         return
+
+
+def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
+    """Choose what others hear that form the ring anew: that it has ended on this rank, or nothing.
+
+    They may go on without it then, if it has come to an end that all have come to. A thread
+    answers, until this is called again, `reform` is, or the communicator is closed.
+    """
+    if (job := communicator._session.job) is not None:
+        job.standby.answering.close()
+        if has_ended:
+            visits = Visits(job.standby, job.security, job.number, _ways(communicator.config, job))
+            job.standby.answering.callback(visits.close)
+            visits.answer(View(job.agreement.view.number + 1, ()))
+
+
+def _ways(config: Config, job: formation.Job) -> dict[int, list[tuple[str, int]]]:
+    """By rank, the addresses at which the others of the last view may be."""
+    others = [each for each in job.agreement.view.members if each != config.rank]
+    return {each: job.routes.ways(each, job.standbys[each]) for each in others}
 
 
 def _check(old: Session, without: Collection[int]) -> None:
@@ -117,17 +146,23 @@ def _check(old: Session, without: Collection[int]) -> None:
 class Survivors:
     """This rank among those that are left: they agree who goes on, and exchange what they need.
 
-    `without` are ranks that are probably lost. While it is open this rank's standby port is; and
-    afterwards too, if it has left out a rank that may be alive, to tell it so when it wakes.
+    `without` are ranks that are probably lost; `at_end` as in `reform`. While it is open this
+    rank's standby port is; and afterwards too, if it has left out a rank that may be alive, to tell
+    it so when it wakes.
     """
 
-    def __init__(self, config: Config, job: formation.Job, without: Collection[int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        job: formation.Job,
+        without: Collection[int],
+        at_end: bool = False,
+    ) -> None:
         job.standby.answering.close()
-        self._config, self._job, self._without = config, job, without
+        self._config, self._job, self._without, self._at_end = config, job, without, at_end
         self._rank, self._who = config.rank, config.who
-        members = job.agreement.view.members
-        self._others = [each for each in members if each != self._rank]
-        ways = {each: job.routes.ways(each, job.standbys[each]) for each in self._others}
+        ways = _ways(config, job)
+        self._others = [*ways]
         self._visits = Visits(job.standby, job.security, job.number, ways)
         self._deadline = time.monotonic() + config.join_timeout_s
         self._dead: frozenset[int] = frozenset()
@@ -181,6 +216,9 @@ class Survivors:
             if now >= proposes_s:
                 proposes_s = now + TIMES.answer_s + delay_s
                 self._take(propose(job.agreement, here, self._dead))
+        if chosen is not None and not chosen.members:
+            job.agreement = job.agreement._replace(successor=None)  # That was no choice.
+            raise EndedError("was told that the ring has ended", **self._who)
         if chosen is None or self._rank not in chosen.members:
             others = "the others" if chosen is None else named("rank", chosen.members)
             raise RendezvousError(
@@ -247,6 +285,9 @@ class Survivors:
             for peer in self._others:
                 self._visits.send(Message(Kind.HERE, self._rank, peer, number, values=self._values))
         for message in self._visits.receive(wait_s):
+            is_end = message.value is not None and not message.value.members
+            if is_end and not self._at_end:
+                continue  # What has ended there is what came before this; it will come.
             if message.view == job.agreement.view.number:
                 self._heard[message.sender] = time.monotonic()
                 if message.kind is Kind.HERE:

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.reforming import Survivors, reform
+from ringreduce.communicator.reforming import EndedError, Survivors, answer_others, reform
 from ringreduce.effects.events import Events
+from ringreduce.pure.views import Message, View
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
     ArrayError,
@@ -206,6 +208,38 @@ def test_a_rank_that_wakes_is_told_that_it_was_left_out() -> None:
         if not wakes:
             reform(comm)
             assert comm.all_gather_object(comm.config.rank) == [0, 2]
+
+    ring_of_threads(3, work)
+
+
+def test_a_rank_at_the_end_is_told_that_another_has_ended_and_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together, told = threading.Barrier(3, timeout=30), {1: threading.Event(), 2: threading.Event()}
+    receive = Visits.receive
+
+    def noted(visits: Visits, wait_s: float) -> Iterator[Message]:
+        for message in receive(visits, wait_s):
+            yield message
+            if message.value == View(1, ()):
+                told[message.receiver].set()
+
+    monkeypatch.setattr(Visits, "receive", noted)
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            answer_others(comm, has_ended=True)
+        together.wait()
+        if comm.rank == 1:
+            with pytest.raises(EndedError, match="has ended"):
+                reform(comm, at_end=True)
+        elif comm.rank == 0:
+            # Rank 2 is not at the end: what has ended is another training.
+            assert all(event.wait(30) for event in told.values())
+        if comm.rank < 2:
+            answer_others(comm, has_ended=False)
+        reform(comm)
+        assert comm.all_gather_object(comm.rank) == [0, 1, 2]
 
     ring_of_threads(3, work)
 
