@@ -17,7 +17,7 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.initial import broadcast_variables
-from ringreduce.keras.recovery import REPEATS_MAX, go_on, refuse_unusable
+from ringreduce.keras.recovery import REPEATS_MAX, ending_together, go_on, refuse_unusable
 from ringreduce.keras.repeating import is_repeating, repeaters
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow.variables import value_of
@@ -27,6 +27,8 @@ from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
 __all__ = ["KerasState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 _log = logging.getLogger(__name__)
+
+_SAVE = "The state is that of the newest commit: save it where this error is caught."
 
 
 class State:
@@ -125,7 +127,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     when it begins. All ranks make the same calls in it, and what it returns is returned.
 
     Raises:
-        RendezvousError: fewer ranks are left than training may go on with.
+        RendezvousError: fewer ranks are left than training may go on with. All of them have the
+            newest commit then, to save it.
         Exception: what it raises for another reason.
     """
 
@@ -157,24 +160,29 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
             state.restore()
             for callback in state._reset_callbacks:
                 callback()
+            if ring.size < minimum:
+                state.sync()
 
     state.save()
     commits, repeats_left = state._commits, REPEATS_MAX
-    while True:
-        try:
-            if not has_ended:
-                state.sync()
-                if ring.epoch and ring.rank == 0:
-                    who = ring.config.rank, ring.config.size
-                    _log.warning("[%d/%d] goes on from the commit %s", *who, state._where())
-                if state._commits > commits + 1:
-                    repeats_left = REPEATS_MAX
-                commits = state._commits
-                result, has_ended = call(), True
-            ring.barrier()  # Without a rank that has ended the others could not go back.
-            return result
-        except RingReduceError as error:
-            if not (isinstance(ring.failure, PeerError) and repeats_left):
-                raise
-            repeats_left -= 1
-            go_on(ring, error, minimum, state._where(), go_back)
+    with ending_together(ring):
+        while True:
+            try:
+                if not has_ended:
+                    state.sync()
+                    if ring.epoch and ring.rank == 0:
+                        who = ring.config.rank, ring.config.size
+                        _log.warning("[%d/%d] goes on from the commit %s", *who, state._where())
+                    if state._commits > commits + 1:
+                        repeats_left = REPEATS_MAX
+                    commits = state._commits
+                    result, has_ended = call(), True
+                ring.barrier()  # Without a rank that has ended the others could not go back.
+                break
+            except RingReduceError as error:
+                if not (isinstance(ring.failure, PeerError) and repeats_left):
+                    raise
+                repeats_left -= 1
+                where = state._where()
+                go_on(ring, error, minimum, where, go_back, lambda: _SAVE, at_end=has_ended)
+    return result

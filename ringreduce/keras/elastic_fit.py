@@ -12,13 +12,14 @@ optimizer's state, or a meeting's result.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.backup import Place, back_up
 from ringreduce.keras.callbacks.broadcast import shared_state
 from ringreduce.keras.join import changed_by_steps, weigh_steps
 from ringreduce.keras.recovery import REPEATS_MAX, go_on, refuse_unusable
@@ -37,13 +38,24 @@ class Elastic:
     """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
 
     A context, in which the model's training function takes global batches, and this rank's rows of
-    each, of which `batches` is the `element_spec`. The model and its optimizer are built. Raises
-    ConfigError if steps cannot be made again.
+    each, of which `batches` is the `element_spec`. The model and its optimizer are built. Where too
+    few ranks are left, one backs up with those of `callbacks` that can. Raises ConfigError if steps
+    cannot be made again.
     """
 
-    def __init__(self, model: Any, ring: Communicator, minimum: int, batches: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ring: Communicator,
+        minimum: int,
+        batches: Any,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
         _refuse_unusable(model, ring)
         self._model, self._ring, self._minimum = model, ring, minimum
+        self._callbacks = callbacks
+        self.place = Place(lambda: self._steps)
+        self._at_end = False  # Nothing is left but to leave together.
         [self._optimizer] = wrappers_in(model)
         self._commit = CommitPoint()
         # This rank's count when the latest step had ended; steps of the training; units, and what
@@ -71,7 +83,15 @@ class Elastic:
         repeaters[self._ring] = self._meeting
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._at_end = True
+                self._meeting(self._ring.barrier)
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
         del repeaters[self._ring]
         self._model.train_step = self._plain
         self._optimizer.commit_point = self._model.train_function = None
@@ -173,7 +193,12 @@ class Elastic:
     def _go_on(self, error: RingReduceError) -> None:
         """Form the ring anew of the ranks that are left, and bring all to the same unit."""
         step = self._steps + 1
-        go_on(self._ring, error, self._minimum, f"in step {step}", self._catch_up, step)
+        go_on(
+            *(self._ring, error, self._minimum, f"in step {step}", self._catch_up),
+            lambda: back_up(self._callbacks, self._model, *self.place.now),
+            step=step,
+            at_end=self._at_end,
+        )
         self._model._eval_epoch_iterator = None
 
     def _catch_up(self) -> None:

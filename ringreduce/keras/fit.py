@@ -23,6 +23,7 @@ from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike, model_group, training_ranks
+from ringreduce.keras.recovery import ending_together
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import (
     Settings,
@@ -256,16 +257,19 @@ def fit(
     validate = None
     if least is not None and validation is not None:
         validate = partial(_validate, model, validation)
-    with (
-        contextlib.nullcontext()
-        if least is None
-        else Elastic(model, ring, least, training.dataset.element_spec)
-    ):
-        return fit_on(
+    with contextlib.ExitStack() as elastic:
+        place = []
+        if least is not None:
+            elastic.enter_context(ending_together(ring))
+            batches = training.dataset.element_spec
+            steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
+            place = [steps.place]
+        history = fit_on(
             model,
             training,
             validation,
             [
+                *place,
                 *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                 # Before what exchanges metrics when a rank's own validation ends.
                 *([Answering(model, ring, example)] if validation is not None else []),
@@ -282,6 +286,7 @@ def fit(
             steps_per_epoch=steps_per_epoch,
             validation_freq=validation_freq,
         )
+    return history
 
 
 class _Bar(keras.callbacks.ProgbarLogger):

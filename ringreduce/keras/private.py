@@ -47,6 +47,7 @@ for _owner, _names in (
     (keras.layers.BatchNormalization, ("_moments",)),
     (keras.layers.MultiHeadAttention, ("_output_dense", "_dropout_layer")),
     (keras.layers.GroupQueryAttention, ("_output_dense", "_dropout_layer")),
+    (keras.callbacks.BackupAndRestore, ("_weights_path", "_training_metadata_path")),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch")),
 ):
     for _name in _names:
@@ -62,6 +63,9 @@ places_in_lists: Callable[[Any], dict[Any, int]] = attrgetter("_trainable_variab
 made_to_be_trained: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")
 # The epoch that BackupAndRestore has told a model's `fit` to begin with.
 initial_epoch_of: Callable[[Any], int | None] = attrgetter("_initial_epoch")
+# Where BackupAndRestore keeps weights, and as JSON the epoch.
+files_of_backup: Callable[[Any], tuple[str, str]]
+files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
 
 
 def key_of(optimizer: Any, variable: Any) -> Any:

@@ -1,14 +1,16 @@
 """Brings the ranks that are left after a loss together; for `rr.fit` and loops of one's own."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.reforming import reform
+from ringreduce.communicator.rank_zero import on_rank_zero
+from ringreduce.communicator.reforming import EndedError, answer_others, reform
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.private import layers_of
 from ringreduce.vocabulary.errors import ConfigError, PeerError, RendezvousError, RingReduceError
@@ -20,40 +22,56 @@ _log = logging.getLogger(__name__)
 REPEATS_MAX = 8
 
 
+@contextlib.contextmanager
+def ending_together(ring: Communicator) -> Iterator[None]:
+    """Around what is made again on `ring` after losses, and ends with an exchange `at_end`.
+
+    If a rank is lost in that, some have left it, and the others leave it as soon as they know.
+    """
+    answer_others(ring, has_ended=False)
+    with contextlib.suppress(EndedError):
+        yield
+    answer_others(ring, has_ended=True)
+
+
 def go_on(
     ring: Communicator,
     error: RingReduceError,
     minimum: int,
     where: str,
     catch_up: Callable[[], None],
+    back_up: Callable[[], str],
+    *,
     step: int = -1,
+    at_end: bool = False,
 ) -> None:
     """Form `ring`, which `error` has broken, anew; then `catch_up` brings all to one point.
 
     That is collective, and made again where one more rank is lost. `where` says in an error and in
-    the log when it was: ``in step 7``; `step` is for the launcher.
+    the log when it was: ``in step 7``; `step` is for the launcher. `at_end` as `reform`.
 
     Raises:
-        RendezvousError: fewer than `minimum` ranks are left, or as `reform`.
+        RendezvousError: fewer than `minimum` ranks are left, before the end. Then rank 0 has called
+            `back_up`, which says how to go on. Or as `reform`.
         PeerError: as `reform`.
+        EndedError: as `reform`.
     """
     began, before = time.monotonic(), ring.members
     for attempts_left in reversed(range(REPEATS_MAX)):
         try:
-            reform(ring, [] if error.peer is None else [error.peer])
+            reform(ring, [] if error.peer is None else [error.peer], at_end=at_end)
             gone = sorted({*before} - {*ring.members})
             lost = named("rank", gone)
-            if ring.size < minimum:
-                raise RendezvousError(
-                    f"has {ring.size} ranks left without {lost}, lost {where}, and was to go on "
-                    f"with at least {minimum}",
-                    **ring.config.who,
-                    peer=gone[0],
-                    remedy=f"See the log of {lost}. The job can be started again from its last "
-                    "backup.",
-                )
             catch_up()
-            break
+            if ring.size >= minimum or any(ring.all_gather_object(at_end)):
+                break
+            raise RendezvousError(
+                f"has {ring.size} ranks left without {lost}, lost {where}, and was to go on "
+                f"with at least {minimum}",
+                **ring.config.who,
+                peer=gone[0],
+                remedy=f"See the log of {lost}. {on_rank_zero(back_up, communicator=ring)}",
+            )
         except PeerError as another:  # One more is lost.
             if not attempts_left:
                 raise

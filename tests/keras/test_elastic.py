@@ -1,7 +1,9 @@
 """Training goes on when ranks are lost: no step and no sample is lost, and none is used twice."""
 
 import json
+import re
 import time
+import zipfile
 
 import keras
 import numpy as np
@@ -11,6 +13,7 @@ import ringreduce.keras as rr
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError
+from tests import hosts
 from tests.facts import facts_in
 from tests.jobs import run_job
 
@@ -27,16 +30,21 @@ def some(every, quick):
     ]
 
 
-def trained(folder, size, lost, *, timeout_s=20.0, least=1, **case):
+def trained(folder, size, lost, *, timeout_s=20.0, least=1, variables=(), unlike=None, **case):
     """By rank, what those that are left say; `lost` are gone."""
     done = run_job(
         *(size, ["tests/programs/elastic.py", json.dumps(case), str(folder)]),
         timeout_s=timeout_s,
-        environment={"RINGREDUCE_ELASTIC": str(least)},
+        environment={"RINGREDUCE_ELASTIC": str(least), **dict(variables)},
+        unlike=unlike,
     )
     found = {fact["rank"]: fact for fact in facts_in(done.output)}
     assert sorted(found) == sorted({*range(size)} - {*lost}), done.errors
     return found, done
+
+
+def rows_of_log(folder):
+    return [row.split(",")[0] for row in (folder / "log.csv").read_text().splitlines()]
 
 
 def assert_exactly_once(found, epochs=EPOCHS, steps=STEPS, count=BATCH * STEPS):
@@ -127,11 +135,84 @@ def test_another_rank_goes_on_with_what_only_rank_0_does(tmp_path):
     faults = [[0, "begin", 6, "kill"]]
     found, done = trained(tmp_path, 3, [0], way="eager", faults=faults, writes=True)
     assert_exactly_once(found)
-    rows = (tmp_path / "log.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
+    assert rows_of_log(tmp_path) == ["epoch", "0", "1", "2"]
     assert "Epoch 3/3" in done.output
     # With a best value of its own, the third epoch's would be one too.
     assert (tmp_path / "best.keras").exists()
+
+
+@pytest.mark.parametrize("point", some(["epoch end", "written"], ["written"]))
+def test_what_rank_0_was_to_write_when_it_was_lost_is_written_once(tmp_path, point):
+    faults = [[0, point, 2, "kill"]]
+    found, _ = trained(tmp_path, 3, [0], way="eager", faults=faults, writes=True)
+    assert_exactly_once(found)
+    assert rows_of_log(tmp_path) == ["epoch", "0", "1", "2"]
+    with zipfile.ZipFile(tmp_path / "best.keras") as file:
+        assert file.testzip() is None
+
+
+@pytest.mark.parametrize("data", some(["arrays", "sequence", "generator", "loader"], ["arrays"]))
+def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data):
+    case = {"data": data, "way": "eager", "backs_up": True}
+    faults = [[2, "begin", 6, "kill"]]
+    found, _ = trained(tmp_path, 3, [2], least=3, faults=faults, **case)
+    assert found[0]["error"].endswith(
+        f"Start the job again: it goes on from this step, with {tmp_path}/backup."
+    )
+    found, _ = trained(tmp_path, 2, [], **case)
+    for fact in found.values():
+        assert fact["uses"] == [float(EPOCHS)] * BATCH * STEPS
+        assert fact["iterations"] == fact["steps"] == EPOCHS * STEPS
+        # Callbacks see all batches of the epoch that goes on.
+        assert fact["batches"] == (EPOCHS - 1) * STEPS
+
+
+@pytest.mark.full
+def test_others_go_on_without_a_host_that_is_cut_off(tmp_path):
+    hosts.require()
+    layout = {name: {"one": [f"10.1.0.{number}/24"]} for number, name in enumerate("abc", 1)}
+    variables = {
+        "RINGREDUCE_RENDEZVOUS": "10.1.0.1:20000",
+        "RINGREDUCE_LINK_TIMEOUT_S": "2",
+        "RINGREDUCE_JOIN_TIMEOUT_S": "20",
+    }
+    unlike = {rank: {"RINGREDUCE_HOST_ID": str(rank)} for rank in range(3)}
+    faults = [[2, "begin", 6, "cut"]]
+    with hosts.connected(layout) as three:
+        names = [three.names[name] for name in layout]
+        case = {"way": "eager", "hosts": names, "faults": faults}
+        found, done = trained(tmp_path, 3, [], variables=variables, unlike=unlike, **case)
+    alone = found.pop(2)
+    assert "cannot form the ring anew of rank 2 alone" in alone["error"]
+    assert_exactly_once(found)
+    [seconds] = re.findall(
+        r"\[0/3\] lost rank 2 in step 6; .* went on after ([\d.]+) s", done.errors
+    )
+    print(f"{seconds} s from the limit for links on")
+    assert float(seconds) < 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["graph", "eager"])
+def test_all_go_on_in_a_new_ring_where_only_connections_were_lost(tmp_path, way):
+    variables = {"RINGREDUCE_TRANSPORT": "zmq"}
+    faults = [[1, "begin", 6, "reset"], [0, "begin", 9, "reset"]]
+    found, _ = trained(tmp_path, 3, [], variables=variables, faults=faults, way=way)
+    assert_exactly_once(found)
+    # All rows are in the metrics, and there were new rings.
+    assert found[0]["history"]["seen"] == [48.0] * EPOCHS
+    assert found[0]["epoch"] > 1
+
+
+@pytest.mark.parametrize("stays", some([False, True], [True]))
+def test_a_rank_that_has_missed_the_end_of_training_ends_as_the_others(tmp_path, stays):
+    case = {"misses_end": 1, "stays": stays, "way": "eager"}
+    began = time.monotonic()
+    found, _ = trained(tmp_path, 3, [2], faults=[[2, "left", 1, "kill"]], least=3, **case)
+    for fact in found.values():
+        assert fact["uses"] == [float(EPOCHS)] * BATCH * STEPS
+    # 120 s is the limit to join, after which ranks that do not come are ended.
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.full

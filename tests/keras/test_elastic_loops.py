@@ -66,13 +66,20 @@ def test_they_end_as_one_process_does(way, size, faults, trail):
             assert "has rr.elastic.run around rr.fit" in fact["fit"]
 
 
+@pytest.mark.full
+def test_a_rank_that_has_missed_the_end_ends_as_the_others():
+    faults = [[2, "barrier", 1, "kill"], [1, "barrier", 1, "wait"]]
+    found, _ = said(3, [0, 1], least=3, way="eager", faults=faults)
+    assert [fact["result"] for fact in found.values()] == ["done"] * 2
+
+
 def test_too_few_say_who_was_lost():
     found, _ = said(3, [0, 1], least=3, way="eager", faults=[[2, "step", 4, "kill"]])
     for rank in (0, 1):
         assert found[rank]["error"] == "RendezvousError"
         assert (
             f"rank {rank} of 3 has 2 ranks left without rank 2, lost at batch=3, epoch=0, and was "
-            "to go on with at least 3. See the log of rank 2."
+            "to go on with at least 3. See the log of rank 2. The state is that of the newest"
         ) in found[rank]["text"]
 
 

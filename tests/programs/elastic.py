@@ -3,11 +3,16 @@
 There is a weight for each sample, and a step takes 1 from those of its samples.
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -23,6 +28,9 @@ from ringreduce.vocabulary.errors import RingReduceError
 
 case = json.loads(sys.argv[1])
 folder = sys.argv[2]
+if "hosts" in case:  # network namespaces, by rank
+    with open(f"/run/netns/{case['hosts'][int(os.environ['RINGREDUCE_RANK'])]}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
 ring = rr.init()
 RANK = ring.rank
 BATCH, STEPS, EPOCHS = 12, case.get("steps", 4), case.get("epochs", 3)
@@ -39,7 +47,32 @@ def pass_by(point):
                 os._exit(3)
             if how == "raise":
                 raise ValueError("a sample that cannot be used")
+            if how == "cut":  # this host off from the others
+                subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+                return
+            if how == "reset":
+                reset_connections()
+                return
+            if point == "left":
+                wait_for("rank0")
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def reset_connections():
+    """End those of this process, as a firewall does that forgets them."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            descriptor = os.dup(int(name))
+            with socket.socket(fileno=descriptor) as one:
+                one.getpeername()
+                if one.family == socket.AF_INET:
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def wait_for(name):
+    """Wait until another rank has made that file."""
+    while not Path(folder, name).exists():
+        time.sleep(0.01)
 
 
 def passing_by(owner, name, point, *, after=""):
@@ -60,6 +93,7 @@ passing_by(BucketReducer, "reduce", "bucket", after="reduced")
 passing_by(CommitPoint, "passed", "commit")
 passing_by(Survivors, "exchange", "exchange")
 passing_by(Elastic, "_catch_up", "catching up")
+passing_by(Elastic, "_restore", "left")
 
 if case.get("behind") == RANK:
     # It loses the ring between the others' commit of a step and its own.
@@ -74,6 +108,24 @@ if case.get("behind") == RANK:
         return passed(point, means, update)
 
     CommitPoint.passed = late
+
+
+if case.get("misses_end") == RANK:
+    # It loses the ring when others have left the last exchange, as if it had not come to its end.
+    meeting = Elastic._meeting
+    times_at_end = iter(range(100))
+
+    def missing(elastic, make):
+        def miss():
+            make()
+            if next(times_at_end) == 0:
+                while ring.failure is None:
+                    time.sleep(0.01)
+                raise ring.failure
+
+        return meeting(elastic, miss if elastic._at_end else make)
+
+    Elastic._meeting = missing
 
 
 class Points(keras.callbacks.Callback):
@@ -91,6 +143,13 @@ class Points(keras.callbacks.Callback):
 
     def on_test_end(self, logs=None):
         pass_by("validated")
+
+
+class Written(keras.callbacks.Callback):
+    """After what writes."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        pass_by("written")
 
 
 class Seen(keras.metrics.Metric):
@@ -184,7 +243,8 @@ try:
         **data,
         epochs=EPOCHS,
         verbose=2,
-        callbacks=[Points(), *(writers if case.get("writes") else [])],
+        callbacks=[Points(), *(writers if case.get("writes") else []), Written()],
+        backup_dir=f"{folder}/backup" if case.get("backs_up") else None,
         validation_data=(x[:21], y[:21]) if case.get("validates") else None,
         validation_batch_size=4,
     )
@@ -192,11 +252,15 @@ except RingReduceError as error:
     print(json.dumps({"rank": RANK, "error": f"{type(error).__name__}: {error}"}), flush=True)
     raise SystemExit(0) from None
 layer = model.layers[0]
+Path(folder, f"rank{RANK}").touch()
+if case.get("misses_end") is not None and case["stays"] and RANK == 0:
+    wait_for(f"rank{case['misses_end']}")
 print(
     json.dumps(
         {
             "rank": RANK,
             "members": list(ring.members),
+            "epoch": ring.epoch,
             "uses": [-round(float(n), 3) for n in layer.uses.numpy()],
             "steps": float(layer.steps.numpy()),
             "iterations": int(model.optimizer.iterations.numpy()),

@@ -47,6 +47,17 @@ def broadcast(*arguments):
 Communicator.broadcast_object = broadcast
 
 
+barrier = Communicator.barrier
+
+
+def passing(*arguments):
+    barrier(*arguments)
+    pass_by("barrier")
+
+
+Communicator.barrier = passing
+
+
 def made(wrap):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile(wrap(keras.optimizers.Adam(0.05)), "mse")

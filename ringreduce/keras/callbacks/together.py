@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
+from ringreduce.keras.backup import skip, steps_made
 from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
@@ -30,6 +33,8 @@ from ringreduce.keras.wrappable import (
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
+
+_log = logging.getLogger(__name__)
 
 # Keras's own; Orbax is optional in it.
 _NAMES = ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "OrbaxCheckpoint")
@@ -90,8 +95,10 @@ class OnRankZero(_Forwarding):
         super().__init__()
         self.callback = _checked(callback)
         self._communicator = communicator
-        # Whether training has begun on this rank without it.
+        # Whether training has begun on this rank without it; the end of an epoch that rank 0's may
+        # not have seen.
         self._has_missed, self._epoch = False, 0
+        self._ending: Callable[[], None] | None = None
         # By name, what rank 0's has of numbers and text since the last epoch.
         self.state: dict[str, Any] = {}
 
@@ -110,6 +117,8 @@ class OnRankZero(_Forwarding):
                     if hook != "on_epoch_begin":
                         self.callback.on_epoch_begin(self._epoch)
                 call()
+            elif hook == "on_epoch_end":
+                self._ending = call
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
             on_rank_zero(call, communicator=every)
 
@@ -127,14 +136,37 @@ class OnRankZero(_Forwarding):
         self._has_missed = False
 
     def share_state(self) -> None:
-        """Give all ranks `state`, which the next rank 0 needs. Collective."""
+        """Give all ranks `state`, which the next rank 0 needs. Collective.
+
+        If rank 0 was lost before, the next one has the epoch end once more.
+        """
         ring = _every_rank(self)
-        own = {
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in vars(self.callback).items()
-            if isinstance(value, (bool, int, float, str, np.generic, type(None)))
-        }
-        self.state = repeated(ring, lambda: ring.broadcast_object(own))
+
+        def share() -> Any:
+            if ring.rank == 0 and self._ending is not None:
+                if isinstance(self.callback, keras.callbacks.CSVLogger):
+                    _drop_row(self.callback, self._epoch)
+                self._take_over()
+                self.callback.on_epoch_begin(self._epoch)
+                self._ending()
+                self._ending = None
+            own = {
+                name: value.item() if isinstance(value, np.generic) else value
+                for name, value in vars(self.callback).items()
+                if isinstance(value, (bool, int, float, str, np.generic, type(None)))
+            }
+            return ring.broadcast_object(own)
+
+        self.state, self._ending = repeated(ring, share), None
+
+
+def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Take what it has written of that epoch, and half a row, out of its file."""
+    with contextlib.suppress(FileNotFoundError):
+        with open(logger.filename, newline="") as file:
+            rows = [row for row in file if row.endswith("\n")]
+        with open(logger.filename, "w", newline="") as file:
+            file.writelines(row for row in rows if not row.startswith(f"{epoch}{logger.sep}"))
 
 
 def _every_rank(callback: Any) -> Communicator:
@@ -273,10 +305,16 @@ class Together(_Forwarding):
             # Else BackupAndRestore builds it, on rank 0 alone, where all would be needed.
             build_optimizer_here(self.model)
         super().on_train_begin(logs)
+        epoch, steps = private.initial_epoch_of(self.model), steps_made(self.callbacks)
         if restores:
-            epoch = every.broadcast_object(private.initial_epoch_of(self.model))
+            epoch, steps = every.broadcast_object([epoch, steps])
             private.set_initial_epoch(self.model, epoch)
             broadcast_state(self.model, 0, ring)
+        if steps:
+            if every.rank == 0:
+                text = "[%d/%d] goes on after step %d of epoch %d, and reads those before again"
+                _log.warning(text, *every.config.who.values(), steps, (epoch or 0) + 1)
+            skip(self.model, steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make ranks draw different random numbers, then call the callbacks."""
