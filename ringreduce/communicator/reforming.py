@@ -106,7 +106,8 @@ def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
     They may go on without it then, if it has come to an end that all have come to. A thread
     answers, until this is called again, `reform` is, or the communicator is closed.
     """
-    if (job := communicator._session.job) is not None:
+    job = communicator._session.job
+    if job is not None and all(job.standbys):
         job.standby.answering.close()
         if has_ended:
             visits = Visits(job.standby, job.security, job.number, _ways(communicator.config, job))
