@@ -214,7 +214,7 @@ def undone_if_it_fails(
     channels = len(channel_distances(membership.size, config.streams)) + CONTROL_CHANNELS
     count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
     descriptors.reserve(count, **config.who)
-    with descriptors.shortage_explained(**config.who), contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo:
         yield undo
 
 

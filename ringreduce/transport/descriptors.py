@@ -7,10 +7,8 @@ import resource
 import socket
 from collections.abc import Iterator
 
-import zmq
-
 from ringreduce.pure.networks import OFFERED_MAX
-from ringreduce.vocabulary.errors import ConfigError, RendezvousError
+from ringreduce.vocabulary.errors import ConfigError
 
 # Of a pair of sockets: the two, two monitors with two ends each, two connections, an attempt at
 # each address before; and listeners.
@@ -59,22 +57,3 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
         raise
     with opened:
         yield opened
-
-
-@contextlib.contextmanager
-def shortage_explained(*, rank: int, size: int) -> Iterator[None]:
-    """Raise RendezvousError where there is no descriptor for a socket, or no memory.
-
-    `reserve` may have counted descriptors that were taken since.
-    """
-    try:
-        yield
-    except (zmq.ZMQError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        raise RendezvousError(
-            f"cannot get a socket: {error.strerror}",
-            rank=rank,
-            size=size,
-            remedy="Close files, or raise the limit of open files (ulimit -n).",
-        ) from error

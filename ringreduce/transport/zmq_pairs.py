@@ -190,7 +190,7 @@ class ZmqPairs:
         found = self._receiving.get((peer, channel))
         if found is not None:
             return found
-        with self._changed, descriptors.shortage_explained(**self._who):
+        with self._changed:
             sockets, made = self._opened(), Receiving(self._record, peer)
             number, domain = _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"
             made.socket = sockets.listen(made.channel, number, domain)
@@ -221,7 +221,7 @@ class ZmqPairs:
         """
         if failed := self._routes.find({sending.peer: address}, check):
             return failed
-        with self._changed, descriptors.shortage_explained(**self._who):
+        with self._changed:
             leading = self._routes.lead(sending.peer, address)
             number = _FIRST_CHANNEL + sending.number
             sockets = self._opened()

@@ -177,7 +177,6 @@ def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
         "ringreduce.transport.authenticator",
         "ringreduce.transport.channel",
         "ringreduce.transport.control",
-        "ringreduce.transport.descriptors",
         "ringreduce.transport.diagnosis",
         "ringreduce.transport.libzmq",
         "ringreduce.transport.security",
