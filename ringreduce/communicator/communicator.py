@@ -25,7 +25,6 @@ from ringreduce.communicator import groups
 from ringreduce.communicator.formation import form
 from ringreduce.communicator.lasting import Explainer, Lasting, Residuals
 from ringreduce.communicator.moving import MovingCalls
-from ringreduce.communicator.objects import ObjectCalls
 from ringreduce.communicator.pairs import PairCalls
 from ringreduce.communicator.session import Session
 from ringreduce.communicator.statistics import Statistics
@@ -44,7 +43,7 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 _log = logging.getLogger(__name__)
 
 
-class Communicator(MovingCalls, PairCalls, ObjectCalls):
+class Communicator(MovingCalls, PairCalls):
     """One rank's handle on a formed ring; `ringreduce.init` makes the usual one.
 
     Making one forms the ring: it returns when all ranks of the job have done so and passed a
