@@ -265,8 +265,6 @@ enum {
     RR_SPAN_REDUCE,   /* a bucket was reduced */
     RR_SPAN_BLOCKED,  /* a training step had to wait for a bucket */
     RR_SPAN_UNPACK,   /* a bucket was copied into gradients */
-    RR_SPAN_STEP,     /* a step of a pass around the ring; other: its number */
-    RR_SPAN_WAIT,     /* a call waited for a rank; other: which */
     RR_SPAN_KINDS = 16,
 };
 
@@ -274,7 +272,7 @@ typedef struct {
     uint64_t stamp;     /* spans before it in its ring, plus 1; 0: there is none here */
     uint16_t kind;      /* RR_SPAN_ */
     uint16_t operation; /* its code in frame headers */
-    int32_t other;      /* a rank or step, by the kind */
+    int32_t other;      /* a rank or bucket, by the kind */
     uint64_t number;    /* of the call that it belongs to */
     uint64_t nbytes;
     uint64_t thread;

@@ -142,7 +142,6 @@ class FlightFile:
             "failure": _failure(recorder, wall),
             "peers": _peers(recorder),
             "entries": recorder.entries(),
-            "parts": recorder.parts(),
         }
 
 

@@ -86,7 +86,7 @@ class Events:
     ) -> None:
         """Record a part of the call that runs, or of the next one.
 
-        Times are on `time.monotonic`; `other` is a rank, a step or a bucket, by the kind.
+        Times are on `time.monotonic`; `other` is a rank or a bucket, by the kind.
         """
         memory = self._memory
         number = _read_standing(memory)[0]
@@ -118,11 +118,6 @@ class Events:
     def formed(self) -> None:
         """From now on `stopped_s` counts."""
         self._formed_s = self._stopped_s()
-
-    def parts(self) -> list[spans.Span]:
-        """The last parts of calls, by their beginnings; from any thread."""
-        found = spans.decode_spans(b"".join(self.added(ring, 0)[1] for ring in (1, 2)))
-        return sorted(found, key=lambda span: span.began_s)
 
     def added(self, ring: int, seen: int) -> tuple[int, bytes]:
         """How many records a ring of `spans.RECORDS` has had; and those after `seen` of them, raw.

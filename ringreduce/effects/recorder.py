@@ -6,13 +6,10 @@ from typing import Any, NamedTuple
 
 from ringreduce.effects.events import Events
 from ringreduce.effects.stacks import thread_names
-from ringreduce.pure.flight import Call, Part, cut
+from ringreduce.pure.flight import Call, cut
 from ringreduce.pure.liveness import CurrentCall
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.watcher_messages import Pending
-
-PARTS_SHOWN = 256  # some steps' worth; with `GROUPS_MAX` groups a file has about a megabyte
 
 
 class FirstError(NamedTuple):
@@ -71,23 +68,6 @@ class Recorder:
                 error=None if (text := error(span.number)) is None else cut(text),
             )
             for span in self.events.calls()
-            if span.number >= self._first
-        ]
-
-    def parts(self) -> list[Part]:
-        """What these calls consisted of, as far as it is kept, by its beginnings."""
-        wall, names = _wall(), thread_names()
-        return [
-            Part(
-                kind=SpanKind(span.kind).name.lower(),
-                number=span.number - self._first,
-                other=span.other,
-                nbytes=span.nbytes,
-                started=wall + span.began_s,
-                seconds=(span.ended_s or span.began_s) - span.began_s,
-                thread=names(span.thread),
-            )
-            for span in self.events.parts()[-PARTS_SHOWN:]
             if span.number >= self._first
         ]
 

@@ -36,18 +36,6 @@ class Call(msgspec.Struct):
     error: _Text | None = None
 
 
-class Part(msgspec.Struct):
-    """What a call consisted of, with times as in `Call`."""
-
-    kind: _Name  # a `SpanKind`'s name
-    number: _Count  # of the call
-    other: int  # a rank, a step or a bucket, by the kind (RR_SPAN_QUEUE, ... in ringreduce.h)
-    nbytes: _Count
-    started: _Time
-    seconds: _Time
-    thread: _Name = ""
-
-
 class Frame(msgspec.Struct):
     """One line of a stack; `library`: it belongs to Python, a package or ringreduce."""
 
@@ -97,9 +85,8 @@ class _Communicator(msgspec.Struct, kw_only=True):
     failure: Failure | None = None  # None while the communicator works
     # What was last known of other ranks; see `Recorder.peers`.
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
-    # The last calls, oldest first; `parts`: of these calls.
+    # The last calls, oldest first.
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
-    parts: Annotated[list[Part], msgspec.Meta(max_length=1 << 12)] = []
 
 
 class Group(_Communicator):

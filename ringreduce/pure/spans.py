@@ -39,7 +39,7 @@ EVENTS_BYTES = QUEUED_AT + PARTS_BYTES
 RECORDS = ((0, CALLS_AT, CALLS_KEPT), *((at, at + SPANS_AT, PARTS_KEPT) for at in RINGS_AT))
 
 # stamp (1 more than the number of spans before it in its ring; 0: none is here), kind, operation,
-# other (a rank or step), number of the call, nbytes, identity of the thread, began, ended
+# other (a rank or bucket), number of the call, nbytes, identity of the thread, began, ended
 SPAN = struct.Struct("=QHHiQQQdd8x")
 # number of the present or next call, calls completed, seconds in those, seconds of the last one,
 # operation (0: none runs), nbytes, identity of the thread, when that call began or the last one
@@ -53,9 +53,9 @@ COUNT, SECONDS = struct.Struct("=Q"), struct.Struct("=d")
 class SpanKind(enum.IntEnum):
     """What a span is: RR_SPAN_CALL, ... of native/include/ringreduce.h, which describes them.
 
-    C does not know the last ones: a training step, from the reduction of its first bucket to that
-    of the next step's; messages to or from rank `other`, only while they are traced; and, only in
-    traces, that `number` records are missing.
+    C does not know the last ones: that a call waited for rank `other`; a training step, from the
+    reduction of its first bucket to that of the next step's; messages to or from rank `other`, only
+    while they are traced; and, only in traces, that `number` records are missing.
     """
 
     CALL = 1
@@ -64,12 +64,11 @@ class SpanKind(enum.IntEnum):
     REDUCE = 4
     BLOCKED = 5
     UNPACK = 6
-    STEP = 7
-    WAIT = 8
-    TRAINING = 9
-    SEND = 10
-    RECV = 11
-    LOST = 12
+    WAIT = 7
+    TRAINING = 8
+    SEND = 9
+    RECV = 10
+    LOST = 11
 
 
 # Operations by the names of their calls (the first of those that share one), and back.

@@ -23,7 +23,6 @@ _SHOWN = {
     SpanKind.QUEUE: ("bucket {0.other}", "queue"),
     SpanKind.REDUCE: ("bucket {0.other}", "reduce"),
     SpanKind.UNPACK: ("bucket {0.other}", "unpack"),
-    SpanKind.STEP: ("steps of passes", "step {0.other}"),
     SpanKind.SEND: ("messages to rank {0.other}", "send"),
     SpanKind.RECV: ("messages from rank {0.other}", "recv"),
 }

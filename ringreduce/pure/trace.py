@@ -16,7 +16,7 @@ from ringreduce.pure.spans import SPAN_BYTES, Span, SpanKind, decode_spans
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Whose records a file has."""
 
-    format: Literal[1] = 1  # incremented by every change that an older reader would misunderstand
+    format: Literal[2] = 2  # incremented by every change that an older reader would misunderstand
     job: str  # the job's id, which tells traces of several jobs apart
     when: float  # it began, in seconds since the epoch
     rank: int

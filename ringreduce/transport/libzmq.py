@@ -82,7 +82,6 @@ malloc = declare("malloc", _address, types.uintp)
 free = declare("free", types.void, _address)
 sched_yield = declare("sched_yield", _int)
 usleep = declare("usleep", _int, types.uint32)
-clock_gettime = declare("clock_gettime", _int, types.int32, _address)
 
 
 @cache

@@ -25,8 +25,6 @@ due. `ringreduce.transport.stalls` handles deadlines, signals and errors, and ha
 continue from the state in the link's record.
 """
 
-import time
-
 import numpy as np
 from numba import carray
 
@@ -48,8 +46,6 @@ EXCHANGE_BYTES_MAX = 1 << 20
 _MORE = -1  # a segment has arrived, and more are due
 # Of int64, in numbers: for np.iinfo numba imports scipy.linalg.
 NO_LIMIT = (1 << 63) - 1
-
-_CLOCK = time.CLOCK_MONOTONIC
 
 _count_segments = jit(segment_count)
 
@@ -125,20 +121,10 @@ def run(link_address, call_address, buffer):
                 )  # fmt: skip
                 if status != DONE:
                     return status
-        if link.step_ends != 0:
-            ends = carray(pointer(link.step_ends), call.step_count, np.float64)
-            ends[link.step] = monotonic(link)
         link.step += 1
         link.segment = 0
 
     return DONE if is_released(channels, link.streams, 0) else DRAINING
-
-
-@jit
-def monotonic(link):
-    """The time, as `time.monotonic` has it."""
-    libzmq.clock_gettime(np.int32(_CLOCK), link.clock.ctypes.data)
-    return np.float64(link.clock[0]) + np.float64(link.clock[1]) * 1e-9
 
 
 @jit

@@ -74,8 +74,6 @@ class LinkRecord(ctypes.Structure):
         ("bytes_received", _i64),
         ("errno", _i64),
         ("received", _Header),  # the last header that arrived
-        ("step_ends", _address),  # where the times go at which steps end, in seconds; 0: nowhere
-        ("clock", _i64 * 2),  # a timespec
         ("scratch", _address),  # a full frame's payload, opened here before it is reduced
         ("payload", _address),  # of that frame
         ("payload_bytes", _i64),  # those behind its header in the same message

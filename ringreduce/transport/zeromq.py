@@ -23,21 +23,17 @@ from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.schedule import channel_distances
-from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.transport import frames, libzmq, loop, records
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
-from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
+from ringreduce.transport.link_calls import Call, ExchangeCall, Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
 from ringreduce.transport.stalls import StalledCall, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
-
-# Shorter calls end within some tenths of a millisecond; noting their steps would delay them.
-_UNTIMED_BYTES = 1 << 16
 
 
 class ZmqLink(StalledCall):
@@ -90,7 +86,6 @@ class ZmqLink(StalledCall):
         )
         self._record_address = ctypes.addressof(self._record)
         self._waiting = waiting
-        self._step_ends = np.empty(0)
         # Of the present call: what its loop takes and has returned; its steps, and the segments of
         # each at most.
         self._addresses, self._status = (0, 0, 0), records.WAITING
@@ -174,7 +169,6 @@ class ZmqLink(StalledCall):
                 raise ClosedError("has no connection to the next rank", **self._who)
             data = memory.__array_interface__["data"][0]
             self._addresses = self._record_address, call.address, data
-            began_s = self._time_steps(call, memory.nbytes)
             if not call.steps:
                 # The root of a broadcast receives nothing, so it must check for the next rank here.
                 self.sockets.read_events()
@@ -183,24 +177,10 @@ class ZmqLink(StalledCall):
             if not self.resume():
                 self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
                 finish(self, self._waiting)
-            if record.step_ends:
-                for step, ended_s in enumerate(self._step_ends[: call.steps].tolist()):
-                    self._waiting.events.part(SpanKind.STEP, began_s, ended_s, other=step)
-                    began_s = ended_s
         except BaseException:
             self._has_failed = True
             self._lent.append(memory)  # libzmq may still read this memory.
             raise
-
-    def _time_steps(self, call: Call, nbytes: int) -> float:
-        """Have the loop note when steps end, if the call is long; return the time."""
-        if nbytes <= _UNTIMED_BYTES or not isinstance(call, RingCall):
-            self._record.step_ends = 0
-            return 0.0
-        if self._step_ends.size < call.steps:
-            self._step_ends = np.empty(call.steps)
-        self._record.step_ends = self._step_ends.ctypes.data
-        return time.monotonic()
 
     def abort(self) -> None:
         """Give up: the memory of the failed call may be overwritten, and must not be sent then."""

@@ -1,8 +1,7 @@
-"""What calls record of themselves: steps of a pass, and the ranks that are waited for."""
+"""What calls record of themselves: the ranks that are waited for."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
@@ -15,32 +14,11 @@ from ringreduce.pure.spans import Span, SpanKind
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import stalls
 from tests.processes import wait_until
+from tests.recorded import parts_of
 
 
 def of(communicator: Communicator, kind: SpanKind) -> list[Span]:
-    return [span for span in communicator._session.events.parts() if span.kind == kind]
-
-
-def test_the_steps_of_a_long_pass_are_recorded_one_after_the_other() -> None:
-    size, count = 3, 1 << 16
-
-    def work(communicator: Communicator) -> tuple[list[Span], list[Span]]:
-        communicator.all_reduce(np.ones(1000, np.float32))  # too short
-        communicator.all_reduce(np.ones(count, np.float32))
-        return of(communicator, SpanKind.STEP), communicator._session.events.calls()
-
-    for steps, calls in ring_of_threads(size, work, transport="zmq"):
-        assert [step.other for step in steps] == list(range(2 * (size - 1)))
-        call = calls[-1]
-        assert {step.number for step in steps} == {call.number}
-        assert call.ended_s is not None
-        ends = [call.began_s]
-        for step in steps:
-            assert step.ended_s is not None
-            ends += [step.began_s, step.ended_s]
-        ends.append(call.ended_s)
-        assert all(one <= other for one, other in itertools.pairwise(ends))
-        assert all(one.ended_s == other.began_s for one, other in itertools.pairwise(steps))
+    return [span for span in parts_of(communicator._session.events) if span.kind == kind]
 
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])

@@ -34,7 +34,6 @@ from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.flight import GROUPS_MAX, Dump, decode_dump, file_name
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import Kind
 from ringreduce.testing import ring_of_threads
 from tests.processes import Process, clean_environment, wait_until
@@ -86,21 +85,6 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert dump.entries[-1].error == dump.why
         assert {"python", "ringreduce", "numpy"} <= set(dump.versions)
         assert dump.transport != "none"
-
-
-def test_a_record_says_what_calls_consisted_of(tmp_path: Path) -> None:
-    recorder = Recorder(0, 1, Events(), whole(1))
-    recorder.events.begin(Kind.ALL_REDUCE, 80)
-    recorder.events.part(SpanKind.WAIT, 5.0, 7.0, other=3)
-    recorder.events.end()
-    with flight_file(tmp_path, recorder) as file:
-        file.dump("asked")
-    dump = read(tmp_path)
-    [part] = dump.parts
-    assert (part.kind, part.number, part.other, part.thread) == ("wait", 0, 3, "MainThread")
-    assert part.seconds == 2.0
-    [call] = dump.entries
-    assert call.number == part.number
 
 
 def in_group(number: int) -> Recorder:

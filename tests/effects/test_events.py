@@ -16,6 +16,7 @@ from ringreduce.pure.spans import (
     unchanged,
 )
 from ringreduce.pure.wire import Kind
+from tests.recorded import parts_of
 
 kinds = st.sampled_from([kind for kind in SpanKind if kind != SpanKind.CALL])
 # Whole seconds, so that sums are exact.
@@ -26,13 +27,13 @@ parts = st.tuples(kinds, st.integers(0, 2**31), st.integers(0, 2**20))
 def test_the_last_parts_are_kept_and_all_are_counted(found, before) -> None:
     events = Events()
     for _ in range(before):
-        events.part(SpanKind.STEP, 0.0, 1.0)
+        events.part(SpanKind.WAIT, 0.0, 1.0)
     for index, (kind, began, lasts) in enumerate(found):
         events.part(kind, float(began), float(began + lasts), nbytes=index)
     for kind in SpanKind:
         total = sum(lasts for each, _, lasts in found if each == kind)
-        assert events.seconds(kind) == total + (before if kind == SpanKind.STEP else 0)
-    kept = events.parts()
+        assert events.seconds(kind) == total + (before if kind == SpanKind.WAIT else 0)
+    kept = parts_of(events)
     assert len(kept) == min(PARTS_KEPT, before + len(found))
     ours = [(span.kind, span.began_s, span.ended_s, span.nbytes) for span in kept]
     for index, (kind, began, lasts) in enumerate(found):
@@ -46,7 +47,7 @@ def test_a_part_belongs_to_the_running_call() -> None:
     events.end()
     events.begin(Kind.ALL_REDUCE, 80)
     events.part(SpanKind.WAIT, 1.0, 2.0, other=3)
-    [waited] = events.parts()
+    [waited] = parts_of(events)
     assert (waited.kind, waited.number, waited.other) == (SpanKind.WAIT, 1, 3)
     assert waited.thread == threading.get_ident()
 
@@ -55,10 +56,12 @@ def test_parts_and_calls_do_not_mix() -> None:
     events = Events()
     for number in range(300):
         events.begin(Kind.ALL_REDUCE, number)
-        events.part(SpanKind.STEP, 0.0, 1.0)
+        events.part(SpanKind.WAIT, 0.0, 1.0)
         events.end()
     assert [span.nbytes for span in events.calls()] == list(range(44, 300))
-    assert [span.number for span in sorted(events.parts(), key=lambda s: s.number)] == [*range(300)]
+    assert [span.number for span in sorted(parts_of(events), key=lambda s: s.number)] == [
+        *range(300)
+    ]
     assert events.current_call().calls == 300
 
 

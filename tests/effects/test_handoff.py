@@ -31,6 +31,7 @@ from ringreduce.pure.buckets import Slot
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import Kind
 from tests.processes import wait_until
+from tests.recorded import parts_of
 
 # Nothing here takes a hundredth of it; it only ends a test that would hang.
 DEADLINE_S = 20.0
@@ -408,7 +409,7 @@ class TestBuckets:
         until_it_waits(waiting)
         plan.double()
         waiting.result(DEADLINE_S)
-        found = {span.kind: span for span in events.parts()}
+        found = {span.kind: span for span in parts_of(events)}
         names = ["QUEUE", "PACK", "REDUCE", "BLOCKED", "UNPACK"]
         assert sorted(found) == [SpanKind[name] for name in names]
         for span in found.values():
@@ -428,7 +429,7 @@ class TestBuckets:
             for bucket in range(2):
                 plan.double()
                 wait(plan.number, bucket)
-        spans = events.parts()
+        spans = parts_of(events)
         assert len(spans) == 5 * 2 * 4
         for kind in SpanKind:
             total = sum(span.ended_s - span.began_s for span in spans if span.kind == kind)
@@ -441,7 +442,7 @@ class TestBuckets:
         native_queue.close("over")
         native_queue.finish()
         wait(plan.number, 0)
-        assert events.parts() == []
+        assert parts_of(events) == []
 
     def test_time_blocked_in_a_wait_is_counted(self, native_queue):
         plan = Plan(native_queue)

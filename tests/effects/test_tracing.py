@@ -22,6 +22,7 @@ from ringreduce.pure.wire import Kind
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import Config
 from tests.processes import wait_until
+from tests.recorded import parts_of
 
 
 def read(folder: Path, name: str = "rank-0.trace") -> Stream:
@@ -35,7 +36,7 @@ def of(stream: Stream, *kinds: SpanKind) -> list[Span]:
 def make(events: Events, calls: int) -> None:
     for _ in range(calls):
         events.begin(Kind.ALL_REDUCE, 80)
-        events.part(SpanKind.STEP, 1.0, 2.0)
+        events.part(SpanKind.WAIT, 1.0, 2.0)
         events.end()
 
 
@@ -61,7 +62,7 @@ def test_all_that_is_recorded_is_copied_once(tmp_path: Path, recorder: Recorder)
     trace.close()
     found = read(folder)
     assert found.lost == 0
-    for kind in (SpanKind.CALL, SpanKind.STEP):
+    for kind in (SpanKind.CALL, SpanKind.WAIT):
         assert [span.number for span in of(found, kind)] == list(range(total + 4))
 
 
@@ -83,7 +84,7 @@ def test_records_that_were_overwritten_are_counted(
     assert found.lost == PARTS_KEPT + 7 - CALLS_KEPT + 7
     numbers = [span.number for span in of(found, SpanKind.CALL)]
     assert numbers == list(range(PARTS_KEPT + 7))[-CALLS_KEPT:]
-    assert len(of(found, SpanKind.STEP)) == PARTS_KEPT
+    assert len(of(found, SpanKind.WAIT)) == PARTS_KEPT
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(
@@ -141,7 +142,7 @@ def test_messages_are_not_recorded_else() -> None:
             comm.send(array, 1)
         else:
             comm.recv(array, 0)
-        return comm._session.events.parts()
+        return parts_of(comm._session.events)
 
     for parts in ring_of_threads(2, work):
         assert {SpanKind.SEND, SpanKind.RECV}.isdisjoint({span.kind for span in parts})

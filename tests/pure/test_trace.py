@@ -62,7 +62,7 @@ def test_what_is_missing_is_counted() -> None:
     assert (len(found.spans), found.lost) == (1, 44)
 
 
-@pytest.mark.parametrize("data", [b"", b"\n", b"{}\n", b'{"format":2}\n', b"\xff" * 100])
+@pytest.mark.parametrize("data", [b"", b"\n", b"{}\n", b'{"format":1}\n', b"\xff" * 100])
 def test_another_file_is_no_trace(data: bytes) -> None:
     with pytest.raises(ValueError, match="it is no trace"):
         decode_trace(data)

@@ -10,6 +10,7 @@ from ringreduce.pure.buckets import GradientSpec
 from ringreduce.pure.spans import SpanKind
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_threads
+from tests.recorded import parts_of
 
 
 def mean_of(size, gradients_of, bucket_bytes=1 << 20):
@@ -124,7 +125,7 @@ def test_a_training_step_is_recorded_when_the_next_one_begins():
         bridge = GradientBridge(1 << 20)
         for _ in range(3):
             bridge.mean(comm, [tf.ones(3)], ["v"])
-        return [s for s in comm._session.events.parts() if s.kind == SpanKind.TRAINING]
+        return [s for s in parts_of(comm._session.events) if s.kind == SpanKind.TRAINING]
 
     for first, second in ring_of_threads(2, work):
         assert first.began_s < first.ended_s

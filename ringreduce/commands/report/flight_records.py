@@ -61,7 +61,7 @@ def _in_group(dump: Dump, group: Membership) -> Dump:
     part = next((each for each in dump.groups if membership_of(each) == group), None)
     if part is None:
         return msgspec.structs.replace(
-            dump, failure=None, groups=[], calls=0, operation=None, nbytes=0, entries=[], parts=[]
+            dump, failure=None, groups=[], calls=0, operation=None, nbytes=0, entries=[]
         )
     fields = {name: getattr(part, name) for name in _PARTS}
     return msgspec.structs.replace(dump, groups=[], **fields)
