@@ -18,7 +18,7 @@ BRIDGES = (
 OFFERED_MAX = 8  # a rank offers no more, so that the rendezvous's table stays small
 
 _NETWORK_CHARACTERS_MAX = 64
-_COLUMNS, _ROWS_SHOWN, _HOST_WIDTH_MAX = 80, 16, 16
+_ROWS_SHOWN, _HOST_WIDTH = 16, 12
 
 
 class Local(NamedTuple):
@@ -109,26 +109,16 @@ class Unreached(NamedTuple):
 
 
 def unreached_table(rows: Sequence[Unreached], hosts: Mapping[int, str]) -> str:
-    """Who could not reach whom, at which address, and why: lines of at most 80 columns.
-
-    Names of hosts, by rank, are cut to what is left of the width.
-    """
+    """Who could not reach whom, at which address, and why; `hosts` are names by rank."""
     shown = rows[:_ROWS_SHOWN]
-    for host_width in range(_HOST_WIDTH_MAX, -1, -1):
-        named = {rank: f"{rank} {host[:host_width]}".strip() for rank, host in hosts.items()}
-        cells = [("from", "to", "at", "why")]
-        cells += [
-            (named.get(row.rank, str(row.rank)), named.get(row.peer, str(row.peer)), *row[2:])
-            for row in shown
-        ]
-        widths = [max(len(line[column]) for line in cells) for column in range(3)]
-        lines = [
-            "  "
-            + "  ".join(text.ljust(width) for text, width in zip(line, [*widths, 0], strict=True))
-            for line in cells
-        ]
-        if max(map(len, lines)) <= _COLUMNS:
-            break
+    named = {rank: f"{rank} {host[:_HOST_WIDTH]}".strip() for rank, host in hosts.items()}
+    cells = [("from", "to", "at", "why")]
+    cells += [(named[row.rank], named[row.peer], *row[2:]) for row in shown]
+    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    lines = [
+        "  " + "  ".join(text.ljust(width) for text, width in zip(line, [*widths, 0], strict=True))
+        for line in cells
+    ]
     if len(rows) > len(shown):
         lines.append(f"  and {len(rows) - len(shown)} more")
     return "\n".join(lines)

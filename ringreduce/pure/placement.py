@@ -11,7 +11,6 @@ hosts, so that the links between hosts carry several flows at once.
 """
 
 import ipaddress
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,30 +56,19 @@ def in_ring_order(placement: Placement, networks: Sequence[Sequence[str]]) -> Pl
     or none do, they stay as they are.
     """
     own = [_subnets(networks[host[0]]) for host in placement.hosts]
-    in_subnet: dict[object, list[int]] = {}
-    addresses: dict[object, set[object]] = {}
-    for index, subnets in enumerate(own):
+    addresses: dict[object, list[object]] = {}
+    for subnets in own:
         for subnet, address in subnets.items():
-            in_subnet.setdefault(subnet, []).append(index)
-            addresses.setdefault(subnet, set()).add(address)
+            addresses.setdefault(subnet, []).append(address)
     # Where two hosts have the same address there is no network between them, as of docker0.
-    near = {
-        subnet: deque(indices)
-        for subnet, indices in in_subnet.items()
-        if len(indices) == len(addresses[subnet])
-    }
-    left = dict.fromkeys(range(len(own)))
+    common = {subnet for subnet, each in addresses.items() if len(each) == len(set(each))}
+    near = [subnets.keys() & common for subnets in own]
+    left = list(range(len(own)))
     order: list[int] = []
     while left:
-        lowest = next(iter(left))
-        if order:
-            waiting = [near[subnet] for subnet in own[order[-1]] if subnet in near]
-            for each in waiting:
-                while each and each[0] not in left:
-                    each.popleft()
-            lowest = min((each[0] for each in waiting if each), default=lowest)
-        del left[lowest]
-        order.append(lowest)
+        last = near[order[-1]] if order else set()
+        order.append(next((each for each in left if near[each] & last), left[0]))
+        left.remove(order[-1])
     return Placement(tuple(placement.hosts[index] for index in order))
 
 
