@@ -11,7 +11,6 @@ from ringreduce.vocabulary.errors import RendezvousError
 
 BACKLOG = 128
 _ATTEMPTS = 64  # the same port may be taken at another of the addresses
-_HOLDERS_SHOWN = 4
 
 
 class Bind(NamedTuple):
@@ -69,28 +68,9 @@ def _no_port(bind: Bind, who: dict[str, Any]) -> RendezvousError:
             **who,
             remedy="Choose fewer addresses by RINGREDUCE_IFACE.",
         )
-    held = _holders(ports)
     return RendezvousError(
-        f"found no free port among the {len(ports)} of RINGREDUCE_PORTS="
-        f"{ports[0]}-{ports[-1]}" + (f": {held}" if held else ""),
+        f"found no free port among the {len(ports)} of RINGREDUCE_PORTS={ports[0]}-{ports[-1]}",
         **who,
         remedy=f"Each rank of this host needs {bind.needed} to form the ring, and more for groups "
         "and for pairs that exchange messages (docs/guides/settings.md): widen the range.",
     )
-
-
-def _holders(ports: range) -> str:
-    """Which processes listen on these ports, as far as this user may know."""
-    import psutil  # Takes a while to load, and is needed for this error alone.
-
-    held: dict[str, int] = {}
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
-                name = "another user's process"
-                with contextlib.suppress(psutil.Error):
-                    if connection.pid is not None:
-                        name = f"{psutil.Process(connection.pid).name()}, pid {connection.pid}"
-                held[name] = held.get(name, 0) + 1
-    most = sorted(held.items(), key=lambda each: -each[1])[:_HOLDERS_SHOWN]
-    return "; ".join(f"{count} held by {name}" for name, count in most)

@@ -123,15 +123,14 @@ def test_a_port_that_is_taken_at_one_address_is_passed_over():
     assert found[0] == found[1] > port
 
 
-def test_without_a_free_port_the_error_says_who_has_them():
+def test_without_a_free_port_the_error_says_how_many_are_needed():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         bind = Bind(("127.0.0.1",), range(port, port + 1), 3)
         with pytest.raises(RendezvousError) as caught:
             listen(bind, rank=1, size=2)
     text = str(caught.value)
-    assert f"no free port among the 1 of RINGREDUCE_PORTS={port}-{port}: 1 held by " in text
-    assert "pid " in text
+    assert f"no free port among the 1 of RINGREDUCE_PORTS={port}-{port}" in text
     assert "needs 3 to form the ring" in text
 
 
