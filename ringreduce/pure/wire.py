@@ -149,20 +149,17 @@ def advice(received: Header, expected: Header) -> str | None:
 
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:
     """What two ranks disagree on, as the one that expected `expected`; `name` names a rank."""
-    sender, due = name(received.rank), name(expected.rank)
-    ours, theirs = expected.describe(), received.describe()
+    sender, ours, theirs = name(received.rank), expected.describe(), received.describe()
     if expected.kind in SENDS:
         ours = ours.replace("send", "recv", 1)
-        return f"is in {ours} while {sender} is in {theirs}"
     text = f"is in {ours} while {sender} is in {theirs}"
-    if ours == theirs:
-        if received.signature != expected.signature:
-            text += " with other gradients, shapes or root"
-        elif received.rank != expected.rank:
-            text = f"expected frames of {due}, not of {sender}"
-        else:
-            text += (
-                f" at step {received.step}, segment {received.segment} "
-                f"instead of {expected.step}, {expected.segment}"
-            )
-    return text
+    if ours != theirs:
+        return text
+    if received.signature != expected.signature:
+        return f"{text} with other gradients, shapes or root"
+    if received.rank != expected.rank:
+        return f"expected frames of {name(expected.rank)}, not of {sender}"
+    return (
+        f"{text} at step {received.step}, segment {received.segment} "
+        f"instead of {expected.step}, {expected.segment}"
+    )
