@@ -29,11 +29,10 @@ from ringreduce.communicator.pairs import PairCalls
 from ringreduce.communicator.session import Session
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.engine.engine import Engine
-from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import whole
-from ringreduce.pure.payload import flat_view
+from ringreduce.pure.payload import aligned, flat_view
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.config import Config
@@ -135,9 +134,7 @@ class Communicator(MovingCalls, PairCalls):
             if session.shares_memory and nbytes and not self.closed and not self.failure:
                 text = "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used"
                 _log.warning(text, self.rank, self.size, nbytes)
-            whole = np.empty(nbytes + ALIGNMENT, np.uint8)
-            start = -whole.__array_interface__["data"][0] % ALIGNMENT
-            found = whole[start : start + nbytes]
+            found = aligned(nbytes)
         result: np.ndarray = found.view(kind).reshape(dimensions)
         return result
 

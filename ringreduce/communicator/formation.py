@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ringreduce.bootstrap.hello import Table
 from ringreduce.bootstrap.rendezvous import Rendezvous
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
@@ -112,7 +111,16 @@ def form(config: Config, waiting: Waiting) -> Formed:
         opened = open_sockets(config, membership, security, bind, waiting, undo)
         standby = Standby(bind, rank=config.rank, size=config.size)
         undo.callback(standby.close)
-        rendezvous, table = _meet(config, opened, networks, standby.address, undo)
+        rendezvous = Rendezvous(
+            config,
+            *opened.announced,
+            standby=standby.address,
+            networks=networks,
+            security=security,
+            idle=opened.read_events,
+        )
+        undo.callback(rendezvous.close)
+        table = rendezvous.meet()
         security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         routes = Routes(config.rank, config.size, dict(enumerate(table.networks)))
@@ -142,26 +150,6 @@ def form(config: Config, waiting: Waiting) -> Formed:
         " | ".join(map(str, placement.hosts)),
     )
     return formed
-
-
-def _meet(
-    config: Config,
-    opened: OpenedSockets,
-    networks: tuple[str, ...],
-    standby: str,
-    undo: contextlib.ExitStack,
-) -> tuple[Rendezvous, Table]:
-    """Meet the other ranks at `config.rendezvous`; raises as `Communicator`."""
-    rendezvous = Rendezvous(
-        config,
-        *opened.announced,
-        standby=standby,
-        networks=networks,
-        security=opened.security,
-        idle=opened.read_events,
-    )
-    undo.callback(rendezvous.close)
-    return rendezvous, rendezvous.meet()
 
 
 def form_group(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import dtype_code
 
@@ -41,6 +42,13 @@ def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np
             remedy="The result is written in place: pass a copy.",
         )
     return array.reshape(-1)
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """New memory of that many bytes, zeros, that begins at a multiple of `ALIGNMENT`."""
+    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -whole.__array_interface__["data"][0] % ALIGNMENT
+    return whole[start : start + nbytes]
 
 
 def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:

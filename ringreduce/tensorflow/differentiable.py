@@ -9,6 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,12 @@ class Numbers:
         origin = getattr(self._calling, "origin", NONE)
         if origin in (NONE, UNKNOWN) or error.signatures[0] != self._calling.signature:
             return None
-        return MismatchError(
-            f"takes the gradient of its tensor collective number {origin % _DEGREE} while rank "
-            f"{error.peer} is in another call of that length",
-            rank=error.rank,
-            size=error.size,
-            peer=error.peer,
-            operation=error.operation,
+        return replace(
+            error,
+            message=f"takes the gradient of its tensor collective number {origin % _DEGREE} while "
+            f"rank {error.peer} is in another call of that length",
+            sequence=None,
+            step=None,
             remedy="Ask the tape for the gradients of one loss, the sum of several if need be, "
             "within the function that computes it, and let every rank record the same on it.",
         )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,13 +87,8 @@ class AgreedPlans:
                 f"has other gradients than rank {error.peer} in this step: here {here}; "
                 f"there {there}"
             )
-        return MismatchError(
-            text,
-            rank=error.rank,
-            size=error.size,
-            peer=error.peer,
-            operation=_OPERATION,
-            remedy=_REMEDY,
+        return replace(
+            error, message=text, operation=_OPERATION, sequence=None, step=None, remedy=_REMEDY
         )
 
 

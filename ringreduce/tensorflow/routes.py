@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.effects.handoff import BucketItem, Layout
-from ringreduce.pure.buckets import ALIGNMENT
+from ringreduce.pure.payload import aligned
 from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.tensorflow.python_calls import call
@@ -130,7 +130,8 @@ class PythonRoute:
         means: dict[int, np.ndarray] = {}
         for number, bucket in enumerate(plan.buckets):
             dtype = by_gradient[bucket.slots[0].gradient].dtype
-            memory = _aligned(bucket.count * dtype.itemsize).view(dtype)
+            # Zeros, since padding travels too; TensorFlow would copy what is not aligned.
+            memory = aligned(bucket.count * dtype.itemsize).view(dtype)
             for slot in bucket.slots:
                 own = by_gradient[slot.gradient]
                 view = memory[slot.start : slot.start + slot.count].reshape(own.shape)
@@ -138,10 +139,3 @@ class PythonRoute:
                 means[slot.gradient] = view
             self._reducer.reduce(number, memory)
         return [means[index] for index in plan.present]
-
-
-def _aligned(nbytes: int) -> np.ndarray:
-    """Zeros, since padding travels too; aligned, since TensorFlow would copy other memory."""
-    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -whole.__array_interface__["data"][0] % ALIGNMENT
-    return whole[start : start + nbytes]

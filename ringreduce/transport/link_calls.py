@@ -35,10 +35,15 @@ class _Call:
 
     loop: Callable[[int, int, int], int]
     address: int
+    _longest = 0  # bytes of the longest chunk; those of an exchange are one frame each
 
     def __init__(self, header: Header, schedule: Schedule | Exchange, steps: np.ndarray) -> None:
         self.header, self.schedule, self.sequence = header, schedule, 0
         self._steps, self.steps = steps, len(steps)
+
+    def segments(self, segment_bytes: int) -> int:
+        """Number of frames of the longest chunk, at least 1."""
+        return segment_count(self._longest, segment_bytes)
 
 
 class RingCall(_Call):
@@ -77,10 +82,6 @@ class RingCall(_Call):
         )
         self.address = ctypes.addressof(self._record)
 
-    def segments(self, segment_bytes: int) -> int:
-        """Number of frames of the longest chunk, at least 1."""
-        return segment_count(self._longest, segment_bytes)
-
     def number(self, sequence: int) -> None:
         self.sequence = self._record.outgoing[3] = self._record.incoming[3] = sequence
 
@@ -112,10 +113,6 @@ class ExchangeCall(_Call):
         self._sequences = self._steps["outgoing"][:, 3], self._steps["incoming"][:, 3]
         self._record = ExchangeRecord(self._steps.ctypes.data, self.steps, row_bytes)
         self.address = ctypes.addressof(self._record)
-
-    def segments(self, segment_bytes: int) -> int:
-        """Number of frames of a step: one."""
-        return 1
 
     def number(self, sequence: int) -> None:
         outgoing, incoming = self._sequences
