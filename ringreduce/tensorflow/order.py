@@ -6,8 +6,6 @@ order. So each collective depends on the ordering token of the one before it, an
 
 A token cannot be used in another function's graph, nor outside of its loop. So a variable of the
 communicator holds the latest: the first collective of a graph reads it, and each writes its own.
-In the backward pass of a function for a tape outside of it TensorFlow orders no ops on variables:
-there signatures show that ranks differ (`ringreduce.tensorflow.differentiable`).
 """
 
 import itertools

@@ -11,8 +11,7 @@ message's own memory or that of a payload of just the length due; nothing is bel
 
 Large payloads are lent to libzmq (``zmq_msg_init_data``): plain ones, and those that nobody needs
 any more, which are encrypted where they are. Other ciphertexts are allocated. Either way libzmq's
-free callback counts in the channel's `released` when it has written one. Sending never blocks: the
-outgoing queue is unbounded.
+free callback counts in the channel's `released` when it has written one.
 """
 
 import errno

@@ -9,20 +9,14 @@ without the GIL:
 Segment i of a chunk travels on stream i modulo the number of streams, each a pair of sockets, and
 is received in that order, so several connections need no reordering.
 
-Sending borrows the caller's buffer, unless a segment is sealed that this rank still needs
-(`ringreduce.transport.frames`). In a reduce-scatter, a segment's memory changes only after it was
-sent, since the sum that overwrites it depends on its arrival; in an all-gather nothing guarantees
-that. So libzmq's free callback counts the borrowed segments that were written, for each socket
-separately since their I/O threads may differ, and the function returns only when all were: then the
-buffer is the caller's again.
+Sending never blocks, and borrows the caller's buffer, unless a segment is sealed that this rank
+still needs (`ringreduce.transport.frames`). In a reduce-scatter, a segment's memory changes only
+after it was sent, since the sum that overwrites it depends on its arrival; in an all-gather nothing
+guarantees that. So a loop is done only when libzmq has written all that it borrowed.
 
-Sending never blocks, so ranks cannot deadlock in a cycle of sends: the outgoing queue is unbounded,
-and costs little since its memory is borrowed. The receiver bounds how far a sender runs ahead: its
-queue holds RECEIVE_QUEUE_FRAMES, and behind that TCP holds the sender back.
-
-A loop returns when it is done or needs a decision: nothing arrived for a while, or not what was
-due. `ringreduce.transport.stalls` handles deadlines, signals and errors, and has it called again to
-continue from the state in the link's record.
+A loop also returns when it needs a decision: nothing arrived for a while, or not what was due.
+`ringreduce.transport.stalls` makes it, and has the loop called again to continue from the state in
+the link's record.
 """
 
 import numpy as np
@@ -169,12 +163,9 @@ def exchange(link_address, call_address, rows):
           rank - distance                    this rank                     rank + distance
           --------------->  opens? expected?  copy behind our rows     row 0 ... --------->
 
-    Rows are copied behind the header into the same message: they are small, a second message would
-    cost more than the copy, and no borrowed memory has to be awaited.
-
     Takes the addresses of the `LinkRecord`, whose channels after the streams lead over the
-    distances after the first, in their order; of the `ExchangeRecord`; and
-    of the rows, uint8 of shape (size, row bytes), contiguous, row 0 filled.
+    distances after the first, in their order; of the `ExchangeRecord`; and of the rows, uint8 of
+    shape (size, row bytes), contiguous, row 0 filled.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)

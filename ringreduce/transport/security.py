@@ -1,20 +1,8 @@
 """Who may connect, and the keys that frames are sealed with; all made from the job's secret.
 
-A job has one secret, known to its ranks alone:
-
-- The rendezvous is always encrypted (CURVE). Both of its key pairs are derived from the secret and
-  the job id, so a process that lacks either cannot finish the handshake.
-- There, every rank announces the public half of a fresh key pair, and rank 0 tells all of them 32
-  random bytes, the material. Each listening socket has a domain and a list of the ranks that may
-  connect, identified by their announced keys.
-- Data sockets use PLAIN, which proves the connecting side by a password that holds for this sender,
-  this receiver and these keys. Where `encryption` is AEGIS-128L, each frame is sealed with a key
-  made of the material (`ringreduce.transport.frames`), and the control channel uses CURVE. Without
-  AEGIS-128L in libsodium, data sockets use CURVE too.
-- Without a secret everything uses NULL, which proves nothing and is for loopback addresses alone.
-
-docs/security.md says what this protects from. Nothing here logs, shows or raises a key, a password
-or the secret.
+docs/security.md says which socket requires what, and what that protects from. Without a secret all
+use NULL, which proves nothing and is for loopback addresses alone. Nothing here logs, shows or
+raises a key, a password or the secret.
 """
 
 from __future__ import annotations

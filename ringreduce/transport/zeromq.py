@@ -7,9 +7,8 @@ next rank, and one each to the ranks 2, 4, 8, ... positions ahead, for the excha
 One thread at a time uses a link (the communicator holds a lock); `traffic` and `flow` may be called
 from any thread.
 
-Memory: libzmq borrows a call's buffer until `run` returns, unless frames are sealed. When `run`
-fails, libzmq may still hold pieces of it, so the link keeps the array alive until its context is
-closed.
+When `run` fails, libzmq may still hold pieces of the call's buffer, so the link keeps the array
+alive until its context is closed.
 """
 
 import ctypes

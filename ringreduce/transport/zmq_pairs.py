@@ -1,12 +1,9 @@
 """Pairs of ranks over ZeroMQ: each connects when it is first needed, without any rank between.
 
-      rank 2: bind PULL  -- Listening(2, 5, channel, address), by the watchers -->  rank 5
-      rank 2: PULL       <================= PUSH, connects ======================   rank 5
-
 The first time that a rank needs to receive from another one, it listens for it and notifies it over
-the control channel, which works also while that rank is in user code. Sending waits until the
-address is known. Messages (send, recv) and parts (all_to_all) of a pair have a channel each, so
-that a pending message never holds up a collective.
+the control channel (`Listening`), which works also while that rank is in user code. Sending waits
+until the address is known. Messages (send, recv) and parts (all_to_all) of a pair have a channel
+each, so that a pending message never holds up a collective.
 
 Threads: one at a time uses each direction of a pair for messages, and one the parts of all pairs.
 `found`, `traffic` and `flow` may be called from any thread.
