@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from ringreduce.effects.events import Events
 from ringreduce.effects.stacks import thread_names
 from ringreduce.pure.flight import Call, cut
-from ringreduce.pure.liveness import CurrentCall
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.spans import Present
 from ringreduce.pure.watcher_messages import Pending
 
 
@@ -16,7 +16,7 @@ class FirstError(NamedTuple):
     """What broke a communicator first, here or on another rank, and this rank's call then."""
 
     error: BaseException
-    call: CurrentCall
+    call: Present
     when_s: float  # on `time.monotonic`
 
 
@@ -48,11 +48,10 @@ class Recorder:
             self.first_error = FirstError(error, self.current_call(), time.monotonic())
         self.events.fail(error)
 
-    def current_call(self) -> CurrentCall:
+    def current_call(self) -> Present:
         """This rank's present call; from any thread, takes no lock, never raises."""
         now = self.events.current_call()
-        calls = now.calls - self._calls_before
-        return CurrentCall(calls, now.operation, now.nbytes, now.since_s)
+        return now._replace(calls=now.calls - self._calls_before)
 
     def entries(self) -> list[Call]:
         """The last calls, oldest first, the running one included; callable from any thread."""

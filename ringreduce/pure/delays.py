@@ -4,7 +4,8 @@ from collections import Counter, deque
 from collections.abc import Collection
 
 from ringreduce.pure.actions import Action, Log
-from ringreduce.pure.liveness import CurrentCall, Flow, PeerTable
+from ringreduce.pure.liveness import Flow, PeerTable
+from ringreduce.pure.spans import Present
 from ringreduce.vocabulary.config import TIMES
 
 # A rank that is waited for in 16 of 20 looks, over five seconds, is constantly slow.
@@ -24,9 +25,7 @@ class Delays:
         self._looks: deque[int] = deque(maxlen=_LOOKS)
         self._slow_s = -TIMES.straggler_pause_s
 
-    def look(
-        self, current: CurrentCall, flow: Flow, progress: object, now_s: float
-    ) -> list[Action]:
+    def look(self, current: Present, flow: Flow, progress: object, now_s: float) -> list[Action]:
         """Warn, at growing intervals, of ranks that keep this one waiting."""
         actions: list[Action] = []
         call = current.calls, current.since_s

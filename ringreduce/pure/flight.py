@@ -74,7 +74,7 @@ class _Communicator(msgspec.Struct, kw_only=True):
     """What is recorded of one communicator. Times are in seconds since the epoch."""
 
     transport: _Name
-    # calls, operation, nbytes, since: as in `CurrentCall`; in user code, `since` is when the last
+    # calls, operation, nbytes, since: as in `Present`; in user code, `since` is when the last
     # call of any group ended.
     calls: _Count
     operation: _Name | None

@@ -17,19 +17,9 @@ from typing import Any, NamedTuple
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.cycles import Waits
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.spans import Present
 from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, Pending, SentToNext
 from ringreduce.vocabulary.config import TIMES
-
-
-class CurrentCall(NamedTuple):
-    """The call that a rank is in."""
-
-    calls: int  # collectives completed so far
-    operation: str | None  # the collective that runs now; None in user code
-    nbytes: int  # its payload; 0 in user code
-    # On `time.monotonic`, when it began; in user code, when the last collective ended or the
-    # communicator was made.
-    since_s: float
 
 
 class Flow(NamedTuple):
@@ -171,7 +161,7 @@ class PeerTable:
         locked = [k for k in ahead if self.is_locked(self._ring[k], now_s)]
         return range(locked[0] + 1, locked[-1]) if locked else range(0)
 
-    def suspect(self, current: CurrentCall, now_s: float) -> Suspicion | None:
+    def suspect(self, current: Present, now_s: float) -> Suspicion | None:
         """The rank that keeps this one, which is in a collective, waiting; None if none is seen to.
 
         Heartbeats sent before this rank's own call began say nothing about it and are ignored.
@@ -270,7 +260,7 @@ class PeerTable:
         others = [rank for rank in self._others if rank not in self._left]
         return len(others) > 1 and all(self.is_silent(rank, now_s) for rank in others)
 
-    def slowest(self, current: CurrentCall, done: float) -> Suspicion | None:
+    def slowest(self, current: Present, done: float) -> Suspicion | None:
         """The rank in the same call that has done the least of it, if less than this rank."""
         others = [
             (seen.heartbeat.done, rank)

@@ -14,9 +14,10 @@ from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.cycles import Cycles
 from ringreduce.pure.delays import Delays
-from ringreduce.pure.liveness import CurrentCall, Flow, PeerTable
+from ringreduce.pure.liveness import Flow, PeerTable
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import abort_error, abort_for, left_error
+from ringreduce.pure.spans import Present
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.config import TIMES
 
@@ -57,7 +58,7 @@ class Watch:
         self._missing: dict[tuple[int, int], tuple[int, float]] = {}
         self._silent: set[int] = set()  # receivers of connections that were warned of
         self._lost: dict[int, float] = {}
-        self._absence: tuple[CurrentCall, float] | None = None
+        self._absence: tuple[Present, float] | None = None
         self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
         # Whether another rank holds this one up.
         self.delays = Delays(self.peer_table, self._neighbours, now_s)
@@ -157,7 +158,7 @@ class Watch:
         self._arrived = dict(arrived)
 
     def look_for_losses(
-        self, lost: Mapping[int, bool], current: CurrentCall, now_s: float
+        self, lost: Mapping[int, bool], current: Present, now_s: float
     ) -> list[Action]:
         """Handle lost connections of neighbours; True: nothing more can arrive from that one."""
         # A connection looks lost for a moment when its first message arrives before its event;
@@ -200,7 +201,7 @@ class Watch:
         return [*self.send(abort_for(error, self._rank)), Ended(error)]
 
     def beat(
-        self, current: CurrentCall, flow: Flow, progress: object, now_s: float,
+        self, current: Present, flow: Flow, progress: object, now_s: float,
         elsewhere: str = "", pending: messages.Pending | None = None, stopped_s: float = 0.0,
     ) -> list[Action]:  # fmt: skip
         """Send a heartbeat, and check those of others.
@@ -243,7 +244,7 @@ class Watch:
             actions += self._cycles.look(cycle, progress, now_s)
         return actions
 
-    def _look_for_dead_links(self, flow: Flow, current: CurrentCall, now_s: float) -> list[Action]:
+    def _look_for_dead_links(self, flow: Flow, current: Present, now_s: float) -> list[Action]:
         """Warn of a connection on which nothing comes that this rank has sent, then end the ring.
 
         Its receiver waits, and not one byte has come there for that long, while frames that were
@@ -305,7 +306,7 @@ class Watch:
             if now_s - grew_s < TIMES.silent_s <= self.peer_table.unheard_s(neighbour, now_s)
         )
 
-    def _look_for_absence(self, current: CurrentCall, now_s: float) -> list[Action]:
+    def _look_for_absence(self, current: Present, now_s: float) -> list[Action]:
         """End the ring if this rank waits in a call that a rank which has left will never make."""
         left = None if current.operation is None else self.peer_table.absent(current.calls)
         if left is None:
@@ -328,7 +329,7 @@ class Watch:
         return left_error(left.rank, left.calls, left.why, **fields)
 
     def named(
-        self, error: errors.PeerTimeoutError, current: CurrentCall, now_s: float
+        self, error: errors.PeerTimeoutError, current: Present, now_s: float
     ) -> errors.RingReduceError:
         """`error`, naming the rank that all wait for, if that is known."""
         named = copy.copy(error)
@@ -356,5 +357,5 @@ class Watch:
                 f"Python's lock was held), and the others {what}."
             )
 
-    def _where(self, current: CurrentCall) -> dict[str, Any]:
+    def _where(self, current: Present) -> dict[str, Any]:
         return {"rank": self._rank, "size": self._size, "operation": current.operation}
