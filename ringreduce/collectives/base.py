@@ -137,7 +137,7 @@ class Collectives(Protocol):
         return self.links if self.pairs is None else (*self.links, self.pairs)
 
     def flow(self) -> Flow:
-        """Progress of the pass over sockets, and all connections; from any thread."""
+        """All connections over sockets; from any thread."""
         link = self.links[-1] if self.links else None
         flow = link.flow() if isinstance(link, ZmqLink) else Flow()
         if self.pairs is None:

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 
 from ringreduce.pure.actions import Action, Log
-from ringreduce.pure.liveness import Flow, PeerTable
+from ringreduce.pure.liveness import PeerTable
 from ringreduce.pure.spans import Present
 from ringreduce.vocabulary.config import TIMES
 
@@ -25,7 +25,7 @@ class Delays:
         self._looks: deque[int] = deque(maxlen=_LOOKS)
         self._slow_s = -TIMES.straggler_pause_s
 
-    def look(self, current: Present, flow: Flow, progress: object, now_s: float) -> list[Action]:
+    def look(self, current: Present, progress: object, now_s: float) -> list[Action]:
         """Warn, at growing intervals, of ranks that keep this one waiting."""
         actions: list[Action] = []
         call = current.calls, current.since_s
@@ -48,9 +48,6 @@ class Delays:
         limit_s = TIMES.slow_warning_s
         if suspicion is not None and suspicion.kind == "silent":
             limit_s = TIMES.silent_warning_s
-        elif waited_s < TIMES.silent_s and now_s - current.since_s >= limit_s:
-            suspicion = self._peer_table.slowest(current, flow.done)  # it advances, but slowly
-            waited_s = now_s - current.since_s
         if waited_s >= max(limit_s, self._warn_s):
             self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
             if suspicion is None or suspicion.rank in self._neighbours:

@@ -25,7 +25,6 @@ from ringreduce.vocabulary.config import TIMES
 class Flow(NamedTuple):
     """Where a link stands, as any thread may ask while a call runs."""
 
-    done: float = 0.0  # the part of its present pass that is done, 0 to 1
     # For each outgoing connection: receiver, channel, and total frames sent.
     sent: tuple[tuple[int, int, int], ...] = ()
     overdue: tuple[Overdue, ...] = ()  # connections on which a frame has been due for a while
@@ -36,7 +35,7 @@ class Suspicion(NamedTuple):
     """The rank that holds this one up, and how."""
 
     rank: int
-    kind: str  # ``silent``, ``user code``, ``locked``, ``behind``, ``elsewhere`` or ``slow``
+    kind: str  # ``silent``, ``user code``, ``locked``, ``behind`` or ``elsewhere``
     text: str  # a clause such as ``rank 1 has shown no sign of life for 3.2 s``
 
     @property
@@ -259,21 +258,6 @@ class PeerTable:
         """Whether all of two or more other ranks are silent, which points at this one."""
         others = [rank for rank in self._others if rank not in self._left]
         return len(others) > 1 and all(self.is_silent(rank, now_s) for rank in others)
-
-    def slowest(self, current: Present, done: float) -> Suspicion | None:
-        """The rank in the same call that has done the least of it, if less than this rank."""
-        others = [
-            (seen.heartbeat.done, rank)
-            for rank, seen in self._seen.items()
-            if seen.at_s >= current.since_s
-            and (seen.heartbeat.calls, seen.heartbeat.operation)
-            == (current.calls, current.operation)
-        ]
-        least, rank = min(others, default=(1.0, self._rank))
-        if least >= done:
-            return None
-        text = f"rank {rank} is the slowest, {least:.0%} through where this one is {done:.0%}"
-        return Suspicion(rank, "slow", text)
 
     def unanswered(self, now_s: float) -> list[tuple[int, Overdue, float]]:
         """The ranks that wait for a frame of this one, on what, and how long ago they said so."""

@@ -54,8 +54,6 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     calls: _Count  # collectives it has completed
     operation: _Name  # the one it is in; empty in user code
     since_s: _Seconds  # how long it had been there when it sent this
-    # The part of its present pass that is done, 0 to 1.
-    done: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     # Connections on which it waits for frames, the longest first.
     overdue: Annotated[tuple[Overdue, ...], msgspec.Meta(max_length=OVERDUE_MAX)] = ()
     # Its neighbours that are alive and send no heartbeats: Python's lock is held there.

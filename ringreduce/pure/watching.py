@@ -219,7 +219,6 @@ class Watch:
             calls=current.calls,
             operation=(current.operation or elsewhere)[:64],
             since_s=max(0.0, now_s - current.since_s),
-            done=flow.done,
             overdue=tuple(overdue),
             locked=self._locked(now_s),
             pending=pending,
@@ -239,7 +238,7 @@ class Watch:
         if self.cause is None:
             actions += self._look_for_dead_links(flow, current, now_s)
         if self.cause is None:
-            actions += self.delays.look(current, flow, progress, now_s)
+            actions += self.delays.look(current, progress, now_s)
             cycle = self.peer_table.cycle(pending, now_s)
             actions += self._cycles.look(cycle, progress, now_s)
         return actions

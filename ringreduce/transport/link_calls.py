@@ -1,14 +1,13 @@
 """The calls that a collective hands to a link over sockets."""
 
 import ctypes
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.pure.schedule import FORWARD, Exchange, Schedule, segment_count
+from ringreduce.pure.schedule import FORWARD, Exchange, Schedule
 from ringreduce.pure.wire import Header, encode
 from ringreduce.transport import loop
 from ringreduce.transport.records import EXCHANGE_STEP, PASS_STEP, ExchangeRecord, PassRecord
@@ -35,15 +34,10 @@ class _Call:
 
     loop: Callable[[int, int, int], int]
     address: int
-    _longest = 0  # bytes of the longest chunk; those of an exchange are one frame each
 
     def __init__(self, header: Header, schedule: Schedule | Exchange, steps: np.ndarray) -> None:
         self.header, self.schedule, self.sequence = header, schedule, 0
         self._steps, self.steps = steps, len(steps)
-
-    def segments(self, segment_bytes: int) -> int:
-        """Number of frames of the longest chunk, at least 1."""
-        return segment_count(self._longest, segment_bytes)
 
 
 class RingCall(_Call):
@@ -64,7 +58,6 @@ class RingCall(_Call):
         super().__init__(header, schedule, np.array(steps, PASS_STEP))
         self.loop = loop.run
         self._actions, self._reduction = schedule.actions, reduction
-        self._longest = itemsize * max(end - start for start, end in itertools.pairwise(bounds))
         first = schedule.first
         self._record = PassRecord(
             steps=self._steps.ctypes.data,

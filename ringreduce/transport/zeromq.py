@@ -85,10 +85,8 @@ class ZmqLink(StalledCall):
         )
         self._record_address = ctypes.addressof(self._record)
         self._waiting = waiting
-        # Of the present call: what its loop takes and has returned; its steps, and the segments of
-        # each at most.
+        # Of the present call: what its loop takes and has returned.
         self._addresses, self._status = (0, 0, 0), records.WAITING
-        self._steps, self._segments = 0, 1
         self._has_failed = False
         self._lent: list[np.ndarray] = []  # buffers of failed calls, kept until close
 
@@ -136,10 +134,7 @@ class ZmqLink(StalledCall):
         return Traffic(record.frames, record.bytes_sent, record.bytes_received)
 
     def flow(self) -> Flow:
-        """Progress of the present call; the loop may be changing the numbers meanwhile."""
-        steps = self._record.step + self._record.segment / self._segments
-        done = min(1.0, steps / max(1, self._steps))
-        return self.sockets.flow()._replace(done=done, sent_to_next=self._sent_to_next())
+        return self.sockets.flow()._replace(sent_to_next=self._sent_to_next())
 
     def _sent_to_next(self) -> SentToNext | None:
         """How fast the connections to the next rank were so far; from any thread."""
@@ -174,7 +169,6 @@ class ZmqLink(StalledCall):
                 for pushing in self._lost_outgoing((1,)):
                     raise lost_error(self.named(pushing.peer), **self.where(pushing.peer))
             if not self.resume():
-                self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
                 finish(self, self._waiting)
         except BaseException:
             self._has_failed = True

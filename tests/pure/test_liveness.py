@@ -60,7 +60,7 @@ def board(size: int = 3, now_s: float = 10.0) -> PeerTable:
         Heartbeats(
             (
                 (
-                    Heartbeat(*(1, 2, 3, "", 1.0, 0.5, (Overdue(2, 0, 7, 0.1),), (0,))),
+                    Heartbeat(*(1, 2, 3, "", 1.0, (Overdue(2, 0, 7, 0.1),), (0,))),
                     0.0,
                 ),
             )
@@ -78,7 +78,7 @@ def test_a_message_arrives_as_it_was(message: Message) -> None:
 
 def test_the_longest_message_fits_the_limit() -> None:
     overdue = (Overdue(63, 1 << 17, 1 << 60, 1e8),) * OVERDUE_MAX
-    one = Heartbeat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, 1.0, overdue)
+    one = Heartbeat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, overdue)
     for size in (2, 64, 512):
         heartbeats = Heartbeats(tuple((one, 1e8) for _ in range(size)))
         assert len(encode(heartbeats)) <= message_bytes_max(size)
@@ -89,7 +89,7 @@ def test_the_longest_message_fits_the_limit() -> None:
     [
         Heartbeats(((heartbeat(3), 0.0),)),
         Heartbeats(tuple((heartbeat(0), 0.0) for _ in range(4))),
-        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, 0.0, (Overdue(9, 0, 0, 0.0),)), 0.0),)),
+        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, (Overdue(9, 0, 0, 0.0),)), 0.0),)),
         Left(3, 0),
         Heartbeats(((Heartbeat(0, -1, 1, "", 0.0), 0.0),)),
         Heartbeats(((Heartbeat(0, 1, 1, "x" * 65, 0.0), 0.0),)),
@@ -272,23 +272,12 @@ def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> No
     assert not known.is_cut_off(12.1)
 
 
-def test_the_slowest_of_those_in_the_same_call_is_named() -> None:
-    known = board(4)
-    for rank, done in ((1, 0.5), (2, 0.25), (3, 0.0)):
-        calls = 4 if rank == 3 else 5
-        known.note(Heartbeat(rank, 1, calls, "all_reduce", 0.5, done), 0.0, 11.0)
-    slowest = known.slowest(Here(), 0.6)
-    assert slowest is not None
-    assert slowest.rank == 2
-    assert known.slowest(Here(), 0.2) is None
-
-
 def test_only_ranks_that_are_heard_and_wait_for_this_one_are_unanswered() -> None:
     known = board(4, 0.0)
     ours, theirs = Overdue(0, 0, 7, 3.0), Overdue(2, 0, 7, 3.0)
-    known.note(Heartbeat(1, 1, 5, "all_reduce", 0.5, 0.0, (theirs, ours)), 0.5, 10.0)
-    known.note(Heartbeat(2, 1, 5, "all_reduce", 0.5, 0.0, (ours,)), 9.0, 10.0)
-    known.note(Heartbeat(3, 1, 5, "all_reduce", 0.5, 0.0, (theirs,)), 0.0, 10.0)
+    known.note(Heartbeat(1, 1, 5, "all_reduce", 0.5, (theirs, ours)), 0.5, 10.0)
+    known.note(Heartbeat(2, 1, 5, "all_reduce", 0.5, (ours,)), 9.0, 10.0)
+    known.note(Heartbeat(3, 1, 5, "all_reduce", 0.5, (theirs,)), 0.0, 10.0)
     assert known.unanswered(10.0) == [(1, ours, 0.5)]
 
 

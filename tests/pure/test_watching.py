@@ -232,7 +232,7 @@ def test_a_rank_that_is_always_late_is_named() -> None:
 
 
 def overdue(frames: int, dry_s: float, channel: int = 0, number: int = 1) -> bytes:
-    own = Heartbeat(1, number, 5, "all_reduce", 0.0, 0.0, (Overdue(0, channel, frames, dry_s),))
+    own = Heartbeat(1, number, 5, "all_reduce", 0.0, (Overdue(0, channel, frames, dry_s),))
     return watcher_messages.encode(Heartbeats(((own, 0.0),)))
 
 
@@ -276,7 +276,7 @@ def test_two_silent_connections_are_warned_of_and_counted_at_the_same_time() -> 
         at_s = 0.25 * number
         for rank, channel in ((1, 0), (2, 1)):
             due = (Overdue(0, channel, 6, at_s),)
-            own = Heartbeat(rank, number + 1, 5, "all_reduce", 0.0, 0.0, due)
+            own = Heartbeat(rank, number + 1, 5, "all_reduce", 0.0, due)
             watch.receive(rank, watcher_messages.encode(Heartbeats(((own, 0.0),))), at_s)
         watch.tick(at_s)
         actions = watch.beat(here, flow, 0, at_s)
@@ -309,7 +309,7 @@ def test_what_a_receiver_said_before_it_was_stopped_says_nothing(
     # It had waited for long, said so, and was stopped as soon as a frame was on its way.
     watch, here, found = a_watch(limit_s=0.7), Here(operation="all_reduce"), []
     for number, at_s in enumerate((1.0, 1.25, 1.5, 1.75)):
-        own = Heartbeat(1, number + 1, 5, "", 0.0, 0.0, (Overdue(0, 0, 6, 9.0),))
+        own = Heartbeat(1, number + 1, 5, "", 0.0, (Overdue(0, 0, 6, 9.0),))
         watch.receive(1, watcher_messages.encode(Heartbeats(((own, age_s),))), at_s)
         watch.tick(at_s)
         found += errors(watch.beat(here, Flow(sent=((1, 0, 7),)), 0, at_s))
