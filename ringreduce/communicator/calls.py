@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -25,8 +24,6 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 if TYPE_CHECKING:
     from ringreduce.communicator.session import Session
-
-_log = logging.getLogger(__name__)
 
 # As many as C knows at a time.
 _SIGNED_KEPT = 64
@@ -111,7 +108,7 @@ class Calls:
                     if not session.is_working:
                         session.refuse()
                     session.events.begin(CODES[name], nbytes)
-                    return self._finish(name, nbytes, run, *arguments)
+                    return self._finish(run, *arguments)
                 finally:
                     self._caller.value = 0
         finally:
@@ -125,15 +122,13 @@ class Calls:
         try:
             done = self._in_c(array, self._known_by(option, signature) if signature else option)
             if done:
-                if _log.isEnabledFor(logging.DEBUG):
-                    self._log("all_reduce", array.nbytes)
                 return True
             if done is None:
                 return False
             # Another rank is late. C has taken the lock, and recorded the beginning.
             flat, op = flat_view(array, "all_reduce"), reduce_op(option)
             run = self._session.collectives.all_reduce
-            self._finish("all_reduce", array.nbytes, run, flat, op, signature)
+            self._finish(run, flat, op, signature)
             self._end_in_c()
         except BaseException as error:
             self._interrupted(error)
@@ -188,9 +183,7 @@ class Calls:
             why, self._leaves_with = self._leaves_with, None
             self._session.leave(why)
 
-    def _finish(
-        self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
-    ) -> _Result:
+    def _finish(self, run: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run a recorded collective, or its rest; what has ended the session meanwhile ends it."""
         session = self._session
         try:
@@ -205,14 +198,4 @@ class Calls:
             session.broke(interrupted(session.config, error, "a collective"))
             raise
         session.events.end()
-        self._log(name, nbytes)
         return result
-
-    def _log(self, name: str, nbytes: int) -> None:
-        if _log.isEnabledFor(logging.DEBUG):
-            session, now = self._session, self._session.events.current_call()
-            _log.debug(
-                "[%d/%d] %s #%d, %d bytes, %.3f ms",
-                *(session.config.rank, session.config.size),
-                *(name, now.number - 1, nbytes, now.elapsed_s * 1e3),
-            )

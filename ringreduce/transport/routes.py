@@ -73,10 +73,10 @@ class Routes:
         }
         found, failed = first_to_answer(self._rank, tried, limit_s, check, lead_s)
         for peer, (host, _) in found.items():
-            level = logging.INFO if len(tried[peer]) > 1 else logging.DEBUG
-            offered = ", ".join(each for each, _ in tried[peer])
-            text = "[%d/%d] reaches rank %d at %s (it has %s)"
-            _log.log(level, text, self._rank, self._size, peer, host, offered)
+            if len(tried[peer]) > 1:
+                offered = ", ".join(each for each, _ in tried[peer])
+                text = "[%d/%d] reaches rank %d at %s (it has %s)"
+                _log.info(text, self._rank, self._size, peer, host, offered)
         self._reached.update(found)
         return failed
 

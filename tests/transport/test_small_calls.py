@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import os
 import shutil
 import subprocess
@@ -285,23 +284,6 @@ def test_buckets_of_different_plans_differ_in_c_too():
             bucket(comm, np.ones(301), ReduceOp.SUM, 5 + comm.rank)
 
     ring_of_threads(2, work)
-
-
-def test_calls_in_c_are_logged_from_when_on_the_level_says_so(caplog):
-    def work(comm: Communicator) -> None:
-        for _ in range(3):
-            comm.all_reduce(np.ones(3))
-        comm.barrier()
-        if comm.rank == 0:
-            caplog.set_level(logging.DEBUG, "ringreduce.communicator.calls")
-        comm.barrier()
-        comm.all_reduce(np.ones(3))
-
-    ring_of_threads(2, work)
-    lines = [record.message for record in caplog.records if "all_reduce" in record.message]
-    assert sorted(line.rpartition(",")[0] for line in lines) == [
-        f"[{rank}/2] all_reduce #6, 24 bytes" for rank in range(2)
-    ]
 
 
 def test_more_calls_than_are_kept_all_work():
