@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import select
+import selectors
 import signal
 import socket
-import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -25,18 +25,19 @@ from hypothesis import strategies as st
 from ringreduce._version import __version__
 from ringreduce.commands.launch import meeting as meeting_module
 from ringreduce.commands.launch import nodes
-from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.exchange import Ended, Told
 from ringreduce.commands.launch.frames import Alive
 from ringreduce.commands.launch.meeting import Meeting, Node
 from ringreduce.commands.launch.node_messages import (
     NONCE_BYTES,
     Channel,
-    Done,
+    Event,
     Join,
     Placed,
     Record,
 )
 from ringreduce.commands.launch.nodes import Nodes
+from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 from tests.launching import RANK, WAITS, numbers, script
@@ -46,8 +47,8 @@ SECRET = "a secret that all launchers have"
 RECORDS = [
     Join("1.0", 2, 0, 1, 4, "b"),
     Placed(4, 8, "job", 0, 4000),
-    Failure(5, -9, 0.0, host="b"),
-    Done(),
+    Told(5, Raised("ValueError")),
+    Ended(5, -9, "killed"),
     Alive(),
 ]
 
@@ -82,15 +83,15 @@ def test_a_changed_record_is_refused(place: int, change: int) -> None:
 
 def test_a_repeated_record_a_reflected_one_and_another_secret_are_refused() -> None:
     first, other = channels()
-    frame = first.encode(Done())
-    assert other.feed(frame) == [Done()]
+    frame = first.encode(Alive())
+    assert other.feed(frame) == [Alive()]
     with pytest.raises(ConfigError, match="secret"):
         other.feed(frame)
     with pytest.raises(ConfigError, match="secret"):
-        first.feed(first.encode(Done()))
+        first.feed(first.encode(Alive()))
     first, other = channels("another secret of the job")
     with pytest.raises(ConfigError, match="secret"):
-        first.feed(other.encode(Done()))
+        first.feed(other.encode(Alive()))
 
 
 def test_a_stranger_is_no_launcher() -> None:
@@ -177,37 +178,65 @@ def test_a_node_rank_that_is_taken_is_refused() -> None:
             assert first.result().placed.size == 3
 
 
+@contextlib.contextmanager
+def events_of(meeting: Meeting) -> Iterator[Callable[[], list[Event]]]:
+    """What reads the connections of a meeting, and returns the events that they bring."""
+    with selectors.DefaultSelector() as selector:
+        meeting.register(selector)
+        yield lambda: [each for key, _ in selector.select(0.01) for each in key.data() or ()]
+
+
 def test_who_comes_after_the_start_is_refused() -> None:
     port = free_port()
     with meeting(node(port, 0), node(port, 1)) as (first, one):
-        first.result()
         one.result()
-        with meeting(node(port, 1)) as (late,):
-
-            def is_refused() -> bool:
-                first.result().poll()
-                return late.done()
-
-            wait_until(is_refused, "a refusal")
+        with events_of(first.result()) as read, meeting(node(port, 1)) as (late,):
+            wait_until(lambda: read() or late.done(), "a refusal")
             with pytest.raises(ConfigError, match="the job has started already"):
                 late.result()
 
 
-def test_who_comes_for_the_next_attempt_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it comes before node 0 has read that a rank failed."""
+def test_what_ranks_do_is_told_to_all_without_texts() -> None:
+    """Node 0 passes it on; of a launcher that is gone it tells the ranks, once."""
+    raised = Raised("ValueError", peer=0, exception="ValueError: private", traceback=["private"])
+    told, ended = Told(2, Raised("ValueError", peer=0)), Ended(2, -9, "killed")
     port = free_port()
-    monkeypatch.setattr(meeting_module, "TIMES", replace(TIMES, confirm_s=0.0))
-    zero, one = Nodes(node(port, 0), deque()), Nodes(node(port, 1), deque())
+    with meeting(*(node(port, number, 3) for number in (0, 1, 2))) as found:
+        zero, one, two = (each.result() for each in found)
+        assert zero.hosts == one.hosts == two.hosts == ["b"] * 3
+        with events_of(zero) as read_zero, events_of(one) as read_one:
+            two.tell(Told(2, raised))
+            two.tell(ended)
+            at_zero: list[Event] = []
+            at_one: list[Event] = []
+
+            def have_all() -> bool:
+                at_zero.extend(read_zero())
+                at_one.extend(read_one())
+                return ended in at_one
+
+            wait_until(have_all, "what node 2 has told")
+            assert at_zero == at_one == [told, ended]
+            assert zero.poll() == []
+            two.close()
+            wait_until(lambda: read_zero() or zero.poll() == [2], "the end of a launcher")
+            assert zero.poll() == []
+
+
+def test_who_comes_for_the_next_attempt_is_not_refused() -> None:
+    port = free_port()
+    both = (node(port, number, max_restarts=1) for number in (0, 1))
+    zero, one = (Nodes(each, deque()) for each in both)
     with zero, ThreadPoolExecutor() as threads:
         joined = threads.submit(one.meet, 0)
         first, other = zero.meet(0), joined.result()
         assert first is not None
         assert other is not None
-        other.report(Failure(1, 1, time.monotonic()))
         other.close()
         again = threads.submit(one.meet, 1)
         wait_until(lambda: select.select([zero._listener], [], [], 0)[0], "it to come again")
-        first.poll()
+        with events_of(first) as read:
+            read()
         assert not again.done()
         first.close()
         second, anew = zero.meet(1), again.result()
@@ -355,6 +384,30 @@ def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path: 
         assert "ValueError: bad data" in other.stderr
     logs = tmp_path / "node1" / "logs" / "restart-1"
     assert sorted(path.name for path in logs.glob("*.log")) == ["rank-2.log", "rank-3.log"]
+
+
+def test_an_elastic_job_goes_on_without_the_launcher_of_node_0(tmp_path: Path) -> None:
+    tells = """
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Joins, Reformed
+handover.tell(Joins(2))
+print("pid", os.getpid(), flush=True)
+while not os.path.exists("../lost"): time.sleep(0.01)
+handover.tell(Reformed(1, (1,), 7, 0.1))
+"""
+    script(tmp_path, RANK + "import time\n" + tells)
+    port = free_port()
+    with job(tmp_path, port, 0, "--elastic") as first, job(tmp_path, port, 1, "--elastic") as other:
+        for one in (first, other):
+            one.wait_shown("pid")
+        first.signal(signal.SIGKILL)
+        wait_gone(numbers(first.stdout))
+        (tmp_path / "lost").touch()
+        assert other.wait() == 0, other.stderr
+        host = socket.gethostname()
+        gone = f"rank 0 on {host} was lost in step 7 (its launcher is gone, or the network to it)"
+        assert gone in other.stderr
+        assert "ringreduce: ended well without rank 0" in other.stderr
 
 
 @pytest.mark.full

@@ -3,6 +3,8 @@
     launcher -- ssh's standard input --> agent       Assignment, Start, Signal, Alive
     launcher <-- its standard output --- agent       Hello, Ready or Refused; Output, Told, Ended
 
+Launchers of several hosts send each other Told and Ended too (`node_messages`).
+
 The agent's first bytes are `MAGIC`, since a login shell may have written something before.
 """
 
@@ -87,6 +89,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     rank: int
     returncode: int
     how: str = ""  # where more is known
+    is_final: bool = False  # whether somebody has asked for the end of the job
 
 
 Order = Assignment | Start | Signal | Alive

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.pure.blame import Error, Facts, find_culprit
 from ringreduce.vocabulary import errors
@@ -20,12 +18,11 @@ from ringreduce.vocabulary.errors import WorkerError
 from ringreduce.vocabulary.words import named
 
 
-class Failure(msgspec.Struct, tag=True, frozen=True):
+class Failure(NamedTuple):
     """A worker that ended with an exit code other than 0, or is about to.
 
-    Launchers of several hosts send each other the first one. Without `host` all ranks are on the
-    launcher's; `how` says more than the exit code, if the kernel has killed it, or its own launcher
-    or its host is gone.
+    Without `host` all ranks are on the launcher's; `how` says more than the exit code, if the
+    kernel has killed it, or its own launcher or its host is gone.
     """
 
     rank: int
@@ -39,7 +36,6 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     # Whether it ended well, but before it joined a ring for which others wait.
     has_left: bool = False
     is_final: bool = False  # whether somebody has asked for the end of the job
-    is_lost: bool = False  # whether it is sent though the other ranks may go on without it
 
     @property
     def who(self) -> str:

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -18,6 +19,7 @@ from ringreduce.commands.launch.display import Display, Logs
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause, find_repeated
 from ringreduce.commands.launch.local import LocalHost, listen
+from ringreduce.commands.launch.meeting import Meeting
 from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
@@ -61,7 +63,6 @@ class Job:
         # Rings of which nothing was said yet, with the ranks that were lost before; what was said.
         self._unsaid: deque[tuple[Reformed, list[int]]] = deque()
         self._lost: list[str] = []
-        self._own_name = "" if plan.meeting is None else socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
         # The signal that workers were to end by, and when those that have not are killed.
@@ -88,6 +89,7 @@ class Job:
                 host.close()
             self._selector.close()
         self._display.end_lines()
+        self._forget(self._workers)
         self._follow_ring()
         cause = self.cause
         if cause is not None and self.ended_by is None:
@@ -144,6 +146,8 @@ class Job:
             self._reach(assignment, plan.spread)
         elif plan.meeting is not None:
             plan.meeting.register(self._selector)
+            for rank, host in enumerate(plan.meeting.hosts):
+                self._workers[rank] = Worker(rank, None, host)
             own = msgspec.structs.replace(assignment, meeting_host=plan.meeting.node.host)
             self._start_ranks(own, placed.port, plan.meeting.listener)
         else:
@@ -167,8 +171,8 @@ class Job:
                 columns=lambda: self._screen.columns,
             )
         finally:
-            for rank in host.started:
-                self._workers[rank] = Worker(rank, host, self._own_name)
+            name = "" if plan.meeting is None else plan.meeting.node.own.host
+            self._workers |= {rank: Worker(rank, host, name) for rank in host.started}
 
     def _reach(self, assignment: Assignment, spread: Spread) -> None:
         """Connect with an agent on each host; `_start_agents` goes on once all are ready."""
@@ -195,13 +199,7 @@ class Job:
 
     def _await_others(self) -> bool:
         """Whether ranks of other launchers decide how the job ends, and it is not known yet."""
-        meeting = self._plan.meeting
-        if meeting is None or self.ended_by is not None:
-            return False
-        if self.cause is None:
-            meeting.note_done()
-            return not meeting.is_over
-        return not self._is_doomed()
+        return bool(self._alive()) and self.ended_by is None and not self._is_doomed()
 
     def _watch(self) -> None:
         """Until every worker has ended: show output, pass on signals, stop after a failure."""
@@ -211,7 +209,6 @@ class Job:
             while self._signals:
                 self._pass_on(self._signals.popleft())
             self._poll()
-            self._report()
             self._follow_ring()
             self._display.tick()
             self._show_late()
@@ -224,8 +221,13 @@ class Job:
         while self._selector.get_map() and time.monotonic() < deadline:
             self._read_all()
 
-    def _running(self) -> list[Worker]:
+    def _alive(self) -> list[Worker]:
+        """Ranks of all launchers that have not ended."""
         return [worker for worker in self._workers.values() if worker.alive]
+
+    def _running(self) -> list[Worker]:
+        """Those of this launcher."""
+        return [worker for worker in self._alive() if worker.is_ours]
 
     def _read_all(self) -> None:
         for key, _ in self._selector.select(TIMES.poll_s):
@@ -239,42 +241,42 @@ class Job:
         for agent in self._agents:
             if agent.lost:
                 self._lose(agent)
-        if self._plan.meeting is not None:
-            self._plan.meeting.poll()
-            self._note_ring(self._plan.meeting.ring)
+        if self._plan.meeting is not None and (gone := self._plan.meeting.poll()):
+            self._miss(self._plan.meeting, gone)
 
-    def _report(self) -> None:
-        """Send the launchers of other hosts why the job fails, or which ranks are lost."""
-        meeting, cause = self._plan.meeting, self.cause
-        if meeting is None:
-            return
-        if self.ended_by is not None:
-            name = signal.Signals(self.ended_by).name
-            first, code = self._plan.ranks[0], 128 + self.ended_by
-            how = f"its launcher was stopped by {name}"
-            meeting.report(Failure(first, code, 0.0, host=self._own_name, how=how, is_final=True))
-        elif cause is not None and self._is_doomed():
-            if cause.first.rank in self._workers or not meeting.failures:
-                meeting.report(cause.first)
-        elif self._plan.elastic is not None:
-            for failure in self._all_failures():
-                if failure.rank in self._workers and failure.has_ended:
-                    meeting.report(msgspec.structs.replace(failure, is_lost=True))
+    def _miss(self, meeting: Meeting, ranks: Collection[int]) -> None:
+        """Note that the launcher of `ranks` is gone; one that knows of a failure may leave."""
+        how = "its launcher is gone, or the network to it"
+        for rank in ranks:
+            if self._workers[rank].alive and self.cause is None:
+                self._take(Ended(rank, _LOST_CODE, how))
+                meeting.tell(Ended(rank, _LOST_CODE, how))
+        # Of the other nodes' ranks only node 0 tells.
+        self._forget(ranks if meeting.node.own.node == 0 else self._workers)
+
+    def _forget(self, ranks: Iterable[int]) -> None:
+        """Wait no longer for those of `ranks` that are other launchers'."""
+        for worker in [self._workers[rank] for rank in ranks]:
+            if worker.alive and not worker.is_ours:
+                worker.stop(signal.SIGKILL)
+                worker.end(0)
 
     def _take(self, event: Event) -> None:
-        worker = self._workers[event.rank]
+        worker, meeting = self._workers[event.rank], self._plan.meeting
         if isinstance(event, Output):
             self._display.take(event)
-        elif isinstance(event, Ended):
-            worker.end(event.returncode, event.how)
+            return
+        # What follows from a signal, or from the end of others, is no news to other launchers.
+        if meeting and worker.is_ours and not worker.is_stopped and self.ended_by is None:
+            meeting.tell(event)
+        if isinstance(event, Ended):
+            worker.end(event.returncode, event.how, is_final=event.is_final)
         elif isinstance(event.record, Reformed):
             self._note_ring(event.record)
         else:
             worker.note(event.record)
             if worker.raised is event.record:
                 self._display.keep(worker.rank, worker.raised.whole or worker.raised.traceback)
-            if self._plan.meeting is not None and self._plan.size in worker.joins:
-                self._plan.meeting.note_joins(worker.rank)
 
     def _note_ring(self, ring: Reformed) -> None:
         """Take a ring that was formed anew for the present one, once, though several tell of it."""
@@ -284,16 +286,15 @@ class Job:
             self._unsaid.append((ring, lost))
         self._ring, self._ring_s = ring, time.monotonic()
         self._display.follow(ring.members)
-        if self._plan.meeting is not None:
-            self._plan.meeting.tell(ring)
 
     def _follow_ring(self) -> None:
         """Say which ranks were lost, once it is known why; they end with the last of the others."""
-        running = {worker.rank for worker in self._running()}
+        running = {worker.rank for worker in self._alive()}
         # Time for that to show, and for them to end by themselves.
         has_settled = time.monotonic() - self._ring_s >= TIMES.cause_s
         if has_settled and not running & {*self._ring.members}:
             self._end(signal.SIGKILL)
+            self._forget(self._workers)
         while self._unsaid:
             ring, lost = self._unsaid[0]
             failures = [failure for failure in self._all_failures() if failure.rank in lost]
@@ -301,9 +302,9 @@ class Job:
             if running and not has_settled and len(ended) < len(lost):
                 return
             self._unsaid.popleft()
-            for worker in [self._workers[rank] for rank in lost if rank in self._workers]:
-                self._display.reveal(worker.rank)
-                self._show_error(worker)
+            for rank in lost:
+                self._display.reveal(rank)
+                self._show_error(self._workers[rank])
             self._lost.append(conclusion.lost(lost, failures, ring.step))
             went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
             self._screen.say(f"{self._lost[-1]}: {went_on}")
@@ -325,6 +326,10 @@ class Job:
         if number in STOPPING:
             self.ended_by, self._stopped_by = number, signal.Signals(number)
             self._stop_s = time.monotonic() + self._plan.grace_s
+            if self._plan.meeting is not None:
+                how = f"its launcher was stopped by {self._stopped_by.name}"
+                first = self._plan.ranks[0]
+                self._plan.meeting.tell(Ended(first, 128 + number, how, is_final=True))
 
     def _limit_grace(self, end_s: float) -> None:
         """Kill workers that have not ended by `end_s`; say so, and before that which those are."""
@@ -343,15 +348,12 @@ class Job:
     @property
     def _joined(self) -> int:
         """How many ranks have begun to form the ring of all ranks."""
-        if self._plan.meeting is not None:
-            return len(self._plan.meeting.joined)
         return sum(self._plan.size in worker.joins for worker in self._workers.values())
 
     def _all_failures(self) -> list[Failure]:
-        meeting, ring_of = self._plan.meeting, self._plan.size if self._joined else 0
+        ring_of = self._plan.size if self._joined else 0
         found = [worker.failure(ring_of) for worker in self._workers.values()]
-        elsewhere = [] if meeting is None else meeting.failures + meeting.lost
-        return [failure for failure in found if failure is not None] + elsewhere
+        return [failure for failure in found if failure is not None]
 
     def _failures(self) -> list[Failure]:
         """Those that end the job: none while the ranks that are left may go on by themselves."""
@@ -360,10 +362,9 @@ class Job:
             return failures
         if repeated := find_repeated(failures, by_text=meeting is None):
             return repeated
-        if not (meeting.is_over or meeting.failures if meeting else not self._running()):
+        if self._alive() and not any(failure.is_final for failure in failures):
             return []
-        told = meeting.failures if meeting else []
-        return told + [failure for failure in failures if failure.rank in self._ring.members]
+        return [each for each in failures if each.is_final or each.rank in self._ring.members]
 
     def _is_doomed(self) -> bool:
         """Whether a worker has failed and the cause is known, or has had time to show."""

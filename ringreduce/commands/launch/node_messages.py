@@ -2,7 +2,7 @@
 
     node 1, 2, ... -- Join ---------------> node 0
                    <- Placed, or Refused --
-                   <- Joined, Failure, Reformed, Done, Alive ->
+                   <- Told, Ended, Alive ->
 
 Each end begins with `MAGIC` and a random nonce. A frame has a record, after a code that only a
 launcher that knows the secret can make for this connection, direction and frame. Records are not
@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.exchange import Ended, Told
 from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
-from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce node\n"
@@ -47,19 +46,11 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     job_id: str
     restart: int
     port: int
+    nodes: tuple[tuple[str, int], ...] = ()  # the host of each, and how many ranks it has
 
 
-class Joined(msgspec.Struct, tag=True, frozen=True):
-    """A rank waits in the ring of all ranks."""
-
-    rank: int
-
-
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """All ranks of this node have ended, well or lost; from node 0: those of all nodes."""
-
-
-Record = Join | Placed | Refused | Joined | Failure | Reformed | Done | Alive
+Event = Told | Ended
+Record = Join | Placed | Refused | Event | Alive
 
 _DECODER = msgspec.msgpack.Decoder(Record)
 

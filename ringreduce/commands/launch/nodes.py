@@ -1,8 +1,8 @@
 """The launchers of one job, one on each host, that somebody starts with ``--nnodes``.
 
 Node 0's launcher listens at the rendezvous address until the others have come, gives each its ranks
-and, while the job runs, passes on to all which rank has failed first. So a rank that fails before
-the ring has formed ends all hosts too, and all launchers name the same cause.
+and, while the job runs, passes on what all ranks do. So a rank that fails before the ring has
+formed ends all hosts too, and all launchers name the same cause.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.frames import Refused
@@ -158,10 +160,11 @@ class Nodes:
             self._strangers.append(peer.stranger)
         for record in records:
             if isinstance(record, Join) and peer.join is None:
-                peer.join, peer.host = record, record.host
+                peer.join = record
                 if record.node in joined or record.node == 0:
-                    other = joined[record.node].host if record.node in joined else "this host"
-                    peer.send(Refused(f"--node-rank {record.node} is that of {other} already"))
+                    other = joined[record.node].join if record.node in joined else None
+                    host = other.host if other else "this host"
+                    peer.send(Refused(f"--node-rank {record.node} is that of {host} already"))
                     continue
                 if (why := self._differs(record)) is not None:
                     peer.send(Refused(why))
@@ -204,18 +207,22 @@ class Nodes:
 
     def _place(self, peers: list[Peer], restart: int) -> Meeting:
         node = self._node
-        size = node.own.count + sum(peer.join.count for peer in peers if peer.join)
+        joins = [node.own, *(peer.join for peer in peers if peer.join)]
+        size = sum(join.count for join in joins)
         listener = listen(
             node.host, 0, size, remedy="Give RINGREDUCE_PORTS more ports.", ports=ports_wanted()
         )
-        job_id, port = secrets.token_hex(8), listener.getsockname()[1]
-        placed, first = Placed(0, size, job_id, restart, port), node.own.count
-        for peer in peers:
-            assert peer.join is not None
-            peer.first_rank = first
-            peer.send(Placed(first, size, job_id, restart, port))
-            first += peer.join.count
-        return Meeting(node, placed, peers, listener, self._listener)
+        nodes = tuple((join.host, join.count) for join in joins)
+        port = listener.getsockname()[1]
+        placed = Placed(0, size, secrets.token_hex(8), restart, port, nodes)
+        first = node.own.count
+        for peer, join in zip(peers, joins[1:], strict=True):
+            peer.ranks = range(first, first + join.count)
+            peer.send(msgspec.structs.replace(placed, first_rank=first))
+            first += join.count
+        # With restarts those that come now may come for the next attempt, and wait for it.
+        door = None if node.own.max_restarts else self._listener
+        return Meeting(node, placed, peers, listener, door)
 
     def _join(self, deadline: float) -> Meeting | None:
         """The other nodes' side."""
@@ -225,7 +232,7 @@ class Nodes:
                 raise ConfigError(
                     f"got no answer from node 0 at {node.address} in {node.join_timeout_s:g} s",
                     remedy="Start `ringreduce run --node-rank 0` there; --rendezvous must be its "
-                    "address, which this host reaches.",
+                    "address, which this host reaches. A job that has started takes no more nodes.",
                 )
             peer = _connect(node)
             if peer is None:
@@ -236,7 +243,7 @@ class Nodes:
                 placed = self._await_place(peer, deadline)
                 if placed is not None:
                     stack.pop_all()
-                    peer.host = node.host
+                    peer.ranks = range(placed.nodes[0][1])
                     return Meeting(node, placed, [peer])
             refusals += peer.is_gone
             # Once can mean that node 0's launcher has just ended.

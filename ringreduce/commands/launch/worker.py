@@ -13,13 +13,16 @@ Host = LocalHost | RemoteHost
 
 
 class Worker:
-    """One rank, on the host of that name; empty where all ranks are on this host."""
+    """One rank, on the host of that name; empty where all ranks are on this host.
 
-    def __init__(self, rank: int, host: Host, host_name: str = "") -> None:
+    `host` starts it; None: another launcher does, and tells what becomes of it.
+    """
+
+    def __init__(self, rank: int, host: Host | None, host_name: str = "") -> None:
         self.rank, self._host, self._host_name = rank, host, host_name
         self.exit_s: float | None = None  # when it ended, on `time.monotonic`; None until then
         self._returncode = 0
-        self._how = ""
+        self._how, self._is_final = "", False
         self._stopped_s: float | None = None
         self.joins: set[int] = set()  # the sizes of the rings that it has begun to form
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
@@ -41,10 +44,20 @@ class Worker:
         else:
             self.raised, self.raised_s = record, time.monotonic()
 
-    def end(self, returncode: int, how: str = "") -> None:
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the launcher has told it to end."""
+        return self._stopped_s is not None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this launcher's."""
+        return self._host is not None
+
+    def end(self, returncode: int, how: str = "", *, is_final: bool = False) -> None:
         """Note that it has ended; `how`, where more is known."""
         self.exit_s = time.monotonic()
-        self._returncode, self._how = returncode, how
+        self._returncode, self._how, self._is_final = returncode, how, is_final
 
     @property
     def has_ended_well(self) -> bool:
@@ -53,6 +66,8 @@ class Worker:
 
     def send(self, number: int) -> None:
         """Send a signal to its processes; one that ends them also to those that are stopped."""
+        if self._host is None:
+            return
         self._host.send(self.rank, number)
         if number in STOPPING:
             # A process that is stopped takes no other signal but SIGKILL.
@@ -89,4 +104,5 @@ class Worker:
             host=self._host_name,
             how=self._how,
             has_left=has_left,
+            is_final=self._is_final,
         )
