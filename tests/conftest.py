@@ -73,6 +73,7 @@ def _threads() -> set[tuple[int, str]]:
         for thread in threading.enumerate()
         if thread is not threading.main_thread()
         and (not thread.daemon or thread.name.startswith("ringreduce"))
+        and thread.name != "ringreduce flight recorder"  # which stays, for all
     }
     for task in Path("/proc/self/task").glob("*"):  # Empty where there is no such folder.
         try:

@@ -6,10 +6,9 @@ descriptor (`signal.set_wakeup_fd`); a thread reads its other end and dumps. Oth
 descriptor too (asyncio does), so it is taken only while it is free. Otherwise Python's handler
 dumps: then the main thread is in an event loop, which runs handlers.
 
-The thread, a daemon, starts with the first file added in the main thread, and ends when the last
-one is removed (a 0, no signal's number, is written to it). The handler stays, and when Python ends
-the signal is ignored: a late one must neither kill a job that saves its model nor change an exit
-code.
+The thread, a daemon, starts with the first file added in the main thread. It and the handler stay,
+and when Python ends the signal is ignored: a late one must neither kill a job that saves its model
+nor change an exit code.
 """
 
 import atexit
@@ -20,8 +19,6 @@ import threading
 import weakref
 from types import FrameType
 from typing import Protocol
-
-from ringreduce.vocabulary.config import TIMES
 
 
 class Dumps(Protocol):
@@ -35,10 +32,9 @@ class _Listener:
     """The process's handler of SIGUSR1, and the thread behind the wakeup descriptor."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._files: weakref.WeakSet[Dumps] = weakref.WeakSet()
         self.thread: threading.Thread | None = None
-        # Both ends of a pipe; the second is the wakeup descriptor.
+        # Both ends of its pipe; the second is the wakeup descriptor.
         self._ends: tuple[int, int] | None = None
 
     def add(self, file: Dumps) -> None:
@@ -50,23 +46,20 @@ class _Listener:
         self._files.add(file)
         if threading.current_thread() is not threading.main_thread():
             return
-        with self._lock:
-            handler = signal.getsignal(signal.SIGUSR1)
-            # SIG_IGN is from the launcher, for the time without a handler.
-            if handler in (signal.SIG_DFL, signal.SIG_IGN):
-                signal.signal(signal.SIGUSR1, self._handle)
-                signal.siginterrupt(signal.SIGUSR1, False)  # Interrupted system calls restart.
-            elif handler != self._handle:
-                return
-            if self.thread is None:
-                self._listen()
+        handler = signal.getsignal(signal.SIGUSR1)
+        # SIG_IGN is from the launcher, for the time without a handler.
+        if handler in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGUSR1, self._handle)
+            signal.siginterrupt(signal.SIGUSR1, False)  # Interrupted system calls restart.
+        elif handler != self._handle:
+            return
+        if self.thread is None:
+            self._listen()
 
     def _listen(self) -> None:
-        if self._ends is None:
-            self._ends = os.pipe()
-            os.set_blocking(self._ends[1], False)
-        source, target = self._ends
-        if _set_wakeup(target, ours=target) not in (-1, target):
+        source, target = self._ends = os.pipe()
+        os.set_blocking(target, False)
+        if _set_wakeup(target, ours=target) != -1:
             self._close_ends()
             return
         self.thread = threading.Thread(
@@ -75,24 +68,8 @@ class _Listener:
         self.thread.start()
 
     def remove(self, file: Dumps) -> None:
-        """Stop dumping `file`; does nothing if it was not added.
-
-        After the last one the thread ends; only in the main thread are its descriptors closed too.
-        """
-        if file not in self._files:
-            return
+        """Stop dumping `file`; does nothing if it was not added."""
         self._files.discard(file)
-        with self._lock:
-            if len(self._files) or self.thread is None or self._ends is None:
-                return  # Another communicator was made meanwhile, or there is no thread.
-            thread, self.thread = self.thread, None
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._ends[1], b"\0")
-            thread.join(TIMES.join_thread_s)  # Limited: it may be writing to a slow disk.
-            if thread.is_alive() or threading.current_thread() is not threading.main_thread():
-                return
-            _set_wakeup(-1, ours=self._ends[1])
-            self._close_ends()
 
     def _close_ends(self) -> None:
         ends, self._ends = self._ends, None
@@ -101,20 +78,17 @@ class _Listener:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Python's handler: dump, unless the thread is notified by the wakeup descriptor."""
-        if self.thread is not None and self._ends is not None:
+        if self._ends is not None:
             target = self._ends[1]
             if _set_wakeup(target, ours=target) == target:
                 return
         self._dump_all()
 
     def _read(self, source: int) -> None:
-        """The thread: dump on each SIGUSR1 until a 0 arrives."""
+        """The thread: dump on each SIGUSR1."""
         while True:
-            numbers = os.read(source, 4096)
-            if signal.SIGUSR1 in numbers:
+            if signal.SIGUSR1 in os.read(source, 4096):
                 self._dump_all()
-            if not numbers or 0 in numbers:
-                return
 
     def _dump_all(self) -> None:
         for file in list(self._files):
@@ -127,7 +101,6 @@ class _Listener:
 
     def forget(self) -> None:
         """In a forked child, drop the thread and the descriptors, which are the parent's."""
-        self._lock = threading.Lock()
         self.thread = None
         if self._ends is not None:
             # Else a signal to the child would make the parent dump.
