@@ -67,7 +67,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         assert process.wait() == 128 + signal.SIGKILL
     assert set(records(tmp_path)) == {0, 1, 2}
     said = paragraph(tmp_path)
-    assert said.startswith("Rank 3 is the culprit: ranks 0-2 lost it, and it left no record")
+    assert said.startswith("Rank 3 is the culprit: ranks 0, 1, 2 lost it, and it left no record")
     assert 'its log ends with "the end is near"' in said
 
 
@@ -117,7 +117,7 @@ def test_a_rank_in_user_code_is_named_while_the_job_goes_on(tmp_path: Path) -> N
         assert process.stdout.count("done") == SIZE
     assert said.startswith("Rank 1 is the culprit: it was in user code for ")
     assert "at train.py:" in said
-    assert "while ranks 0, 2 and 3 wait in all_reduce #2 for " in said
+    assert "while ranks 0, 2, 3 wait in all_reduce #2 for " in said
     assert all(dump.why == "SIGUSR1" and dump.failure is None for dump in dumps.values())
 
 

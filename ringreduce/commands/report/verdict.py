@@ -1,4 +1,4 @@
-"""The paragraph of ``ringreduce report``: the culprit, and what each rank was doing. Pure."""
+"""The paragraph of ``ringreduce report``: which rank is the culprit, and why. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -9,6 +9,7 @@ from ringreduce.commands.report.flight_records import Records, clean, membership
 from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
 from ringreduce.pure.flight import Call, Dump, Frame
 from ringreduce.vocabulary import errors
+from ringreduce.vocabulary.words import named
 
 # Ranks of a job at work are in different calls too; only one in its call this long hangs.
 _STILL_S = 1.0
@@ -30,10 +31,7 @@ def judge(records: Records) -> Verdict:
     why = _WORDS[finding.reason](shown, finding)
     if shown.group is not None:
         why = f"in {shown.group.name}, {why}"
-    placed = finding.witnesses if finding.reason in _PLACES_WITNESSES else ()
-    done = {*finding.culprits, *placed}
-    rest = _standings(shown, [rank for rank in shown.ranks if rank not in done])
-    return Verdict(finding.culprits, f"{_capital(why)} {rest}".rstrip(), shown)
+    return Verdict(finding.culprits, why[:1].upper() + why[1:], shown)
 
 
 def _first_cause(records: Records) -> tuple[Records, Finding]:
@@ -187,8 +185,6 @@ _WORDS: Mapping[Reason, Callable[[Records, Finding], str]] = {
     Reason.OUT_OF_STEP: _out_of_step,
     Reason.NOBODY: _nobody,
 }
-# Texts of these say what the witnesses were doing.
-_PLACES_WITNESSES = (Reason.NEVER_JOINED, Reason.BEHIND, Reason.UNKNOWN, Reason.OUT_OF_STEP)
 
 
 def _quoted(records: Records, finding: Finding) -> str:
@@ -202,25 +198,6 @@ def _waits(records: Records, finding: Finding) -> str:
         f"{those(finding.witnesses, 'wait', 'waits')} in {_numbered(_call_of(ahead[0]), ahead[0])} "
         f"for {_seconds(max(map(_stood_s, ahead)))}"
     )
-
-
-def _standings(records: Records, ranks: Sequence[int]) -> str:
-    """What the other ranks were doing, equal ones together."""
-    grouped: dict[str, list[int]] = {}
-    for rank in ranks:
-        dump = records.dumps.get(rank)
-        if dump is None:
-            text = "left no readable record"
-        elif dump.failure is not None and dump.failure.in_call is not None:
-            text = f"had failed in {_numbered(dump.failure.in_call, dump)}"
-        elif dump.failure is not None and dump.failure.kind not in errors.__all__:
-            text = f"had failed in user code after {dump.calls} calls"
-        elif dump.operation is not None:
-            text = f"stood in {_numbered(dump.operation, dump)}"
-        else:
-            text = f"stood in {_outside(dump)} after {dump.calls} calls"
-        grouped.setdefault(text, []).append(rank)
-    return " ".join(_capital(f"{those(ranks, text, text)}.") for text, ranks in grouped.items())
 
 
 def _outside(dump: Dump) -> str:
@@ -331,25 +308,8 @@ def _location(frame: Frame | None) -> str:
 
 
 def those(ranks: Sequence[int], several: str, one: str) -> str:
-    """``ranks 0-2 and 5 wait``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    parts = []
-    for span in spans:
-        parts += [f"{span[0]}-{span[-1]}"] if len(span) > 2 else [str(rank) for rank in span]
-    if len(ranks) == 1:
-        return f"rank {parts[0]} {one}"
-    joined = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    return f"ranks {joined} {several}"
-
-
-def _capital(text: str) -> str:
-    """`text` as the beginning of a sentence."""
-    return text[:1].upper() + text[1:]
+    """``ranks 0, 1, 5 wait``."""
+    return f"{named('rank', sorted(ranks))} {one if len(ranks) == 1 else several}"
 
 
 def _seconds(duration_s: float) -> str:
