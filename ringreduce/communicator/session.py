@@ -154,7 +154,6 @@ class Session:
             except BaseException:  # No thread could be started, for example.
                 formed.control.close()
                 raise
-            self._recorder.peers = self._watcher.peers
             self._recorder.pending = self.messages.pending
             # Else a group of one host, whose ranks are known to be connected.
             if formed.rendezvous is not None or formed.link is not None:

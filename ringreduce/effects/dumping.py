@@ -140,7 +140,6 @@ class FlightFile:
             "since": wall + (last_s if current.operation is None else current.since_s),
             "pending": pending.describe() if pending else self.elsewhere(recorder) or None,
             "failure": _failure(recorder, wall),
-            "peers": _peers(recorder),
             "entries": recorder.entries(),
         }
 
@@ -159,14 +158,6 @@ def _failure(recorder: Recorder, wall: float) -> flight.Failure | None:
         trace=trace(error),
         **{name: getattr(error, name) for name in names if isinstance(error, RingReduceError)},
     )
-
-
-def _peers(recorder: Recorder) -> list[dict[str, Any]]:
-    try:
-        return [] if recorder.peers is None else recorder.peers()
-    except Exception as error:  # Half a record is better than none.
-        _log.warning("could not ask for what other ranks did: %s", error)
-        return []
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringreduce.effects.events import Events
 from ringreduce.effects.stacks import thread_names
@@ -27,12 +27,7 @@ class Recorder:
         self.rank, self.size = rank, size
         self.membership, self.transport = membership, "none"
         self.first_error: FirstError | None = None  # None while the communicator works
-        # Set once there is a watcher: returns what was last known of each rank, a dictionary with
-        # ``rank`` and, where known, ``calls``, ``operation`` (None: in user code), ``since_s``
-        # (seconds it had been there), ``pending`` (the send or recv that it waited in) and
-        # ``age_s`` (age of that in seconds).
-        self.peers: Callable[[], list[dict[str, Any]]] | None = None
-        # Set with `peers`: returns the send or recv that this rank waits in; None for none.
+        # Set once the ring has formed: returns the send or recv that this rank waits in, if any.
         self.pending: Callable[[], Pending | None] | None = None
         self.events = events  # calls of former sessions do not count
         before = events.current_call()

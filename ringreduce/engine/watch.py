@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.effects.recorder import Recorder
@@ -109,9 +108,6 @@ class Watcher:
                 break
             time.sleep(TIMES.ended_poll_s / 4)
         return better or error
-
-    def peers(self) -> list[dict[str, Any]]:
-        return self._watch.peer_table.report(time.monotonic())
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeats of all ranks; empty unless all are known."""

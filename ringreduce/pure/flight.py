@@ -4,7 +4,7 @@ A reader may find a truncated file, one of another program or one made to harm: 
 typed records with limits, or refused.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -83,8 +83,6 @@ class _Communicator(msgspec.Struct, kw_only=True):
     # The send or recv that it waits in, or the call of a group, beside its collectives.
     pending: _Name | None = None
     failure: Failure | None = None  # None while the communicator works
-    # What was last known of other ranks; see `Recorder.peers`.
-    peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
     # The last calls, oldest first.
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
 
@@ -129,8 +127,8 @@ def file_name(rank: int) -> str:
 
 
 def encode_dump(dump: Dump) -> bytes:
-    """Encode `dump` as indented JSON; values that JSON has no form for become their text."""
-    return msgspec.json.format(msgspec.json.encode(dump, enc_hook=str), indent=1) + b"\n"
+    """Encode `dump` as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(dump), indent=1) + b"\n"
 
 
 def decode_dump(data: bytes) -> Dump:

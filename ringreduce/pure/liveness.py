@@ -12,7 +12,7 @@ a common clock (`PeerTable`). A rank that waits can then name the rank that hold
 - elsewhere: it is in another operation, where this rank's call should be.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.cycles import Waits
@@ -104,24 +104,6 @@ class PeerTable:
     def heartbeats(self, now_s: float) -> list[tuple[Heartbeat, float]]:
         """All that is known of others, with ages; to forward."""
         return [(seen.heartbeat, max(0.0, now_s - seen.at_s)) for seen in self._seen.values()]
-
-    def report(self, now_s: float) -> list[dict[str, Any]]:
-        """What is known of every other rank, as `Recorder.peers` returns it."""
-        known = []
-        for rank in self._others:
-            facts: dict[str, Any] = {"rank": rank, "left": rank in self._left}
-            if (seen := self._seen.get(rank)) is not None:
-                heartbeat, age_s = seen.heartbeat, max(0.0, now_s - seen.at_s)
-                facts |= {
-                    "age_s": round(age_s, 3),
-                    "calls": heartbeat.calls,
-                    "operation": heartbeat.operation or None,
-                    "since_s": round(heartbeat.since_s + age_s, 3),
-                }
-                if heartbeat.pending is not None:
-                    facts["pending"] = heartbeat.pending.describe()
-            known.append(facts)
-        return known
 
     def last(self) -> list[Heartbeat]:
         """The last heartbeats of the other ranks; from any thread. Empty unless all are known."""

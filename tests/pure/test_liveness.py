@@ -122,10 +122,10 @@ def test_the_latest_beat_counts_whichever_way_it_came() -> None:
     known = board()
     known.note(heartbeat(1, number=7, calls=9), 0.1, 10.5)
     known.note(heartbeat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
-    assert known.report(10.6)[0]["calls"] == 9
-    assert known.report(10.6)[0]["age_s"] == pytest.approx(0.2)
     known.note(heartbeat(0, number=99), 0.0, 10.6)  # our own, back again
-    assert [facts["rank"] for facts in known.report(10.6)] == [1, 2]
+    [(latest, age_s)] = known.heartbeats(10.6)
+    assert latest.calls == 9
+    assert age_s == pytest.approx(0.2)
 
 
 def test_ages_add_up_on_the_way() -> None:
