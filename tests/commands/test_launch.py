@@ -350,20 +350,34 @@ def test_a_misspelt_variable_is_said_once(tmp_path: Path, joins: str) -> None:
         (["missing.py"], "there is no script 'missing.py' in "),
         (["python", "train.py"], "'python' is no script; ringreduce starts Python itself. Leave"),
         (["/usr/bin/python3.11", "-m", "json"], "'/usr/bin/python3.11' is no script; ringreduce"),
-        (["folder"], "'folder' is a folder without a __main__.py"),
         (["-m", "missing"], "there is no module 'missing'"),
-        (["-m", "folder.missing"], "there is no module 'folder.missing'"),
-        (["-m", "json"], "'json' is a package without a __main__.py"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_does_not_exist_starts_no_worker(
     tmp_path: Path, arguments: list[str], complaint: str
 ) -> None:
-    (tmp_path / "folder").mkdir()
     done = run(tmp_path, "-n", "2", "--max-restarts", "3", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"ringreduce: {complaint}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["folder"], "can't find '__main__' module in"),
+        (["-m", "folder.missing"], "No module named folder.missing"),
+        (["-m", "json"], "'json' is a package and cannot be directly executed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_missing_in_a_folder_python_says(
+    tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 1
+    assert complaint in done.stderr
 
 
 def test_a_module_is_looked_for_without_importing_its_package(tmp_path: Path) -> None:

@@ -4,13 +4,12 @@ Each worker leads a process group, so that Ctrl-C in the terminal reaches only t
 passes it on), and a worker's children end with it. It stays in the launcher's session, unless it
 gets its standard input: Linux shares processor time among sessions, and a rank that yields to
 others while it waits yields only within its own. No worker outlives its parent, the launcher or an
-agent: Linux kills it then (PR_SET_PDEATHSIG), and on every system the guard kills its group.
+agent: the guard then kills its group.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import selectors
@@ -28,7 +27,6 @@ from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.worker_environment import environment_without_secret
 
 _PIECE_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
 
 
 class Process:
@@ -63,7 +61,6 @@ class Process:
             start_new_session=has_stdin or terminal is not None,
             pass_fds=inherited,
             preexec_fn=_prepare(
-                os.getpid(),
                 ignored=asking,
                 leads_session=has_stdin or terminal is not None,
                 has_terminal=terminal is not None,
@@ -169,10 +166,9 @@ class Guard:
 
 
 def _prepare(
-    parent: int, *, ignored: Sequence[int], leads_session: bool, has_terminal: bool
+    *, ignored: Sequence[int], leads_session: bool, has_terminal: bool
 ) -> Callable[[], None]:
-    """The function that the child runs first: group, signals, terminal, death with the launcher."""
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    """The function that the child runs first: it sets up group, signals and terminal."""
 
     def prepare() -> None:
         for number in ignored:
@@ -184,10 +180,5 @@ def _prepare(
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         if has_terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        if prctl is None:
-            return
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before the call of prctl.
-            os._exit(1)
 
     return prepare

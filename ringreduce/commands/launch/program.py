@@ -1,11 +1,9 @@
 """The program that workers are to run: whether there is one, and how Python runs it."""
 
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ringreduce.commands.launch import start
@@ -48,40 +46,21 @@ def _check_script(name: str) -> None:
             f"there is no script {name!r} in {Path.cwd()}",
             remedy="Give its path, or -m and the name of a module.",
         )
-    # Python also runs a folder that has a __main__.py.
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise ConfigError(f"{name!r} is a folder without a __main__.py, so it cannot be run")
-    if not os.access(path, os.R_OK):
-        raise ConfigError(f"the script {name!r} cannot be read")
 
 
 def _check_module(name: str) -> None:
-    spec = _find(name)
-    if spec is None:
+    # Python looks there first with -m; the launcher itself may not.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        # Only the outermost package: to look into it would import it.
+        is_there = importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        is_there = False
+    finally:
+        sys.path.pop(0)
+    if not is_there:
         raise ConfigError(
             f"there is no module {name!r} for python -m",
             remedy=f"Modules are searched from {Path.cwd()} and in what {sys.executable} has "
             "installed. A script is run without -m.",
         )
-    if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
-        raise ConfigError(f"{name!r} is a package without a __main__.py, so it cannot be run")
-
-
-def _find(name: str) -> ModuleSpec | None:
-    """Where a module is, without importing the packages around it."""
-    top, *inner = name.split(".")
-    # Python looks there first with -m; the launcher itself may not.
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    finally:
-        sys.path.pop(0)
-    found = top
-    for part in inner:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        found += f".{part}"
-        spec = PathFinder.find_spec(found, list(spec.submodule_search_locations))
-    return spec

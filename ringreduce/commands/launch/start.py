@@ -75,21 +75,14 @@ def _run(program: list[str]) -> None:
         path = os.path.abspath(first)
         loader = SourceFileLoader("__main__", path)
         module.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
-        exec(_code(path), module.__dict__)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
 
 
 def _search_first(folder: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, folder)
-
-
-def _code(path: str) -> Any:
-    with io.open_code(path) as file:
-        code = pkgutil.read_code(file)
-    if code is None:  # Source.
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-    return code
 
 
 def _tell(error: BaseException) -> None:
