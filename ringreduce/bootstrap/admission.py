@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 _REFUSALS_KEPT = 8
 # Refusals answered with the reason, for ranks of other jobs; further hellos get no answer.
 _REFUSALS_ANSWERED = 256
-_ALIKE = "Start all ranks with the same ringreduce and the same RINGREDUCE_* settings."
 
 
 class Members:
@@ -71,12 +70,12 @@ class Members:
 
     def _compare(self, hello: Hello) -> None:
         own = self._own
-        for what, other, this, remedy in (
-            ("ringreduce", hello.version, own.version, _ALIKE),
-            ("wire version", hello.wire_version, own.wire_version, _ALIKE),
-            ("size", hello.size, own.size, _ALIKE),
+        for what, other, this in (
+            ("ringreduce", hello.version, own.version),
+            ("wire version", hello.wire_version, own.wire_version),
+            ("size", hello.size, own.size),
             *_differing(hello.settings, own.settings),
-            ("encryption", hello.encryption, own.encryption, _ALIKE),
+            ("encryption", hello.encryption, own.encryption),
         ):
             if other != this:
                 raise MismatchError(
@@ -84,7 +83,8 @@ class Members:
                     f"{shown(this)}",
                     **self._config.who,
                     peer=hello.rank,
-                    remedy=remedy,
+                    remedy="Start all ranks with the same ringreduce and the same RINGREDUCE_* "
+                    "settings.",
                 )
 
     @property
@@ -138,14 +138,12 @@ class Members:
         )
 
 
-def _differing(theirs: dict[str, int], ours: dict[str, int]) -> list[tuple[str, Any, Any, str]]:
-    """Each setting that differs, by its variable: what it is there and here, and what to do."""
+def _differing(theirs: dict[str, int], ours: dict[str, int]) -> list[tuple[str, Any, Any]]:
+    """Each setting, by its variable: what it is there and here."""
     if theirs.keys() != ours.keys():
-        return [("settings", theirs, ours, _ALIKE)]
+        return [("settings", theirs, ours)]
     return [
-        (variable_of(name), _value(name, theirs[name]), _value(name, ours[name]), _ALIKE)
-        for name in ours
-        if theirs[name] != ours[name]
+        (variable_of(name), _value(name, theirs[name]), _value(name, ours[name])) for name in ours
     ]
 
 

@@ -95,7 +95,6 @@ class Rendezvous:
         idle: Callable[[], None],
     ) -> None:
         self._config, self._security, self._idle = config, security, idle
-        self._first = 0
         own = Hello(
             version=__version__,
             wire_version=WIRE_VERSION,
@@ -161,12 +160,12 @@ class Rendezvous:
                 resolved = now
                 with contextlib.suppress(RendezvousError):
                     hosts, _ = resolve(self._config)
-            ways = {self._first: [(host, port) for host in hosts]}
+            ways = {0: [(host, port) for host in hosts]}
             found, _ = first_to_answer(
                 self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0
             )
             if found:
-                return found[self._first].host
+                return found[0].host
             time.sleep(TIMES.poll_s)
         return hosts[0]
 
@@ -256,8 +255,7 @@ class Rendezvous:
                     raise self._error(answer.peer, answer.text)
                 if isinstance(answer, Reports):
                     return answer.failed
-        first = self._first
-        raise self._error(first, f"got no answer from rank {first}, which had joined")
+        raise self._error(0, "got no answer from rank 0, which had joined")
 
     def close(self) -> None:
         """Close this rank's side; on the first after sending answers, at most `TIMES.linger_s`."""
@@ -300,7 +298,7 @@ class Rendezvous:
         if self._is_first:
             text = f"waits at {config.rendezvous} for {named('rank', self._members.missing)}"
         elif not self._failures.is_connected:
-            text = f"has no answer yet from rank {self._first} at {config.rendezvous}"
+            text = f"has no answer yet from rank 0 at {config.rendezvous}"
         else:
             return  # That rank says for whom it waits.
         _log.warning(
@@ -322,9 +320,7 @@ class Rendezvous:
             return answer
         if isinstance(answer, Refusal):
             kind = MismatchError if answer.mismatch else RendezvousError
-            first = self._first
-            is_own = answer.peer == first
-            text = answer.text if is_own else f"was told by rank {first}: it {answer.text}"
+            text = answer.text if answer.peer == 0 else f"was told by rank 0: it {answer.text}"
             raise kind(
                 text,
                 **config.who,
@@ -346,7 +342,7 @@ class Rendezvous:
         self._socket.setsockopt(zmq.LINGER, 0)
         if refused:
             raise self._error(
-                self._first,
+                0,
                 f"was refused in the handshake at {config.rendezvous}: what listens there does "
                 "not know this job's secret, or is no ringreduce",
                 "All ranks need the same RINGREDUCE_SECRET (all or none) and the same "
@@ -355,16 +351,14 @@ class Rendezvous:
                 "~/.ringreduce/secret.",
             )
         raise self._error(
-            self._first,
-            f"got no answer from rank {self._first} at {config.rendezvous} in "
-            f"{config.join_timeout_s:g} s",
-            f"Check that rank {self._first} runs and that {_NAMED_IN} has its address"
-            f"{_only_here(config)}.",
+            0,
+            f"got no answer from rank 0 at {config.rendezvous} in {config.join_timeout_s:g} s",
+            f"Check that rank 0 runs and that {_NAMED_IN} has its address{_only_here(config)}.",
         )
 
     @property
     def _is_first(self) -> bool:
-        return self._config.rank == self._first
+        return self._config.rank == 0
 
     def _error(self, peer: int | None, text: str, remedy: str | None = None) -> RendezvousError:
         remedy = remedy or f"Read rank {peer}'s log first."

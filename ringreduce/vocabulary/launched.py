@@ -18,7 +18,7 @@ checked: set[str] = set()  # variables that `say_misspelt` has looked at, here o
 def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
     """As `find`; warns of what looks like a job whose ranks each train alone, and of idle cores."""
     place = find(variables)
-    if place is not None and place.key == "openmpi" and place.rank == 0:
+    if place is not None and place.launcher.key == "openmpi" and place.rank == 0:
         _warn_of_binding(place.local_size or 1)
     if place is None and (tasks := _idle_tasks(variables)):
         _log_once(

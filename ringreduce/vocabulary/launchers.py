@@ -38,43 +38,6 @@ _FIRST = re.compile(rf"(?:[^][,\s]|\[{_RANGE}(?:,{_RANGE})*\])+(?=,|$)", re.ASCI
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
-class LaunchedRank(NamedTuple):
-    """What a launcher says of this process; empty and None: it does not say."""
-
-    key: str
-    name: str
-    source: str  # the variables with rank and size
-    rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
-    job: str  # text that is equal on all ranks, and differs between jobs
-    host: str  # where rank 0 can listen
-    port: int  # 0: any
-    shares_home: bool  # whether hosts of the job usually share the user's home
-
-    def __str__(self) -> str:
-        """Which rank, and according to whom."""
-        return f"rank {self.rank} of {self.size} by {self.source} ({self.name})"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the ranks are known to meet within this host."""
-        return self.local_size == self.size or is_local(self.host)
-
-    def rendezvous(self) -> str:
-        """``host:port`` for the ranks to meet. Raises ConfigError where nothing gives one."""
-        host = "127.0.0.1" if self.local_size == self.size else self.host
-        if not host or not (self.job or self.port):
-            raise ConfigError(
-                f"this is {self}, which gives no address where the ranks can meet",
-                remedy="Set RINGREDUCE_RENDEZVOUS=HOST:PORT for all ranks, with the host of rank 0 "
-                "and a free port there.",
-            )
-        digest = hashlib.blake2b(self.job.encode(errors="surrogatepass"), digest_size=8).digest()
-        return address(host, self.port or _PORTS[int.from_bytes(digest, "big") % len(_PORTS)])
-
-
 class Launcher(NamedTuple):
     """One launcher's variables."""
 
@@ -103,6 +66,42 @@ class Launcher(NamedTuple):
         return any(all(variables.get(name) for name in sign) for sign in self.signs)
 
 
+class LaunchedRank(NamedTuple):
+    """What a launcher says of this process; empty and None: it does not say."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    job: str  # text that is equal on all ranks, and differs between jobs
+    host: str  # where rank 0 can listen
+    port: int  # 0: any
+    shares_home: bool  # whether hosts of the job usually share the user's home
+
+    def __str__(self) -> str:
+        """Which rank, and according to whom."""
+        by = self.launcher
+        return f"rank {self.rank} of {self.size} by {by.rank} and {by.size} ({by.name})"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the ranks are known to meet within this host."""
+        return self.local_size == self.size or is_local(self.host)
+
+    def rendezvous(self) -> str:
+        """``host:port`` for the ranks to meet. Raises ConfigError where nothing gives one."""
+        host = "127.0.0.1" if self.local_size == self.size else self.host
+        if not host or not (self.job or self.port):
+            raise ConfigError(
+                f"this is {self}, which gives no address where the ranks can meet",
+                remedy="Set RINGREDUCE_RENDEZVOUS=HOST:PORT for all ranks, with the host of rank 0 "
+                "and a free port there.",
+            )
+        digest = hashlib.blake2b(self.job.encode(errors="surrogatepass"), digest_size=8).digest()
+        return address(host, self.port or _PORTS[int.from_bytes(digest, "big") % len(_PORTS)])
+
+
 def find(variables: Variables) -> LaunchedRank | None:
     """This process's place according to the launcher that has started it; None if none has.
 
@@ -114,7 +113,7 @@ def find(variables: Variables) -> LaunchedRank | None:
     asked = _asked(variables)
     for launcher in asked:
         if launcher.is_seen(variables) and (other := _read(launcher, variables)) is not None:
-            place = other if place is None else _compared(place, other, launcher)
+            place = other if place is None else _compared(place, other)
     if place is None and len(asked) == 1:
         (launcher,) = asked
         raise ConfigError(
@@ -156,9 +155,7 @@ def _read(launcher: Launcher, variables: Variables) -> LaunchedRank | None:
         local_rank = _whole(launcher.local_rank, variables, 0, local_size - 1)
     job = [variables[name] for name in launcher.job if variables.get(name)]
     return LaunchedRank(
-        key=launcher.key,
-        name=launcher.name,
-        source=f"{launcher.rank} and {launcher.size}",
+        launcher=launcher,
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -178,8 +175,9 @@ def _whole(name: str, variables: Variables, low: int, high: int) -> int:
     return int(text)
 
 
-def _compared(place: LaunchedRank, other: LaunchedRank, launcher: Launcher) -> LaunchedRank:
+def _compared(place: LaunchedRank, other: LaunchedRank) -> LaunchedRank:
     """`place`, completed from `other` where both name the same rank."""
+    launcher = other.launcher
     place = place._replace(shares_home=place.shares_home or other.shares_home)
     if (place.rank, place.size) == (other.rank, other.size):
         if place.local_size is None:
@@ -193,7 +191,7 @@ def _compared(place: LaunchedRank, other: LaunchedRank, launcher: Launcher) -> L
     raise ConfigError(
         f"this is {place}, and {other}",
         remedy="Unset the variables that are wrong here, or name the launcher that has started "
-        f"this process: RINGREDUCE_LAUNCHER={place.key} or {other.key}.",
+        f"this process: RINGREDUCE_LAUNCHER={place.launcher.key} or {launcher.key}.",
     )
 
 

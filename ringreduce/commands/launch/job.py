@@ -23,7 +23,7 @@ from ringreduce.commands.launch.meeting import Meeting
 from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
-from ringreduce.commands.launch.remote import RemoteHost
+from ringreduce.commands.launch.remote import LOST_CODE, RemoteHost
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
@@ -32,8 +32,6 @@ from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
-
-_LOST_CODE = 255  # what ssh itself returns when it fails
 
 
 class Job:
@@ -239,8 +237,8 @@ class Job:
             for event in host.poll():
                 self._take(event)
         for agent in self._agents:
-            if agent.lost:
-                self._lose(agent)
+            if agent.refusal and self._stop_s is None:
+                raise ConfigError(agent.refusal)
         if self._plan.meeting is not None and (gone := self._plan.meeting.poll()):
             self._miss(self._plan.meeting, gone)
 
@@ -249,8 +247,8 @@ class Job:
         how = "its launcher is gone, or the network to it"
         for rank in ranks:
             if self._workers[rank].alive and self.cause is None:
-                self._take(Ended(rank, _LOST_CODE, how))
-                meeting.tell(Ended(rank, _LOST_CODE, how))
+                self._take(Ended(rank, LOST_CODE, how))
+                meeting.tell(Ended(rank, LOST_CODE, how))
         # Of the other nodes' ranks only node 0 tells.
         self._forget(ranks if meeting.node.own.node == 0 else self._workers)
 
@@ -308,14 +306,6 @@ class Job:
             self._lost.append(conclusion.lost(lost, failures, ring.step))
             went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
             self._screen.say(f"{self._lost[-1]}: {went_on}")
-
-    def _lose(self, agent: RemoteHost) -> None:
-        """Note that an agent is gone, and its ranks with it."""
-        for rank in agent.ranks:
-            if self._workers[rank].alive:
-                self._workers[rank].end(_LOST_CODE, f"its host was lost: {agent.lost}")
-        if not agent.has_started and self._stop_s is None:
-            raise ConfigError(f"cannot start on {agent.name}: {agent.lost}")
 
     def _pass_on(self, number: int) -> None:
         if number in STOPPING and self._stop_s is not None:

@@ -25,6 +25,7 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import environment_without_secret
 
 _SAID_LINES = 20
+LOST_CODE = 255  # what ssh itself returns when it fails
 
 
 class RemoteHost:
@@ -48,7 +49,7 @@ class RemoteHost:
         # Where the ranks meet on rank 0's host, once the agent is ready; elsewhere 0.
         self.port: int | None = None
         self.has_started = False
-        self.lost = ""  # why the connection has ended before its ranks, if it has
+        self.refusal = ""  # why the ranks cannot be started, if they cannot
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
         self._guard, self._screen = guard, screen
         self._running = set(assignment.ranks)
@@ -107,7 +108,7 @@ class RemoteHost:
         self._send(exchange.Signal(rank, number))
 
     def poll(self) -> list[exchange.Event]:
-        """Keep the connection alive; what it brought last, once it has ended."""
+        """Keep the connection alive; what it brought last, and lost ranks, once it has ended."""
         if self._is_over:
             return []
         now_s = time.monotonic()
@@ -123,8 +124,10 @@ class RemoteHost:
         self._is_over = True
         events = [event for pipe in self._pipes for event in pipe.drain()]
         self._guard.remove(self._process.pid)
-        self.lost = self._describe_end() if self._running else ""
-        return events
+        why = self._describe_end() if self._running else ""
+        self.refusal = "" if self.has_started else f"cannot start on {self.name}: {why}"
+        how = f"its host was lost: {why}"
+        return events + [exchange.Ended(rank, LOST_CODE, how) for rank in sorted(self._running)]
 
     def leave(self) -> None:
         """Begin to close; the ranks have ended."""
