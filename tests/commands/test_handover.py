@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from ringreduce.commands.launch import handover, start
 from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.handover import described
-from ringreduce.commands.launch.program import command_of
 from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeoutError
@@ -151,28 +150,6 @@ def test_a_forked_child_and_a_process_without_launcher_tell_nothing(
     os.close(writing)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        (["train.py", "-x"], []),
-        (["-m", "train", "-u"], []),
-        (["-u", "-OO", "-W", "error", "-Xdev", "-X", "utf8", "train.py"], 7),
-        (["-c", "print()"], None),
-        (["--help"], None),
-        (["-um", "train"], None),
-    ],
-)
-def test_the_program_is_run_below_our_script_after_pythons_options(
-    arguments: list[str], options: int | list[str] | None
-) -> None:
-    if options is None:
-        assert command_of(arguments, 5) == arguments
-    else:
-        count = options or 0
-        expected = [*arguments[:count], start.__file__, "5", *arguments[count:]]
-        assert command_of(arguments, 5) == expected
-
-
 def test_python_itself_is_as_without_our_script(tmp_path: Path) -> None:
     """`__main__`, its search path and arguments are those that Python gives a program."""
     text = "import json, sys, __main__ as m\nprint(json.dumps([sys.argv, sys.path, __name__, "
@@ -201,4 +178,4 @@ def test_python_itself_is_as_without_our_script(tmp_path: Path) -> None:
             ["inner"],
             ["link.py"],
         ):
-            assert shown(*command_of(program, nowhere.fileno())) == shown(*program)
+            assert shown(start.__file__, str(nowhere.fileno()), *program) == shown(*program)

@@ -803,7 +803,7 @@ def test_ring_of_processes_gives_output_and_exit_code(tmp_path: Path) -> None:
 
 def test_ring_of_processes_restores_the_signal_handlers(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ring_of_processes(1, ["-c", "raise SystemExit(3)"])
+    ring_of_processes(1, [str(tmp_path / script(tmp_path, "raise SystemExit(3)"))])
     assert {number: signal.getsignal(number) for number in before} == before
 
 

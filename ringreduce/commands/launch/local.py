@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ringreduce.commands.launch import start
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Told
 from ringreduce.commands.launch.frames import Records
 from ringreduce.commands.launch.processes import Guard, Pipe, Process
-from ringreduce.commands.launch.program import command_of
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import Config
@@ -83,7 +83,7 @@ class LocalHost:
             self._pipes[rank] = [Pipe(os.fdopen(ours, "rb", 0), self._selector, take)]
             try:
                 process = Process(
-                    [sys.executable, *command_of(given.arguments, theirs), *map(str, own)],
+                    [sys.executable, start.__file__, str(theirs), *given.arguments, *map(str, own)],
                     worker_environment(
                         config,
                         given.threads or default_threads(given.count),

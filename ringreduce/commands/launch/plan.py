@@ -13,7 +13,7 @@ from ringreduce.vocabulary.config import TIMES
 class Plan:
     """What a job runs, in every attempt."""
 
-    # Python's: a script, or ``-m`` and a module's name, and the program's own.
+    # A script, or ``-m`` and a module's name, and the program's own.
     arguments: Sequence[str]
     count: int  # the number of ranks, here and on the hosts of `spread`
     # Fields of `Config` for the workers; where absent, as the environment has them. What is kept in

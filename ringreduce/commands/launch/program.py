@@ -1,4 +1,4 @@
-"""The program that workers are to run: whether there is one, and how Python runs it."""
+"""The program that workers are to run: whether there is one."""
 
 import importlib.util
 import re
@@ -6,10 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringreduce.commands.launch import start
 from ringreduce.vocabulary.errors import ConfigError
-
-_OPTION = re.compile(r"-([bBdEiIOPqsSuvx]+|[WX].*)")  # Python's own, before the program
 
 
 def check_program(arguments: Sequence[str]) -> None:
@@ -17,20 +14,8 @@ def check_program(arguments: Sequence[str]) -> None:
     first, *more = arguments
     if first == "-m" and more:
         _check_module(more[0])
-    # Python's own options may stand before the script.
-    elif not first.startswith("-"):
+    else:
         _check_script(first)
-
-
-def command_of(arguments: Sequence[str], descriptor: int) -> list[str]:
-    """Python's arguments for a worker that runs `arguments` and has a pipe to its launcher."""
-    count = 0
-    while count < len(arguments) and _OPTION.fullmatch(arguments[count]):
-        count += 2 if arguments[count] in ("-W", "-X") else 1
-    options, program = arguments[:count], arguments[count:]
-    if not program or (program[0].startswith("-") and program[0] != "-m"):
-        return list(arguments)  # Such as -c, whose failures no record describes.
-    return [*options, start.__file__, str(descriptor), *program]
 
 
 def _check_script(name: str) -> None:
