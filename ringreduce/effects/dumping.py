@@ -4,16 +4,13 @@ import contextlib
 import datetime
 import logging
 import os
-import platform
 import socket
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from ringreduce._version import __version__
 from ringreduce.effects import signals
 from ringreduce.effects.recorder import Recorder
 from ringreduce.effects.signals import listener
@@ -23,8 +20,6 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RingReduceError
 
 _log = logging.getLogger(__name__)
-
-_VERSIONS_OF = ("numpy", "numba", "zmq", "tensorflow", "keras")
 
 
 class FlightFile:
@@ -114,7 +109,6 @@ class FlightFile:
             host=flight.cut(socket.gethostname(), flight.NAME_MAX),
             pid=os.getpid(),
             job=flight.cut(self._config.job_id, flight.NAME_MAX),
-            versions=_versions(),
             stacks=stacks(asking=(__file__, signals.__file__), unless=listener.thread),
             groups=[
                 flight.Group(
@@ -171,13 +165,3 @@ def _replace(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _versions() -> dict[str, str]:
-    # Only loaded modules: an import could wait for the thread that hangs.
-    found = {"python": platform.python_version(), "ringreduce": __version__}
-    for name in _VERSIONS_OF:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if isinstance(version, str):
-            found[name] = flight.cut(version, flight.NAME_MAX)
-    return found

@@ -108,7 +108,6 @@ class Dump(_Communicator):
     host: _Name
     pid: _Count
     job: _Name  # the job's id, which tells records of several jobs apart
-    versions: dict[str, _Name]
     stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
     # What the communicators of groups did.
     groups: Annotated[list[Group], msgspec.Meta(max_length=GROUPS_MAX)] = []

@@ -83,7 +83,6 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert dump.failure.in_call == "all_reduce"
         assert [call.operation for call in dump.entries] == ["barrier", "all_reduce", "all_reduce"]
         assert dump.entries[-1].error == dump.why
-        assert {"python", "ringreduce", "numpy"} <= set(dump.versions)
         assert dump.transport != "none"
 
 
