@@ -173,7 +173,9 @@ class Peer:
             self._write(self._channel.encode(self._waiting.popleft()))
 
     def _write(self, data: bytes) -> None:
-        try:
-            self.end.sendall(data)
-        except OSError:
-            self.is_gone = True
+        # A closed connection shows when it is read, after what has arrived.
+        with contextlib.suppress(OSError):
+            try:
+                self.end.sendall(data)
+            except TimeoutError:
+                self.is_gone = True
