@@ -40,7 +40,7 @@ from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import all_within, refuse_unusable
-from ringreduce.keras.wrapper import Wrapper, describe, remake
+from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.commit import CommitPoint
@@ -65,9 +65,8 @@ class DistributedOptimizer(Wrapper):
     `model.save`, `model.save_weights`, `tf.train.Checkpoint`. Such files load where ringreduce is
     not installed, and plain ones load here. Keras's `load_model` and copies of a compiled model
     give a plain optimizer; use `ringreduce.keras.load_model`, or wrap it. `copy.deepcopy` and
-    `pickle` of the optimizer itself keep the wrapper with its options. Such a copy is not built, so
-    that it can be used with another model like its original's, and gets the state when it is; its
-    `variables` show it until then.
+    `pickle` of the optimizer itself keep the wrapper with its options, and begin anew, as Keras's
+    optimizers do.
 
     Args:
         inner: the optimizer to wrap. Scale its learning rate with the number of ranks if the global
@@ -484,13 +483,6 @@ class DistributedOptimizer(Wrapper):
 
     def around(self, inner: Any) -> DistributedOptimizer:
         """Another wrapper around `inner` with the same options and local variables."""
-        if self._has_stand_ins:
-            raise ConfigError(
-                f"the copy of an optimizer ({self.name}) gets a loss scale before it is built, "
-                "and would lose its state",
-                remedy="Build it first, or copy an optimizer that has its LossScaleOptimizer "
-                "inside.",
-            )
         other = DistributedOptimizer(inner, self.communicator, **self._options)
         # The same object, since the first wrapper may still register more.
         other._local = self._local
@@ -503,10 +495,10 @@ class DistributedOptimizer(Wrapper):
                 remedy="Leave the communicator out and call ringreduce.init() in both processes, "
                 "or save the model and load it with ringreduce.keras.load_model.",
             )
-        return _copy, (self._describe(), None, dict(self._options))
+        return _copy, self._describe()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _copy(self._describe(), self.communicator, dict(self._options))
+        return _copy(*self._describe())
 
     def _describe(self) -> tuple[Any, ...]:
         if self._local:
@@ -515,7 +507,7 @@ class DistributedOptimizer(Wrapper):
                 "the copy would be is not known",
                 remedy="Make a new one, and register the other model's variables with it.",
             )
-        return describe(self._inner)
+        return type(self._inner), self.get_config(), self.communicator, dict(self._options)
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {self._inner!r}>"
@@ -534,10 +526,7 @@ def _named_after(inner: type) -> type[DistributedOptimizer]:
 
 
 def _copy(
-    description: tuple[Any, ...], communicator: Communicator | None, options: dict[str, Any]
+    inner: Any, config: Any, communicator: Communicator | None, options: dict[str, Any]
 ) -> DistributedOptimizer:
     """A wrapped optimizer from its description; pickles refer to this function."""
-    inner = remake(*description)
-    optimizer = DistributedOptimizer(inner, communicator, **options)
-    optimizer._has_stand_ins = inner.built
-    return optimizer
+    return DistributedOptimizer(inner.from_config(config), communicator, **options)

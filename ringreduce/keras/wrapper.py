@@ -2,26 +2,18 @@
 
 It has no variables: what is read, saved and checkpointed is the inner optimizer's, so files are
 those of the plain one. A subclass defines what differs.
-
-A copy is for other variables, of a copied model or another process, known only when it is built.
-Until then it has its state for stand-ins; Keras's own copies (`KerasSaveable.__reduce__`) lose it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from inspect import isfunction
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from ringreduce.keras import private
-from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -33,8 +25,6 @@ class Wrapper(keras.optimizers.Optimizer):
     def __init__(self, inner: Any) -> None:
         # Not the base's: variables and options are those of `inner`.
         self._inner = inner
-        # A copy is built for stand-ins until its own variables are known.
-        self._has_stand_ins = False
 
     @property
     def inner_optimizer(self) -> Any:
@@ -43,13 +33,13 @@ class Wrapper(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The inner optimizer's variables; those of stand-ins for a copy that is not built."""
+        """The inner optimizer's variables."""
         return list(self._inner.variables)
 
     @property
     def built(self) -> bool:
         """Whether the inner optimizer has its variables."""
-        return bool(self._inner.built) and not self._has_stand_ins
+        return bool(self._inner.built)
 
     @property
     def iterations(self) -> Any:
@@ -67,13 +57,7 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables; nothing travels."""
-        if self._has_stand_ins:
-            # Outside of the function being traced, at whose end alone variables would get values.
-            with tf.init_scope():
-                self._inner = remake(*describe(self._inner), list(variables))
-            self._has_stand_ins = False
-        else:
-            self._inner.build(list(variables))
+        self._inner.build(list(variables))
 
     def __dir__(self) -> list[str]:
         # Keras saves what it finds by these names beside the variables. With our own attributes,
@@ -140,53 +124,3 @@ for _base in keras.optimizers.Optimizer.__mro__:
 for _name in _methods:
     if not _name.startswith("__") and _name not in vars(Wrapper):
         setattr(Wrapper, _name, _forwarding(_name))
-
-
-def describe(optimizer: Any) -> tuple[Any, Any, Any, list[np.ndarray]]:
-    """`optimizer` as plain values, its variables' present ones included: arguments of `remake`."""
-    built_for = None
-    if optimizer.built:
-        built_for = list(map(_described, private.trained_variables(optimizer)))
-    values = [np.array(variable.numpy()) for variable in optimizer.variables]
-    return type(optimizer), optimizer.get_config(), built_for, values
-
-
-def remake(
-    kind: Any, config: Any, built_for: Any, values: Sequence[np.ndarray], variables: Any = None
-) -> Any:
-    """An optimizer like the one that was described; if that was built, for `variables`.
-
-    None: for stand-ins. ConfigError unless they are like those of the original.
-    """
-    optimizer = kind.from_config(config)
-    if built_for is not None:
-        optimizer.build(variables or [_stand_in(*each) for each in built_for])
-    ours, theirs = [tuple(v.shape) for v in optimizer.variables], [n.shape for n in values]
-    if ours != theirs:
-        raise ConfigError(
-            f"the copy of an optimizer ({optimizer.name}) is built for other variables "
-            f"than its original: it gets state of shapes {ours}, and has {theirs}",
-            remedy="Use it with a model like the original's, or make a new optimizer.",
-        )
-    for variable, value in zip(optimizer.variables, values, strict=True):
-        variable.assign(value)
-    return optimizer
-
-
-def _described(variable: Any) -> tuple[Any, ...]:
-    """All that an optimizer may read of a variable that it is built for."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    overwrites = bool(getattr(variable, "overwrite_with_gradient", False))
-    return path_of(variable), tuple(variable.shape), dtype, overwrites
-
-
-def _stand_in(path: str, shape: tuple[int, ...], dtype: str, overwrites: bool) -> Any:
-    """A variable with the path of another, by which some optimizers treat variables."""
-    *scopes, name = path.split("/")
-    with ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(keras.name_scope(scope))
-        variable = keras.Variable(np.zeros(shape), dtype=dtype, name=name.replace(":", "_"))
-    if overwrites:
-        variable.overwrite_with_gradient = True
-    return variable
