@@ -15,7 +15,7 @@ from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 
 # Of Keras's configurations. Names are numbered anew in each process. Batches may have other shapes
-# on each rank. How layers are connected is compared by `_connections`, without names.
+# on each rank. How layers are connected is told by their names.
 _OF_NO_EFFECT = {
     *("name", "module", "registered_name", "build_config", "compile_config", "batch_shape"),
     *("build_input_shape", "inbound_nodes", "input_layers", "output_layers"),
@@ -116,9 +116,7 @@ def _settings_of_layer(layer: Any) -> Settings:
     found = {"class": type(layer).__name__}
     if not any(map(_is_unwieldy, (layer, *private.layers_of(layer)))):
         with contextlib.suppress(Exception):  # A user's class may have none that works.
-            config = layer.get_config()
-            connections = _connections(config) if "input_layers" in config else []
-            found |= settings_in(config) | settings_in(connections, "connections")
+            found |= settings_in(layer.get_config())
     kept = {name: text for name, text in found.items() if "seed" not in name.rpartition(".")[2]}
     return Settings(f"models: layer {layer.name!r}", kept, _SAME_MODEL)
 
@@ -132,20 +130,3 @@ def _is_unwieldy(layer: Any) -> bool:
         if isfunction(part) and part.__name__ == "<lambda>":
             return True
     return False
-
-
-def _connections(config: Mapping[str, Any]) -> Any:
-    """How the layers of a functional model are connected, by their places in it."""
-    places = {layer["name"]: place for place, layer in enumerate(config["layers"])}
-
-    def placed(part: Any) -> Any:
-        if isinstance(part, Mapping) and part.get("class_name") == "__keras_tensor__":
-            return placed(part["config"]["keras_history"])
-        if isinstance(part, Mapping):
-            return {key: placed(each) for key, each in part.items()}
-        if isinstance(part, (list, tuple)):
-            return [placed(each) for each in part]
-        return places.get(part, part) if isinstance(part, str) else part
-
-    nodes = [layer["inbound_nodes"] for layer in config["layers"]]
-    return placed([config["input_layers"], config["output_layers"], nodes])
