@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
@@ -69,12 +68,11 @@ class InitialValues:
     def __init__(self) -> None:
         # By identity, since variables compare by value.
         self._given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._without_value: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     @property
     def are_given(self) -> bool:
-        """Whether some variables have received them, and no variable lacks them."""
-        return bool(self._given) and not self._without_value
+        """Whether some variables have received them."""
+        return bool(self._given)
 
     def give(
         self,
@@ -100,41 +98,20 @@ class InitialValues:
             sys.exit()
         states, group = seed_states_in_use(), model_group(variables)
         with tf.init_scope():
-            have_values = all(map(tf_variables.is_initialized, (*new_state, *new)))
-            if have_values:
-                differed = give_values(new_state, new, ring, group)
-                if settings is not None and ring.size > 1:
-                    require_same_settings(settings(), ring)
-                make_alike(states, group)
-                make_different(states, ring)
-        given = {id(plain): plain for plain in map(plain_variable, (*new_state, *new))}
-        if not have_values:
-            # A tf.function that creates variables is traced twice. Variables have values (and this
-            # rank something to send) only the second time. This trace should never run.
-            self._without_value.update(given)
-            if ring.size > 1:
-                call(ring, "begin to train", partial(self._require, ring), [], [((), tf.int32)])
-            return gradients
-        self._given.update(given)
-        for key in given:
-            self._without_value.pop(key, None)
+            if not all(map(tf_variables.is_initialized, (*new_state, *new))):
+                # A tf.function that creates variables is traced twice, and they have values only
+                # the second time. This trace does not run.
+                return gradients
+            differed = give_values(new_state, new, ring, group)
+            if settings is not None and ring.size > 1:
+                require_same_settings(settings(), ring)
+            make_alike(states, group)
+            make_different(states, ring)
+        given = map(plain_variable, (*new_state, *new))
+        self._given.update((id(plain), plain) for plain in given)
         if not tf.executing_eagerly() or (ring.size == 1 and group is None):
             return gradients
         return _without_others(gradients, kinds, not differed, ring)
-
-    def _require(self, ring: Communicator) -> list[Any]:
-        """Raise if a step runs whose variables had no values when it was traced, nor since."""
-        missing = [tf_variables.path_of(variable) for variable in self._without_value.values()]
-        if missing:
-            error = ConfigError(
-                "has variables that had no values when the training step was traced "
-                f"({', '.join(missing[:3])}), so rank 0's could not be copied",
-                **ring.config.who,
-                remedy="Build the model and call optimizer.build(model.trainable_variables) "
-                "before training.",
-            )
-            raise ring.fail(error)
-        return [np.int32(0)]
 
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:
         each = {id(plain_variable(v)): v for v in variables}
