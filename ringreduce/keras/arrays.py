@@ -22,9 +22,7 @@ FORMS = (
 # Arrays up to this size are compared whole, others by as many evenly spaced rows.
 _WHOLE_BYTES = 64 << 20
 _ROWS = 1024
-# So many small batches are copied at a time, since each call of Python costs as much as a step of a
-# small model.
-_GROUP_BATCHES = 64
+# Of batches that are copied together.
 _GROUP_BYTES = 1 << 20
 
 
@@ -79,21 +77,20 @@ class Arrays:
         return keras.tree.map_structure(lambda array: array[rows], self.parts)
 
     def batches(
-        self, indices: Callable[[int, int], list[np.ndarray]], count: int, rows: int, single: int
+        self, indices: Callable[[int, int], list[np.ndarray]], count: int, rows: int, most: int
     ) -> Any:
         """A tf.data.Dataset of `count` batches of about `rows` rows.
 
         `indices` returns those of the rows of some batches, given the first and the end; it is
-        called in each pass. The first `single` batches are copied one by one, not many at a time.
+        called in each pass, for at most `most` batches at a time.
         """
         row_bytes = sum(array.nbytes // self.count for array in keras.tree.flatten(self.parts))
-        length = max(1, min(_GROUP_BATCHES, _GROUP_BYTES // max(1, rows * row_bytes)))
+        length = max(1, min(most, _GROUP_BYTES // max(1, rows * row_bytes)))
         specs = components(self.spec)
-        single = min(single, count)
 
         def take(number: int) -> list[np.ndarray]:
-            first = number if number < single else single + (number - single) * length
-            group = indices(first, min(count, first + (1 if number < single else length)))
+            first = number * length
+            group = indices(first, min(count, first + length))
             bounds = np.cumsum([0, *map(len, group)], dtype=np.int64)
             none = np.zeros(0, np.int64)  # Where an epoch is short.
             return [bounds, *map(np.asarray, components(self.take(np.concatenate([*group, none]))))]
@@ -110,8 +107,7 @@ class Arrays:
             return numbers.map(lambda i: slice_rows(rows, bounds[i], bounds[i + 1]))
 
         # Not `from_generator`: its kernel makes malloc return freed memory to the system at once.
-        groups = single + -(-(count - single) // length)
-        grouped = tf.data.Dataset.range(groups).map(group)
+        grouped = tf.data.Dataset.range(-(-count // length)).map(group)
         return grouped.prefetch(1).flat_map(apart)
 
     def digest(self) -> list[Any]:

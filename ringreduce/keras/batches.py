@@ -29,8 +29,9 @@ from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.errors import ConfigError
 
 BATCH_SIZE = 32
-# Of a pass, so many batches are copied one by one while shares are measured.
-_SINGLE = 64
+# So many small batches are copied at a time, since each call of Python costs as much as a step of a
+# small model.
+_GROUP_BATCHES = 64
 _REMEDY = (
     "Give every rank the same data in the same order: pass a seed to shuffle, seed other random "
     "numbers alike, and sort lists of files. check=False leaves this check out."
@@ -170,11 +171,11 @@ class _ArrayFeed(Feed):
         self.begin(plan.first)
         steps = self._order.steps
         whole = min(steps, passed) if plan.deal else steps
-        # While shares are measured, few batches are made ahead with the old ones.
-        single = _SINGLE if self._shares.is_measured else 0
+        # Where shares are measured, few batches are made ahead with the old ones.
+        most = 1 if self._shares.is_measured else _GROUP_BATCHES
         rows = unit if plan.deal or plan.is_elastic else -(-unit // size)
         count = whole if plan.is_elastic else plan.own_steps(whole)
-        batches = arrays.batches(self._own, count, rows, single)
+        batches = arrays.batches(self._own, count, rows, most)
         if plan.is_elastic and plan.deal:
             batches = plan.dealt(batches)
         own_steps = partial(plan.own_steps, whole)
