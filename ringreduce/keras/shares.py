@@ -134,11 +134,9 @@ class Measure(keras.callbacks.Callback):
         self._seconds: list[float] = []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to measure the first step."""
         self._before = self._now()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the time of a step; after the last one that is needed, settle shares. Collective."""
         if len(self._seconds) == _WARM_UP + _MEASURED:
             return
         now = self._now()
@@ -152,7 +150,6 @@ class Measure(keras.callbacks.Callback):
             self._say(f"batch shares measured over {_MEASURED * steps} steps: {each}", self._begins)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Say so if there were too few steps."""
         if len(self._seconds) < _WARM_UP + _MEASURED:
             self._say("batch shares stayed equal: too few steps to measure", "")
 

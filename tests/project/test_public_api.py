@@ -98,8 +98,8 @@ def documentables(path: Path) -> Iterator[tuple[str, ast.AST]]:
         for node in parent.body:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
-            # What a setter does is said where the property is read.
-            if node.name.startswith("_") or is_setter(node):
+            # What a setter does is said where the property is read; of hooks Keras says it.
+            if node.name.startswith(("_", "on_")) or is_setter(node):
                 continue
             yield f"{prefix}.{node.name}", node
             if isinstance(node, ast.ClassDef) and is_seen(path):

@@ -51,7 +51,6 @@ class Broadcast(keras.callbacks.Callback):
         self._is_due = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Copy now if the model is built on all ranks, else after the first batch."""
         ring = self._communicator or default_communicator()
         if not 0 <= self._root < ring.size:
             text = f"cannot copy from rank {self._root}"
@@ -70,7 +69,6 @@ class Broadcast(keras.callbacks.Callback):
             broadcast_state(self.model, self._root, ring, self._local)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Copy if that was not possible before the first batch."""
         if self._is_due:
             self._is_due = False
             ring = self._communicator or default_communicator()
@@ -105,7 +103,6 @@ class VerifyReplicas(keras.callbacks.Callback):
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count, and compare after every `every` batches."""
         self._batches += 1
         if self._every is not None and self._batches % self._every == 0:
             self._verify()
@@ -114,7 +111,6 @@ class VerifyReplicas(keras.callbacks.Callback):
             self._verify_group()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the final weights."""
         self._verify()
 
     def _verify(self) -> None:

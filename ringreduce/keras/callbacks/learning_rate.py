@@ -69,25 +69,21 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._steps, self._epoch = 0, 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Without `staircase`, get the number of batches of an epoch."""
         self._steps = int(self._steps_per_epoch or (self.params or {}).get("steps") or 0)
         if not self._steps and not self._staircase:
             text = f"{type(self).__name__} does not know how many batches an epoch has"
             raise ConfigError(text, remedy="Pass steps_per_epoch to it, or to fit.")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the rate, with `staircase`."""
         self._epoch = epoch
         if self._staircase:
             self._set(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate, without `staircase`."""
         if not self._staircase:
             self._set(self._epoch + batch / self._steps)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate as ``learning_rate``, as Keras's callbacks do."""
         if logs is not None:
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
 
@@ -158,11 +154,9 @@ class LearningRateWarmup(LearningRateSchedule):
         return (done * (size - 1) / self._warmup_epochs + 1) / size
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate for the end of this batch."""
         self._set(self._epoch + (batch + 1) / self._steps)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and print when the warm-up is done."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch + 1 >= self._warmup_epochs > epoch:
             ring = self._communicator or default_communicator()

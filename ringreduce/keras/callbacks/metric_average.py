@@ -57,17 +57,14 @@ class MetricAverage(keras.callbacks.Callback):
     # callback may evaluate on one rank alone.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Forget the training before."""
         self._latest, self._is_first = {}, True
         self._forget()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forget the epoch before."""
         self._forget()
         self._in_epoch = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the batch."""
         self._batches += 1
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -77,17 +74,14 @@ class MetricAverage(keras.callbacks.Callback):
             self._training, self._batches = states_of(self.model, self._batches), 0
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the batch."""
         if self._training is not None:
             self._batches += 1
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Copy the validation metrics."""
         if self._training is not None:
             self._validation = states_of(self.model, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the values in `logs`."""
         training = self._training or states_of(self.model, self._batches)
         validated = None if self._validation is None else self._validation.batches
         validation = self._validation or MetricStates()

@@ -51,7 +51,6 @@ class Profile(keras.callbacks.Callback):
         self._epochs: dict[int, list[Facts]] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Forget the training before."""
         global _has_measured
         _has_measured = True
         self._epochs, self._is_first, self._has_compiled = {}, True, False
@@ -59,7 +58,6 @@ class Profile(keras.callbacks.Callback):
         self._threads = threads_in_use()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to measure."""
         self._steps, self._began = 0, self._totals(0)
         self._after_first: Facts | None = None
         self._ended: Facts | None = None
@@ -75,7 +73,6 @@ class Profile(keras.callbacks.Callback):
         self._end()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Exchange what was measured, and put it into the logs."""
         ended, first, ring = self._end(), self._after_first, self._ring()
         # None but the first is measured with it.
         is_all = first is None or first.steps >= ended.steps
@@ -90,7 +87,6 @@ class Profile(keras.callbacks.Callback):
         self._epochs[epoch + 1] = ranks
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Print the verdict on rank 0."""
         if self._ring().rank == 0 and self._epochs:
             print(*verdict(self._epochs, _updated_bytes(self.model)), sep="\n", flush=True)
 

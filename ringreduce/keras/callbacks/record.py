@@ -35,19 +35,15 @@ class Record(keras.callbacks.Callback):
         self._steps: list[list[float]] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Write the initial weights."""
         self._save_weights("before.npz")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note that metrics begin anew."""
         self._before: Any = 0.0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin to measure."""
         self._began_s = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the step; write the weights after the first, and leave after the last."""
         seconds, sums = time.perf_counter() - self._began_s, self._loss_sums()
         self._steps.append([*(sums - self._before).tolist(), seconds])
         self._before = sums
@@ -57,7 +53,6 @@ class Record(keras.callbacks.Callback):
             self.on_train_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Hand over what was recorded, and leave."""
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux says KiB.
         gathered = self._ring.all_gather_object([memory, self._steps])
         if self._ring.rank == 0:

@@ -50,7 +50,6 @@ class Answering(keras.callbacks.Callback):
                 _ = self._model.losses
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Answer the others."""
         self.finish(with_losses=True)
 
 
