@@ -10,7 +10,6 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.weighting import Kind, Weight, weighted
 from ringreduce.tensorflow import GradientBridge
-from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -35,16 +34,16 @@ class Reducer:
         kinds: Sequence[Kind],
         weight: Weight | None = None,
     ) -> list[Any]:
-        """Average (or add) MEAN, take the maximum of MAXIMUM, keep LOCAL and PART gradients."""
+        """Average (or add) MEAN, keep LOCAL and PART gradients."""
         size = float(self.communicator.size)
         factors: dict[Kind, Any] = {}
         if weight is not None:
             own = weight.factor / size if self.scale_local else tf.math.sign(weight.own)
-            factors = {Kind.MEAN: weight.factor, Kind.LOCAL: own, Kind.MAXIMUM: weight.own}
+            factors = {Kind.MEAN: weight.factor, Kind.LOCAL: own}
         elif self.scale_local and size > 1:
             factors = {Kind.LOCAL: 1 / size}
         pairs = zip(gradients, kinds, strict=True)
-        gradients = [weighted(g, k, factors[k]) if k in factors else g for g, k in pairs]
+        gradients = [weighted(g, factors[k]) if k in factors else g for g, k in pairs]
         # The others are not compared: ranks may have other local variables, with other names.
         shared = [number for number, kind in enumerate(kinds) if kind is Kind.MEAN]
         means: dict[int, Any] = {}
@@ -55,12 +54,9 @@ class Reducer:
             means = dict(zip(shared, found, strict=True))
         final = []
         for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
-            if kind is Kind.MAXIMUM and gradient is not None:
-                final.append(all_reduce(gradient, self.communicator, ReduceOp.MAX))
-                continue
             found = means[number] if kind is Kind.MEAN else self.bridge.own(gradient)
             is_sum = self.op is ReduceOp.SUM and size > 1 and kind is not Kind.LOCAL
-            final.append(weighted(found, kind, size) if is_sum else found)
+            final.append(weighted(found, size) if is_sum else found)
         return final
 
 

@@ -158,4 +158,4 @@ def _without_others(
     )
     factor = ring.size / useful if usable else 0.0
     pairs, own = zip(gradients, kinds, strict=True), (Kind.LOCAL, Kind.PART)
-    return [g if kind in own else weighted(g, kind, factor) for g, kind in pairs]
+    return [g if kind in own else weighted(g, factor) for g, kind in pairs]

@@ -136,7 +136,7 @@ class _Alone(Running):
         gradients, own = step.gradients, tf.constant(1.0)
         if step.weight is not None:
             own = step.weight.own
-            gradients = [weighted(each, Kind.LOCAL, tf.math.sign(own)) for each in gradients]
+            gradients = [weighted(each, tf.math.sign(own)) for each in gradients]
         step.apply([step.reducer.bridge.own(each) for each in gradients], step.variables)
         mine.own.assign_add(own)
         number, overlap = mine.count.assign_add(1), self._strategy.overlap
@@ -180,10 +180,10 @@ class _Alone(Running):
 
     def _round_of(self, step: Step) -> _Round:
         for variable, kind in zip(step.variables, step.kinds, strict=True):
-            if kind not in (Kind.MEAN, Kind.LOCAL):
+            if kind is Kind.PART:
                 raise ConfigError(
                     f"got {variable.name} with strategy={type(self._strategy).__name__}: a piece "
-                    "of a table or layer, or a scale of 8-bit floats, is of all ranks in each step",
+                    "of a table or layer is of all ranks in each step",
                     remedy="Train such models with rr.EveryStep().",
                 )
         key = tuple(map(id, step.variables))

@@ -39,7 +39,7 @@ from ringreduce.keras.strategies import Strategy, StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
-from ringreduce.keras.wrappable import all_within, refuse_unusable
+from ringreduce.keras.wrappable import all_within, refuse_scales, refuse_unusable
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
@@ -254,12 +254,13 @@ class DistributedOptimizer(Wrapper):
         grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
-            if elastic_minimum() is not None and self._ring().size > 1:
+            ring = self._ring()
+            if elastic_minimum() is not None and ring.size > 1:
                 self._require_repeating()
             self._local.check(self._inner)
             # All variables that it may ever train, those frozen now included.
             every = [*private.trained_variables(self._inner), *known]
-            ring = self._ring()
+            refuse_scales(every, ring)
             check_parts(self._inner, every, ring)
             state = self.shared(self._inner.variables)
             shared = self.shared(every)
@@ -412,11 +413,7 @@ class DistributedOptimizer(Wrapper):
     def _kind_of(self, variable: Any) -> Kind:
         if variable in self._local:
             return Kind.LOCAL
-        if is_own_piece(variable):
-            return Kind.PART
-        # The "gradient" of a scale of 8-bit floats is its new value, from the largest number seen.
-        is_new_value = getattr(variable, "overwrite_with_gradient", False)
-        return Kind.MAXIMUM if is_new_value else Kind.MEAN
+        return Kind.PART if is_own_piece(variable) else Kind.MEAN
 
     def register_local_var(self, variable: Any) -> None:
         """Share neither values nor gradients of `variable`, one of those that are trained.

@@ -135,7 +135,7 @@ class _Accumulating(Running):
 
     def take(self, step: Step) -> None:
         gradients, variables, kinds, weight, reducer, apply = step
-        cycle = self._cycle_of(gradients, variables, kinds)
+        cycle = self._cycle_of(gradients, variables)
         weight = weight or Weight(tf.constant(1.0), tf.constant(1.0))
         for gradient, total, kind in zip(gradients, cycle.sums, kinds, strict=True):
             if gradient is not None:
@@ -151,7 +151,7 @@ class _Accumulating(Running):
             of_local = cycle.mean if reducer.scale_local else cycle.own
             divisors = {Kind.MEAN: cycle.mean, Kind.PART: cycle.mean, Kind.LOCAL: of_local}
             sums = zip(cycle.sums, kinds, strict=True)
-            means = [total and total.divided(divisors.get(kind)) for total, kind in sums]
+            means = [total and total.divided(divisors[kind]) for total, kind in sums]
             apply(reducer.reduce(means, variables, kinds), variables)
             for total in filter(None, cycle.sums):
                 total.clear()
@@ -160,9 +160,7 @@ class _Accumulating(Running):
 
         tf.cond(is_due, apply_mean, lambda: None)
 
-    def _cycle_of(
-        self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]
-    ) -> _Cycle:
+    def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
         # Outside of the function that is being traced, since they outlive it.
         with tf.init_scope():
             key = tuple(map(id, variables))
@@ -172,7 +170,7 @@ class _Accumulating(Running):
             for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
                 if gradient is not None and cycle.sums[number] is None:
                     has_rows = self._keeps_rows and isinstance(gradient, tf.IndexedSlices)
-                    cycle.sums[number] = _Sum(variable, kinds[number], has_rows)
+                    cycle.sums[number] = _Sum(variable, has_rows)
         return cycle
 
 
@@ -192,39 +190,32 @@ def wide(variable: Any) -> Any:
 
 
 class _Sum:
-    """The sum of one variable's gradients; for Kind.MAXIMUM the largest."""
+    """The sum of one variable's gradients."""
 
-    def __init__(self, variable: Any, kind: Kind, has_rows: bool) -> None:
-        self._kind, self._dtype = kind, variable.dtype
-        dtype = wide(variable)
-        self._start = dtype.min if kind is Kind.MAXIMUM else 0
-        self._total = lasting(tf.fill(variable.shape, tf.constant(self._start, dtype)))
+    def __init__(self, variable: Any, has_rows: bool) -> None:
+        self._dtype = variable.dtype
+        self._total = lasting(tf.zeros(variable.shape, wide(variable)))
         # Of a table, which rows had a gradient; the sum is 0 in all others.
         self._rows = lasting(tf.zeros(variable.shape[0], tf.bool)) if has_rows else None
 
     def add(self, gradient: Any, weight: Any) -> None:
         total = self._total
         if isinstance(gradient, tf.IndexedSlices):
-            values = weighted(tf.cast(gradient.values, total.dtype), self._kind, weight)
+            values = weighted(tf.cast(gradient.values, total.dtype), weight)
             total.scatter_add(tf.IndexedSlices(values, gradient.indices))
             if self._rows is not None:
                 is_seen = tf.ones_like(gradient.indices, tf.bool)
                 self._rows.scatter_update(tf.IndexedSlices(is_seen, gradient.indices))
             return
-        value = weighted(tf.cast(gradient, total.dtype), self._kind, weight)
-        if self._kind is Kind.MAXIMUM:
-            total.assign(tf.maximum(total, value))
-        else:
-            total.assign_add(value)
+        total.assign_add(weighted(tf.cast(gradient, total.dtype), weight))
         if self._rows is not None:
             self._rows.assign(tf.ones_like(self._rows))
 
     def divided(self, divisor: Any) -> Any:
-        """The sum divided by `divisor`, if that is not None, in the variable's dtype."""
+        """The sum divided by `divisor`, in the variable's dtype."""
         rows = None if self._rows is None else tf.where(self._rows)[:, 0]
         value = tf.convert_to_tensor(self._total) if rows is None else tf.gather(self._total, rows)
-        if divisor is not None:
-            value = tf.math.divide_no_nan(value, tf.cast(divisor, value.dtype))
+        value = tf.math.divide_no_nan(value, tf.cast(divisor, value.dtype))
         value = tf.cast(value, self._dtype)
         if rows is None:
             return value
@@ -233,7 +224,7 @@ class _Sum:
     def clear(self) -> None:
         total = self._total
         if self._rows is None:
-            total.assign(tf.fill(total.shape, tf.constant(self._start, total.dtype)))
+            total.assign(tf.zeros_like(total))
             return
         rows = tf.where(self._rows)[:, 0]
         total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))

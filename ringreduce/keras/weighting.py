@@ -37,8 +37,6 @@ class Kind(enum.Enum):
     LOCAL = enum.auto()
     # Of a piece of a variable that all ranks' rows use: what arrives is of all ranks' mean loss.
     PART = enum.auto()
-    # For new values instead of gradients, such as the largest number seen.
-    MAXIMUM = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,12 @@ class Weight:
         return tf.math.divide_no_nan(self.own, self.mean)
 
 
-def weighted(gradient: Any, kind: Kind, own: Any) -> Any:
+def weighted(gradient: Any, own: Any) -> Any:
     """`gradient` times `own`; with 0 it is left out, even if it is NaN."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return map_values(lambda values: weighted(values, kind, own), gradient)
-    if kind is Kind.MAXIMUM:
-        return tf.where(own > 0, gradient, tf.constant(gradient.dtype.min, gradient.dtype))
+        return map_values(lambda values: weighted(values, own), gradient)
 
     def product() -> Any:
         return tf.math.multiply_no_nan(gradient, tf.cast(own, gradient.dtype))

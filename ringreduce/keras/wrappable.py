@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.wrapper import Wrapper
+from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -41,6 +43,15 @@ def refuse_unusable(inner: Any) -> None:
     if replicas > 1:
         text = f"is used inside a tf.distribute strategy of {replicas} replicas"
         raise ConfigError(text, remedy="Use one or the other; a ringreduce worker is one replica.")
+
+
+def refuse_scales(variables: Sequence[Any], ring: Communicator) -> None:
+    """ConfigError on several ranks for scales of 8-bit floats, which have no gradients."""
+    for one in variables if ring.size > 1 else ():
+        # What Keras gives for one is its new value, from the largest number that a rank has seen.
+        if getattr(one, "overwrite_with_gradient", False):
+            text = f"trains {path_of(one)}, a scale of 8-bit floats, of which there is no mean"
+            raise ConfigError(text, **ring.config.who, remedy="Train with mixed_bfloat16.")
 
 
 def all_within(optimizer: Any) -> list[Any]:

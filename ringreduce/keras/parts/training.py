@@ -66,9 +66,7 @@ def joint(
 ) -> None:
     """Have `apply` use `gradients` as if each part were whole: clipped alike, and finite or not."""
     gradients = list(gradients)
-    # What is no gradient, but a new value, is not clipped.
-    values = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
-    used = [n for n, is_value in enumerate(values) if gradients[n] is not None and not is_value]
+    used = [number for number, gradient in enumerate(gradients) if gradient is not None]
     parts = {n: part for n in used if (part := part_of(variables[n])) is not None}
     clips = [one for one in all_within(inner) if one.clipnorm or one.global_clipnorm]
     kind = keras.optimizers.LossScaleOptimizer
