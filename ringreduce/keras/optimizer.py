@@ -55,10 +55,9 @@ class DistributedOptimizer(Wrapper):
     """An optimizer whose `apply` averages gradients over all ranks first.
 
     Works in `model.fit`, eagerly too, and in custom loops that call `apply` or `apply_gradients`.
-    Before the first step every rank receives rank 0's trainable variables and optimizer state. In
-    an eager loop whose optimizer is not built in advance the first gradients are computed before
-    that; a rank whose weights differed is left out of that mean. Call
-    ``optimizer.build(model.trainable_variables)`` before such a loop to avoid it.
+    Before the first step every rank receives rank 0's trainable variables and optimizer state.
+    Before an eager loop call ``optimizer.build(model.trainable_variables)``: else a rank whose
+    weights differ is left out of the first mean.
 
     It must be the outermost wrapper. Its `variables` are the wrapped one's; other attributes of
     Keras's optimizers are read and set there too. It is saved as what it wraps, state included: by
@@ -81,8 +80,7 @@ class DistributedOptimizer(Wrapper):
             gradients are while they travel between hosts (`Compression`). Ranks stay bit-identical.
         sparse_as_dense: make sparse gradients (`tf.IndexedSlices`, of embeddings) dense before they
             are reduced. By default only their rows travel, unless the whole is less. Either way
-            rows of the same index are added before the optimizer sees them, with one rank too;
-            plain Keras's Adam, say, squares each by itself.
+            rows of the same index are added before the optimizer sees them, with one rank too.
         local_variables: variables that are not shared; see `register_local_var`.
         scale_local_gradients: divide their gradients by the number of ranks, and weight them by
             this rank's samples: as those of the mean over all ranks' rows, like Horovod's.
@@ -98,8 +96,8 @@ class DistributedOptimizer(Wrapper):
             are finite and their sum overflows (16-bit ones cannot: they are summed in float32).
             ``"warn"``: that rank logs the same at its first, 10th, 100th, ... bad step, and
             training continues. ``"off"``, the default: no check. Checking reads all gradients once
-            more: 3.5 % of a step of the benchmarks' MLP, which has many weights and little
-            arithmetic for each. Leave it off around a LossScaleOptimizer, which skips such steps.
+            more: 3.5 % of a step of the benchmarks' MLP. Leave it off around a LossScaleOptimizer,
+            which skips such steps.
 
     Raises:
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
@@ -149,18 +147,14 @@ class DistributedOptimizer(Wrapper):
                 "has another scale in the next",
                 remedy="Use mixed_bfloat16, which needs no scale, or compression='fp16'.",
             )
-        if strategy is not None and accumulate_steps != 1:
+        if strategy is None:
+            is_one = accumulate_steps == 1
+            strategy = strategies.EveryStep() if is_one else strategies.Accumulate(accumulate_steps)
+        elif accumulate_steps != 1 or not isinstance(strategy, Strategy):
             raise ConfigError(
-                f"got strategy={type(strategy).__name__} and accumulate_steps={accumulate_steps}",
-                remedy="Pass one of them: accumulate_steps=k is strategy=rr.Accumulate(k).",
-            )
-        if strategy is None and accumulate_steps == 1:
-            strategy = strategies.EveryStep()
-        elif strategy is None:
-            strategy = strategies.Accumulate(accumulate_steps)
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(
-                f"got {strategy!r} as strategy", remedy="Pass an object, such as rr.LocalSGD(50)."
+                f"got strategy={strategy!r} and accumulate_steps={accumulate_steps}",
+                remedy="Pass an object, such as rr.LocalSGD(50), or accumulate_steps=k, which is "
+                "strategy=rr.Accumulate(k).",
             )
         strategy.check(inner)
         how = gradient_op(op)
@@ -468,13 +462,7 @@ class DistributedOptimizer(Wrapper):
         """Wrap an optimizer made from `config`, as ``type(optimizer).from_config`` of a wrapper.
 
         `keras.optimizers.deserialize` and `load_model` make a plain optimizer of the same `config`.
-
-        Raises:
-            ConfigError: called on `DistributedOptimizer` itself, which wraps no class yet.
         """
-        if cls._inner_class is None:
-            remedy = "Use keras.optimizers.deserialize, and wrap what it returns."
-            raise ConfigError("DistributedOptimizer has no configuration of its own", remedy=remedy)
         further = {} if custom_objects is None else {"custom_objects": custom_objects}
         return DistributedOptimizer(cls._inner_class.from_config(config, **further))
 
