@@ -32,11 +32,9 @@ def shard(
     one more: pass a dataset, batched, through `rr.join`.
 
     `data` must be the same on every rank. Shard a dataset before batching, and batch by the global
-    batch size divided by `size`: then the ranks' batches of a step together are exactly the global
-    batch. Of what is already batched each rank gets whole batches: these are each rank's own, and
-    the global batch is `size` of them. Shuffle after sharding; or before it with the same seed on
-    every rank, and read it equally often on all ranks, or some see elements twice. `rr.fit` does
-    all this itself.
+    batch size divided by `size`. Of what is already batched each rank gets whole batches, of which
+    `size` make the global batch. Shuffle after sharding; or before it with the same seed on every
+    rank, and read it equally often on all. `rr.fit` does all this itself.
 
     Args:
         data: a dataset; an array, or arrays with equally many rows in tuples, lists or dicts; or a
@@ -80,10 +78,7 @@ def permutation(count: int, communicator: Communicator | None = None) -> np.ndar
 
     It is ``numpy.random.permutation(count)`` of rank 0, for programs that shuffle arrays before
     they divide them: with each rank's own random numbers, rows would be used twice or never.
-    Collective. Not for what should differ between ranks, such as augmentation of their own rows.
-
-    Returns:
-        int64 of shape (count,), the caller's own.
+    Collective. Returns int64 of shape (count,), the caller's own.
     """
     ring = communicator or default_communicator()
     order: np.ndarray = np.random.permutation(count).astype(np.int64)

@@ -47,9 +47,7 @@ def evaluate(
 
     Collective: all ranks must call it at the same point, with the same data and weights. Meanwhile
     moving averages of normalization layers, which follow each rank's own batches, are rank 0's on
-    all ranks. Metrics are computed from the sum of the ranks' states, as in one process; a loss
-    that depends on which samples share a batch sees other batches. Afterwards the model's metrics
-    hold this rank's share.
+    all ranks. Metrics are computed from the sum of the ranks' states, as in one process.
 
     Args:
         model: a compiled model.
@@ -140,7 +138,7 @@ def predict(
         answering = Answering(model, ring, share.example)
         batches = _predicted(model, share, batch_size, shown)
         answering.finish(with_losses=False)
-    flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
+    flat = [keras.tree.flatten(batch) for batch in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
     return keras.tree.pack_sequence_as(batches[0], outputs)
 
@@ -248,19 +246,16 @@ def in_order(model: Any, logs: dict[str, Any]) -> list[str]:
     return known + sorted(logs.keys() - known)
 
 
-def _checked_rows(output: Any, ring: Communicator) -> np.ndarray:
-    if not isinstance(output, np.ndarray) or not output.ndim:
-        raise ConfigError(
-            f"cannot join outputs of type {type(output).__name__}",
-            **ring.config.who,
-            remedy="Ragged and sparse outputs, and numbers that are not one per sample, are not "
-            "supported: use model.predict.",
-        )
-    return output
-
-
 def _gathered(batches: Sequence[np.ndarray], ring: Communicator) -> np.ndarray:
     """All ranks' batches of one output; batch i is the next of rank i mod size."""
+    for output in batches:
+        if not isinstance(output, np.ndarray) or not output.ndim:
+            raise ConfigError(
+                f"cannot join outputs of type {type(output).__name__}",
+                **ring.config.who,
+                remedy="Ragged and sparse outputs, and numbers that are not one per sample, are "
+                "not supported: use model.predict.",
+            )
     rest, dtype = batches[0].shape[1:], batches[0].dtype
     width = math.prod(rest) * dtype.itemsize
     own = np.ascontiguousarray(np.concatenate(batches))

@@ -1,17 +1,9 @@
 """Horovod's names with Horovod's meaning: ``import ringreduce.keras.horovod as hvd``.
 
 It has everything of `ringreduce.keras` too. Collectives on tensors average by default, take
-factors, and have Horovod's gradients:
-
-                    ringreduce.keras                       here
-    allgather       sum over all ranks of the own rows     mean of them
-    broadcast       sum on the root, zeros elsewhere       mean on the root
-    reducescatter   gathered; for means divided by size    size times that
-    allreduce       the same allreduce                     the same
-    alltoall        the same alltoall, back                the same
-
-With a `process_set` this is about its ranks, which take part alone. A `root_rank` is always a rank
-of the job. A `name` is not used.
+factors, and have Horovod's gradients, which are scaled differently (docs/from-horovod.md). With a
+`process_set` this is about its ranks, which take part alone. A `root_rank` is always a rank of the
+job. A `name` is not used.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -51,14 +51,13 @@ def join(
         data = rr.shard(dataset, even=False).batch(32)
         model.fit(rr.join(data, model), epochs=3)
 
-    Collective: compares the ranks' numbers of batches. Where all are known, `fit` knows the number
-    of steps. Where one is not, the last step of an epoch has no data on any rank; it changes
-    nothing, and Keras warns that the data has run out, as for every dataset of unknown length. With
-    ``steps_per_execution`` or ``jit_compile=True`` such a dataset is first read once, to count it.
-    From then on each training step of `model`, which must be compiled, begins with a small
-    exchange. Values that your own losses and layers reduce over the ranks (`rr.all_reduce` and the
-    like) still count every rank equally, even one that has no batch left and computes on zeros;
-    their gradients count each rank's loss with its weight.
+    Collective: compares the ranks' numbers of batches. Where one is not known, the last step of an
+    epoch has no data on any rank; it changes nothing, and Keras warns that the data has run out, as
+    for every dataset of unknown length. With ``steps_per_execution`` or ``jit_compile=True`` such a
+    dataset is first read once, to count it. From then on each training step of `model`, which must
+    be compiled, begins with a small exchange. Values that your own losses and layers reduce over
+    the ranks (`rr.all_reduce` and the like) still count every rank equally, even one that has no
+    batch left and computes on zeros; their gradients count each rank's loss with its weight.
 
     Args:
         dataset: this rank's, batched; elements of tensors whose first dimension is the

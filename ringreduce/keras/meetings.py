@@ -168,15 +168,8 @@ class _Alone(Running):
 
     def _load_round(self, place: int, mine: _Round) -> None:
         for number, variable in enumerate(mine.outer_state):
-            if (value := self._loaded.pop(f"outer.{place}.{number}", None)) is None:
-                continue
-            if tuple(variable.shape) != value.shape:
-                raise ConfigError(
-                    f"loads state of {type(self._strategy).__name__} of shape {value.shape} for a "
-                    f"variable of shape {tuple(variable.shape)}",
-                    remedy="Use the outer optimizer and the model that were saved.",
-                )
-            variable.assign(value)
+            if (value := self._loaded.pop(f"outer.{place}.{number}", None)) is not None:
+                variable.assign(value)
 
     def _round_of(self, step: Step) -> _Round:
         for variable, kind in zip(step.variables, step.kinds, strict=True):

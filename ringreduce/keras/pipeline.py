@@ -44,8 +44,8 @@ class Pipeline:
     All ranks make the same calls with the same arguments, data included. Rank r has stage r mod S
     of S stages, and calls the function of no other stage. With more ranks than stages there are
     copies: each trains on its rows of a batch, and ranks with the same stage average gradients. A
-    batch is trained as one process would train it, in micro-batches, one forward and one backward
-    in turn (1F1B): choose several times as many as stages (docs/guides/groups.md)::
+    batch is trained as one process would, in micro-batches, one forward and one backward in turn
+    (1F1B): choose several times as many as stages (docs/guides/groups.md)::
 
         def first():
             return [keras.Input((64,)), keras.layers.Dense(512, "relu")]

@@ -29,12 +29,10 @@ def load_model(
 ) -> Any:
     """Load a model with `keras.models.load_model` and wrap its optimizer.
 
-    Training continues as if it had not been interrupted: the optimizer keeps its state. At the next
-    step all ranks receive rank 0's weights and state. So a file that only some ranks have must be
-    loaded by all, or by rank 0 into a model that the others built alike.
-
-    `keras.models.load_model`, `keras.models.clone_model` and copies of a model give the plain
-    optimizer; trained like that, ranks would drift apart.
+    Training continues as if it had not been interrupted: the optimizer keeps its state, which
+    `keras.models.load_model` gives to a plain one. At the next step all ranks receive rank 0's
+    weights and state. So a file that only some ranks have must be loaded by all, or by rank 0 into
+    a model that the others built alike.
 
     Args:
         path, custom_objects, compile, safe_mode: as for `keras.models.load_model`; with

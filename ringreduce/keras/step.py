@@ -43,10 +43,9 @@ def _around(step: Step, around: Callable[[Any, Step, Any], Any], owner: weakref.
 def compile_gradients(model: Any) -> None:
     """Compile forward and backward pass of `model`'s training with XLA, and no more.
 
-    For where ``compile(jit_compile=True)``, which compiles the reduction too
-    (``ringreduce.tensorflow.xla``), is refused: without the native library, or with a TensorFlow
-    whose XLA has another interface. Slower than that, since nothing is reduced before the whole
-    backward pass is done::
+    For where ``compile(jit_compile=True)``, which compiles the reduction too, is refused: without
+    the native library, or with a TensorFlow whose XLA has another interface. Slower than that,
+    since nothing is reduced before the whole backward pass is done::
 
         model.compile(optimizer=rr.DistributedOptimizer(...), loss=..., jit_compile=False)
         rr.compile_gradients(model)

@@ -45,9 +45,8 @@ class DistributedGradientTape:
     tape in each step costs nothing: what ranks have agreed on is kept.
 
     Args:
-        tape: the tape to wrap; by default a new one.
+        tape: the tape to wrap, which may be persistent; by default a new one.
         communicator: by default the process's, when `gradient` is called.
-        persistent, watch_accessed_variables: as for `tf.GradientTape`; refused with a `tape`.
         local_variables: sources whose values and gradients are not shared.
         bucket_bytes, check_numerics, compression, sparse_as_dense, scale_local_gradients, op: as
             for `DistributedOptimizer`.
@@ -61,8 +60,6 @@ class DistributedGradientTape:
         tape: Any = None,
         communicator: Communicator | None = None,
         *,
-        persistent: bool = False,
-        watch_accessed_variables: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         check_numerics: str = "off",
         compression: str | PowerSGD = "none",
@@ -71,14 +68,10 @@ class DistributedGradientTape:
         scale_local_gradients: bool = False,
         op: ReduceOp | str = ReduceOp.MEAN,
     ) -> None:
-        if tape is None:
-            tape = tf.GradientTape(persistent, watch_accessed_variables)
-        elif not isinstance(tape, tf.GradientTape):
+        tape = tf.GradientTape() if tape is None else tape
+        if not isinstance(tape, tf.GradientTape):
             text = f"got {tape!r} to wrap, which is no tf.GradientTape"
             raise ConfigError(text, remedy="Pass one, or nothing to have one made.")
-        elif persistent or not watch_accessed_variables:
-            remedy = "Make the tape with persistent and watch_accessed_variables."
-            raise ConfigError("got a tape, and options for making one", remedy=remedy)
         if compression == "int8" or isinstance(compression, PowerSGD):
             raise ConfigError(
                 f"got compression={compression!r} for a tape, which keeps nothing for the next "

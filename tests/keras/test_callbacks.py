@@ -572,7 +572,7 @@ def test_a_negative_warm_up_is_refused():
 def test_a_root_that_is_no_rank_is_refused(world_of_one):
     callback = rr.callbacks.Broadcast(1)
     callback.set_model(model_with(Vector(1)))
-    with pytest.raises(ringreduce.ConfigError, match="root_rank may be 0 to 0"):
+    with pytest.raises(ringreduce.ArrayError, match="Roots are 0 to 0"):
         callback.on_train_begin()
 
 

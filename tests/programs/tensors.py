@@ -496,7 +496,7 @@ def as_horovod_does():
 
     def local():
         options = {"local_variables": [table], "op": "sum"}
-        with rr.DistributedGradientTape(persistent=True, **options) as tape:
+        with rr.DistributedGradientTape(tf.GradientTape(True), **options) as tape:
             loss = tf.reduce_sum(table) * (rank + 1)
             other = tf.reduce_sum(first_of_all) * (rank + 1)
         return tape.gradient(loss, table), tape.gradient(other, first_of_all)
@@ -554,7 +554,7 @@ def tape_structures():
         return tape.gradient(loss, {"a": [first, unused], "b": (second, table)})
 
     def zeros_and_outputs():
-        with rr.DistributedGradientTape(persistent=True) as tape:
+        with rr.DistributedGradientTape(tf.GradientTape(True)) as tape:
             loss = loss_of()
         zero = tape.gradient(
             loss, [unused, second], unconnected_gradients=tf.UnconnectedGradients.ZERO
@@ -570,7 +570,7 @@ def tape_structures():
         return tape.gradient(result, constant), tf.constant(watched)
 
     def nothing():
-        with rr.DistributedGradientTape(persistent=True) as tape:
+        with rr.DistributedGradientTape(tf.GradientTape(True)) as tape:
             loss = loss_of()
         return tape.gradient(loss, []), tape.gradient(loss, unused)
 
@@ -584,7 +584,7 @@ def tape_structures():
     )
 
     def jacobian():
-        with rr.DistributedGradientTape(persistent=True) as tape:
+        with rr.DistributedGradientTape(tf.GradientTape(True)) as tape:
             result = first * (rank + 1.0)
         return tape.jacobian(result, first, experimental_use_pfor=False)
 

@@ -11,6 +11,7 @@ from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.replicas import alike, make_alike, model_group
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.wrappable import build_optimizer_here, wrappers_in
+from ringreduce.pure.payload import checked_root
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
@@ -33,8 +34,8 @@ class Broadcast(keras.callbacks.Callback):
             that the optimizer has been told of.
 
     Raises:
-        ConfigError: when training begins: `root_rank` is no rank, or is not 0 and the model is not
-            built on every rank.
+        ArrayError: when training begins: `root_rank` is no rank.
+        ConfigError: it is not 0, and the model is not built on every rank.
         MismatchError: the ranks' models differ.
     """
 
@@ -52,10 +53,7 @@ class Broadcast(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         ring = self._communicator or default_communicator()
-        if not 0 <= self._root < ring.size:
-            text = f"cannot copy from rank {self._root}"
-            remedy = f"root_rank may be 0 to {ring.size - 1}."
-            raise ConfigError(text, **ring.config.who, remedy=remedy)
+        checked_root(self._root, ring.size, ring.config.who)
         if ring.size == 1:
             return
         built = count_true(ring, self.model.built)

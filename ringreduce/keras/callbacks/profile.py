@@ -29,20 +29,11 @@ _has_measured = False
 class Profile(keras.callbacks.Callback):
     """Measures where the time of steps goes on all ranks; at the end rank 0 says what would help.
 
-    One short exchange at the end of each epoch puts these into its logs, equal on all ranks, so
-    that History, CSVLogger, TensorBoard, W&B and the like have them:
-
-    - ``rr_step_ms``: how long a step took.
-    - ``rr_waiting_ms``: how long the other ranks waited in a step for the slowest.
-    - ``rr_slowest_rank``: that rank; in a well balanced job it is chance.
-    - ``rr_hidden``: the part of the communication that cost no time, since the rank computed
-      meanwhile; 1 if there is none.
-    - ``rr_bytes``: what a rank sent in a step, the mean of all, through shared memory too.
-
-    They are means over the epoch's steps but the first (of ``steps_per_execution``), which may
-    trace and compile; validation and other callbacks' work between epochs are left out.
-    `Together` and `rr.fit` call it before others; elsewhere give it to `fit` before those that
-    read logs. It costs nothing in a step but counting it.
+    One short exchange at the end of each epoch puts ``rr_step_ms``, ``rr_waiting_ms``,
+    ``rr_slowest_rank``, ``rr_hidden`` and ``rr_bytes`` into its logs, equal on all ranks;
+    docs/guides/keras.md says what they are. They are means over the epoch's steps but the first
+    (of ``steps_per_execution``), which may trace and compile. `Together` and `rr.fit` call it
+    before others; elsewhere give it to `fit` before those that read logs.
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:

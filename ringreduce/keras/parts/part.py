@@ -107,12 +107,6 @@ def parts_in(variables: Iterable[Any]) -> list[Any]:
     return [variable for variable, _ in pieces_in(variables)]
 
 
-def is_of_split_layer(variable: Any) -> bool:
-    """Whether the ranks of its group, which read the same rows, have other pieces of it."""
-    part = part_of(variable)
-    return part is not None and part.of_same_rows
-
-
 def is_own_piece(variable: Any) -> bool:
     """Whether its gradients are of all ranks' rows, and are not averaged."""
     part = part_of(variable)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.parts.part import is_of_split_layer, pieces_in
+from ringreduce.keras.parts.part import part_of, pieces_in
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
@@ -53,7 +53,7 @@ def training_ranks(variables: Iterable[Any], data: Communicator) -> Communicator
 
 def alike(variables: Iterable[Any]) -> list[Any]:
     """Those of `variables` that are equal on all ranks of a model group."""
-    return [variable for variable in variables if not is_of_split_layer(variable)]
+    return [v for v in variables if (part := part_of(v)) is None or not part.of_same_rows]
 
 
 def make_alike(variables: Sequence[Any], group: Communicator | None) -> bool:
