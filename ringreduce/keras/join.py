@@ -257,16 +257,9 @@ def _followed_step(model: Any, step: Step, data: Any) -> Any:
     # Everything waits until a rank is known to have data: at the end of an epoch this step is given
     # up, and must not have been counted, or decayed weights.
     with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
-        before = {id(v): (v, tf.identity(v.value)) for v in _passing(model)}
+        before = [(variable, tf.identity(variable.value)) for variable in _passing(model)]
         logs = step(filled(data))
-        for variable in _passing(model):
-            if id(variable) not in before:
-                raise ConfigError(
-                    f"made the variable {variable.path} in its first training step, so that an "
-                    "empty step could not be undone",
-                    remedy="Call model.evaluate on a batch before rr.join.",
-                )
-        return _restore(model, list(before.values()), has_data, logs)
+        return _restore(model, before, has_data, logs)
 
 
 def _passing(model: Any) -> list[Any]:

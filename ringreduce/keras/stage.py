@@ -44,7 +44,7 @@ class Stage:
                     try:
                         self.model = _model_of(made, arrives)
                         own = [None, None if self.is_last else _spec_left_by(self.model)]
-                    except _Problem as wrong:
+                    except ValueError as wrong:
                         own = [str(wrong), None]
                 problem, spec = chain.broadcast_object(own, number)
                 if problem:
@@ -260,26 +260,22 @@ def _other_seeds(number: int) -> Iterator[None]:
         random.setstate(state)
 
 
-class _Problem(Exception):
-    """What is wrong with a stage."""
-
-
 def _model_of(made: Any, arrives: Spec | None) -> Any:
     """The model, with inputs and outputs that are known, of what a stage's function returned."""
     if isinstance(made, keras.Layer) and not isinstance(made, keras.Model):
         made = [made]
     if isinstance(made, (list, tuple)):
         if not all(isinstance(one, (keras.Layer, keras.KerasTensor)) for one in made):
-            raise _Problem("gives a list of other things than layers")
+            raise ValueError("gives a list of other things than layers")
         made = keras.Sequential(list(made))
     if not isinstance(made, keras.Model):
-        raise _Problem(f"gives {made!r}")
+        raise ValueError(f"gives {made!r}")
     layers = [one for one in made.layers if not isinstance(one, keras.layers.InputLayer)]
     if not layers and not made.weights:
-        raise _Problem("has no layers")
+        raise ValueError("has no layers")
     if getattr(made, "inputs", None) is None:
         if arrives is None:
-            raise _Problem("has no keras.Input, which the first stage needs")
+            raise ValueError("has no keras.Input, which the first stage needs")
         inside = layers if isinstance(made, keras.Sequential) else [made]
         begin = keras.Input(arrives[0], dtype=arrives[1])
         made = keras.Sequential([begin, *inside], name=made.name)
@@ -287,19 +283,19 @@ def _model_of(made: Any, arrives: Spec | None) -> Any:
         shapes = [tuple(one.shape[1:]) for one in made.inputs]
         if len(shapes) != 1 or not tf.TensorShape(shapes[0]).is_compatible_with(arrives[0]):
             takes = " and ".join(map(str, shapes))
-            raise _Problem(f"takes rows of shape {takes}, and gets some of shape {arrives[0]}")
+            raise ValueError(f"takes rows of shape {takes}, and gets some of shape {arrives[0]}")
     return made
 
 
 def _spec_left_by(model: Any) -> Spec:
     if len(model.outputs) != 1:
-        raise _Problem(f"gives {len(model.outputs)} tensors to the next stage, which takes one")
+        raise ValueError(f"gives {len(model.outputs)} tensors to the next stage, which takes one")
     [output] = model.outputs
     shape, dtype = tuple(output.shape[1:]), keras.backend.standardize_dtype(output.dtype)
     if None in shape:
-        raise _Problem(f"gives rows of shape {shape}, which is not fixed")
+        raise ValueError(f"gives rows of shape {shape}, which is not fixed")
     if not tf.as_dtype(dtype).is_floating:
-        raise _Problem(f"gives {dtype}, which has no gradient")
+        raise ValueError(f"gives {dtype}, which has no gradient")
     if getattr(output, "_keras_mask", None) is not None:
-        raise _Problem("gives a mask with its output, which would not reach the next stage")
+        raise ValueError("gives a mask with its output, which would not reach the next stage")
     return shape, dtype

@@ -240,22 +240,10 @@ def exchanged(own: Any, ring: Communicator) -> Weight:
     `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that depends on the weight
     is computed, and Keras ends the epoch.
     """
-    compiling = is_compiling()
 
     def mean(value: np.ndarray) -> tuple[Any]:
         total = ring.all_reduce(np.array([value], np.float64), ReduceOp.MEAN)
         if not total[0] > 0:
-            if compiling:
-                # XLA may already have run whatever does not depend on it.
-                error = ConfigError(
-                    "has no data in this step, as all ranks: a step that XLA compiles cannot "
-                    "be given up",
-                    **ring.config.who,
-                    operation="exchange of weights",
-                    remedy="Give the dataset a fixed length (dataset.apply(tf.data."
-                    "experimental.assert_cardinality(n))), or leave jit_compile=True out.",
-                )
-                raise ring.fail(error)
             raise StopIteration("no rank has any data left")
         return (np.float32(total[0]),)
 
