@@ -6,6 +6,7 @@ factors, and have Horovod's gradients, which are scaled differently (docs/from-h
 job. A `name` is not used.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ class ProcessSet:
 
 class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
-        self.process_set_id = 0
+        self.process_set_id, self._ring = 0, None
 
     @property
     def ranks(self) -> list[int]:  # type: ignore[override]
@@ -107,8 +108,7 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set = _GlobalProcessSet()
-# Those that were added and not removed, in this order.
-_added: list[ProcessSet] = []
+_numbers = itertools.count(1)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -118,33 +118,26 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     the same order.
 
     Raises:
-        ConfigError: there is no such rank, or there is a set of these ranks.
+        ConfigError: there is no such rank.
         MismatchError: the ranks pass different sets.
     """
     ring = default_communicator()
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    known = [each for each in _added if each._ring is ring]
     remedy = "Add the same ones on all ranks, in order."
     require_same_settings([Settings("process sets", {"ranks": str(one.ranks)}, remedy)], ring)
-    if one.ranks[-1] >= ring.size or any(each.ranks == one.ranks for each in known):
-        why = f"ranks are 0 to {ring.size - 1}" if one.ranks[-1] >= ring.size else "it is there"
-        raise ConfigError(
-            f"cannot add {one}: {why}",
-            **ring.config.who,
-            remedy="Add each set once, of ranks of this job.",
-        )
+    if one.ranks[-1] >= ring.size:
+        text = f"cannot add {one}: ranks are 0 to {ring.size - 1}"
+        raise ConfigError(text, **ring.config.who, remedy="Add ranks of this job.")
     one._group = ring.split(0 if ring.rank in one.ranks else None)
     one._ring = ring
-    one.process_set_id = 1 + max((each.process_set_id or 0 for each in known), default=0)
-    _added[:] = [*known, one]
+    one.process_set_id = next(_numbers)
     return one
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Close the group of a process set; return whether there was one. All ranks call it."""
-    if process_set not in _added:
+    if process_set._ring is None:
         return False
-    _added.remove(process_set)
     group = process_set._group
     process_set.process_set_id = process_set._ring = process_set._group = None
     if group is not None:

@@ -250,7 +250,7 @@ class DistributedOptimizer(Wrapper):
         if not self._initial.are_given:
             ring = self._ring()
             if elastic_minimum() is not None and ring.size > 1:
-                self._require_repeating()
+                self._require_repeating(ring)
             self._local.check(self._inner)
             # All variables that it may ever train, those frozen now included.
             every = [*private.trained_variables(self._inner), *known]
@@ -272,11 +272,11 @@ class DistributedOptimizer(Wrapper):
         step = strategies.Step(grads, known, kinds, weight, reducer, self._apply_means)
         self._running.take(step)
 
-    def _require_repeating(self) -> None:
-        if not is_repeating(self._ring()):
+    def _require_repeating(self, ring: Communicator) -> None:
+        if not is_repeating(ring):
             raise ConfigError(
                 "cannot go on when a rank is lost: its steps are not made by rr.fit",
-                **self._ring().config.who,
+                **ring.config.who,
                 remedy="Train with rr.fit, or a loop within rr.elastic.run; or leave --elastic and "
                 "RINGREDUCE_ELASTIC out.",
             )

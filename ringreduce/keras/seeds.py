@@ -6,7 +6,6 @@ compared, not their origin: repeating it repairs what a checkpoint has made equa
 """
 
 import hashlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,15 +65,6 @@ def folded(*numbers: int) -> int:
 
 def seed_states_in_use() -> list[Any]:
     """States that the function being traced has used, in the same order on all ranks; or none."""
-    found: dict[int, Any] = {}
-    for graph in graphs_being_traced():
-        for variable in graph._watched_variables:
-            if is_seed_state(variable):
-                found.setdefault(id(variable), variable)
-
-    def by_name(state: Any) -> list[Any]:
-        # Numbers as numbers. They alternate with words, so that only like is compared with like.
-        words = re.split(r"(\d+)", path_of(state))
-        return [int(word) if word.isdigit() else word for word in words]
-
-    return sorted(found.values(), key=by_name)
+    watched = [v for graph in graphs_being_traced() for v in graph._watched_variables]
+    found = {id(variable): variable for variable in watched if is_seed_state(variable)}
+    return sorted(found.values(), key=path_of)

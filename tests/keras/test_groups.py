@@ -164,7 +164,6 @@ def test_process_sets_do_what_horovods_do():
         ("outside", "in which it is not"),
         ("outside optimizer", "in which it is not"),
         ("other root", "which is not in ProcessSet("),
-        ("again", "cannot add ProcessSet([0, 2]): it is there"),
         ("no rank", "cannot add ProcessSet([3, 4]): ranks are 0 to 3"),
         ("removed", "has not been added, or was removed"),
     ],

@@ -48,17 +48,19 @@ class _Attention(SplitLayer):
     cut: dict[str, int] = {}  # noqa: RUF012
     heads: dict[str, str]  # by attributes with their numbers, what errors call them
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # They would see a piece. Keras's layers have them under one of these names.
+        kinds = ("kernel_constraint", "bias_constraint", "activity_regularizer")
+        names = {kind: (kind, f"_{kind}") for kind in kinds}
+        self.refuse(**{k: any(getattr(self, n, None) for n in names[k]) for k in kinds})
+
     def __setattr__(self, name: str, value: Any) -> None:
         # Keras's `build` makes a projection, assigns it and then builds it.
         if type(value) is keras.layers.EinsumDense:
             kind = _OutOfHeads if name == "_output_dense" else _IntoHeads
             value = kind(value, self.communicator)
         super().__setattr__(name, value)
-
-    def _check(self, name: str) -> None:
-        """ConfigError for options that would see a piece; `name` begins that of an attribute."""
-        kinds = ("kernel_constraint", "bias_constraint", "activity_regularizer")
-        self.refuse(**{kind: getattr(self, f"{name}{kind}") for kind in kinds})
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         for name, what in self.heads.items():
@@ -103,21 +105,11 @@ class _Attention(SplitLayer):
 class ParallelGroupQueryAttention(_Attention, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` of whose heads each rank of a group computes a range.
 
-    As `ParallelMultiHeadAttention`; both numbers of heads must divide by the size of the group.
+    As `ParallelMultiHeadAttention`, with the arguments of that layer; both numbers of heads must
+    divide by the size of the group.
     """
 
     heads = {"num_query_heads": "query heads", "num_key_value_heads": "key and value heads"}  # noqa: RUF012
-
-    def __init__(
-        self,
-        head_dim: int,
-        num_query_heads: int,
-        num_key_value_heads: int,
-        *more: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(head_dim, num_query_heads, num_key_value_heads, *more, **options)
-        self._check("")
 
 
 class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
@@ -153,10 +145,6 @@ class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
             return super().__new__(cls, num_heads, key_dim, *arguments, **options)
         heads = num_heads, num_key_value_heads
         return ParallelGroupQueryAttention(key_dim, *heads, *arguments, **options)
-
-    def __init__(self, num_heads: int, key_dim: int, *arguments: Any, **options: Any) -> None:
-        super().__init__(num_heads, key_dim, *arguments, **options)
-        self._check("_")
 
 
 private.save_as(ParallelMultiHeadAttention, keras.layers.MultiHeadAttention)
