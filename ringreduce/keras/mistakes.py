@@ -1,11 +1,14 @@
 """Warns of likely mistakes: in `fit` when training begins, and of ranks that trained apart.
 
-Rank 0 warns, once, at the line of the user's program.
+Rank 0 warns, once, at the line of the user's program; others where they save a file too, which
+each then writes beside the one that was asked for, and renames.
 """
 
+import contextlib
 import gc
 import itertools
 import logging
+import os
 import sys
 import warnings
 import weakref
@@ -29,6 +32,8 @@ _log = logging.getLogger(__name__)
 # Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
 _divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# Models that save whole files.
+_saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
 _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
 
@@ -193,6 +198,46 @@ def warn_of_ranks_apart() -> None:
             "optimizer, rr.DistributedOptimizer(optimizer), or the tape.",
             *ring.config.who.values(),
         )
+
+
+def save_whole_files(model: Any, ring: Communicator) -> None:
+    """From now on ``model.save`` and ``model.save_weights`` replace a file in one step."""
+    if ring.size == 1 or model in _saving:
+        return
+    _saving.add(model)
+    for name in ("save", "save_weights"):
+        setattr(model, name, _Saving(model, name, ring))
+
+
+class _Saving:
+    def __init__(self, model: Any, name: str, ring: Communicator) -> None:
+        self._model, self._name, self._rank = weakref.ref(model), name, ring.rank
+        self._warns = ring.rank > 0
+
+    def __call__(self, filepath: Any, *arguments: Any, **options: Any) -> Any:
+        model = self._model()
+        save, path = getattr(type(model), self._name), str(filepath)
+        if self._warns:
+            self._warns = False
+            warn_at_users_line(
+                f"rank {self._rank} saves {path} too. If the ranks share that file, let rank 0 "
+                f"alone write it: rr.on_rank_zero(lambda: model.{self._name}(...)), or callbacks "
+                "within rr.fit or rr.callbacks.Together.",
+                UserWarning,
+            )
+        overwrite = arguments[0] if arguments else options.get("overwrite", True)
+        is_file = path.endswith((".keras", ".h5")) and options.get("zipped") is not False
+        if not overwrite or not is_file or "://" in path or options.get("max_shard_size"):
+            return save(model, filepath, *arguments, **options)
+        folder, name = os.path.split(path)
+        own = os.path.join(folder, f".{os.getpid()}-{name}")
+        try:
+            save(model, own, *arguments, **options)
+            os.replace(own, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(own)
+        return None
 
 
 def users_frame() -> FrameType:

@@ -30,7 +30,12 @@ from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
-from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, warn_of_whole_data
+from ringreduce.keras.mistakes import (
+    model_in_fit,
+    save_whole_files,
+    warn_of_different_weights,
+    warn_of_whole_data,
+)
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import check_parts, joint, mark_state
@@ -38,7 +43,6 @@ from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.strategies import Strategy, StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
-from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import all_within, refuse_scales, refuse_unusable
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES

@@ -29,9 +29,8 @@ def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and in the same order
     on all ranks. Those of a model with split layers become equal on the ranks of its model group.
     """
-    sources = source if isinstance(source, (list, tuple)) else [source]
     variables: list[Any] = []
-    for one in sources:
+    for one in keras.tree.flatten(source):
         is_generator = isinstance(one, keras.random.SeedGenerator)
         variables += [one.state] if is_generator else one.variables
     states = list(filter(is_seed_state, variables))

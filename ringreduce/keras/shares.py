@@ -31,8 +31,6 @@ _log = logging.getLogger(__name__)
 ACCEPTED = '"equal", "measured", or a number above 0 for this rank'
 # Executions of the training function: in the first it is traced, and compiled; others warm up.
 _WARM_UP, _MEASURED = 2, 8
-# Of more ranks only the ends are printed.
-_NAMED_MAX = 8
 
 
 class Shares:
@@ -146,8 +144,10 @@ class Measure(keras.callbacks.Callback):
             steps = getattr(self.model, "steps_per_execution", 1)
             own = statistics.median(self._seconds[_WARM_UP:]) / steps
             rows = self._shares.settle(own)
-            each = f"{described_rows(rows, self._ring.members)} of {sum(rows)}"
-            self._say(f"batch shares measured over {_MEASURED * steps} steps: {each}", self._begins)
+            pairs = zip(self._ring.members, rows, strict=True)
+            each = ", ".join(f"rank {rank} {count}" for rank, count in pairs)
+            text = f"batch shares measured over {_MEASURED * steps} steps: {each} of {sum(rows)}"
+            self._say(text, self._begins)
 
     def on_train_end(self, logs: Any = None) -> None:
         if len(self._seconds) < _WARM_UP + _MEASURED:
@@ -161,12 +161,3 @@ class Measure(keras.callbacks.Callback):
         _log.info("[%d/%d] %s", self._ring.rank, self._ring.size, text)
         if self._prints:
             print(f"{begins}{text}", flush=True)
-
-
-def described_rows(rows: Sequence[int], members: Sequence[int]) -> str:
-    """The rows of each rank, or of many ranks the fewest and the most."""
-    named = list(zip(members, rows, strict=True))
-    if len(named) <= _NAMED_MAX:
-        return ", ".join(f"rank {rank} {count}" for rank, count in named)
-    ends = sorted(named, key=lambda each: each[1])
-    return " to ".join(f"{count} (rank {rank})" for rank, count in (ends[0], ends[-1]))

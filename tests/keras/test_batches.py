@@ -201,9 +201,3 @@ def test_equal_numbers_are_equal_shares():
     for given in (None, "equal", 1.0):
         found = ring_of_threads(2, lambda comm: rr_shares.agreed_shares(given, comm))  # noqa: B023
         assert all(shares.is_equal for shares in found)
-
-
-def test_of_many_ranks_only_the_ends_are_printed():
-    assert rr_shares.described_rows([43, 21], [0, 1]) == "rank 0 43, rank 1 21"
-    rows = [7, 5, 9, *[7] * 6]
-    assert rr_shares.described_rows(rows, range(9)) == "5 (rank 1) to 9 (rank 2)"
