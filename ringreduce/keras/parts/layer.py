@@ -53,13 +53,11 @@ class PartLayer(keras.layers.Layer):
         self,
         shape: Sequence[int],
         initializer: Any = "glorot_uniform",
-        *,
-        axis: int = 0,
         **options: Any,
     ) -> Any:
-        """This rank's piece of a variable of `shape`, cut along `axis` into equal ranges.
+        """This rank's piece of a variable of `shape`, cut along axis 0 into equal ranges.
 
-        Collective. Each index of axis 0 is drawn by itself, as a variable of the rest of the shape,
+        Collective. Each index of that is drawn by itself, as a variable of the rest of the shape,
         so that the whole is the same whatever the number of ranks.
 
         Args:
@@ -70,8 +68,8 @@ class PartLayer(keras.layers.Layer):
         Raises:
             ConfigError: the ranks cannot have equal ranges.
         """
-        part = Part(self.ring(), tuple(shape), axis)
-        part.require_divisible(f"dimension {axis} of {self.name}")
+        part = Part(self.ring(), tuple(shape))
+        part.require_divisible(f"dimension 0 of {self.name}")
         return self._add(part, by_index(initializer, part), **options)
 
     def _add(self, part: Part, draw: Callable[..., Any], **options: Any) -> Any:
@@ -117,8 +115,7 @@ def by_index(initializer: Any, part: Part) -> Callable[[Any], Any]:
     draw = seeded(initializer, part.communicator)
 
     def piece(dtype: Any) -> Any:
-        rows = range(part.shape[0])
-        rows = rows[part.place(part.communicator.rank)[0]] if part.axis == 0 else rows
+        rows = range(part.shape[0])[part.place(part.communicator.rank)[0]]
         return np.stack([draw(row)(part.shape[1:], dtype) for row in rows])
 
     return piece
