@@ -45,17 +45,7 @@ class Pipeline:
     of S stages, and calls the function of no other stage. With more ranks than stages there are
     copies: each trains on its rows of a batch, and ranks with the same stage average gradients. A
     batch is trained as one process would, in micro-batches, one forward and one backward in turn
-    (1F1B): choose several times as many as stages (docs/guides/groups.md)::
-
-        def first():
-            return [keras.Input((64,)), keras.layers.Dense(512, "relu")]
-
-        def second():
-            return [keras.layers.Dense(10)]
-
-        pipeline = rr.Pipeline([first, second], micro_batches=8)
-        pipeline.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        pipeline.fit(x, y, batch_size=64, epochs=3)
+    (1F1B): choose several times as many as stages. docs/guides/groups.md has an example.
 
     What looks at a whole batch sees a micro-batch: BatchNormalization, losses that are no mean over
     rows (a warning says so). Penalties, such as regularizers, count on every stage. ``model.save``,

@@ -8,7 +8,6 @@ Batches are made ahead of the step that uses them. So ranks change at the first 
 them has divided yet.
 """
 
-import logging
 import math
 import statistics
 import threading
@@ -25,8 +24,6 @@ from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.pure.epochs import own_rows
 from ringreduce.pure.shares import apportion, weights_of, weights_of_times
 from ringreduce.vocabulary.errors import ConfigError
-
-_log = logging.getLogger(__name__)
 
 ACCEPTED = '"equal", "measured", or a number above 0 for this rank'
 # Executions of the training function: in the first it is traced, and compiled; others warm up.
@@ -158,6 +155,5 @@ class Measure(keras.callbacks.Callback):
         return time.monotonic() - self._ring.statistics().stopped_s
 
     def _say(self, text: str, begins: str) -> None:
-        _log.info("[%d/%d] %s", self._ring.rank, self._ring.size, text)
         if self._prints:
             print(f"{begins}{text}", flush=True)

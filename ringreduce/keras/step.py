@@ -45,11 +45,8 @@ def compile_gradients(model: Any) -> None:
 
     For where ``compile(jit_compile=True)``, which compiles the reduction too, is refused: without
     the native library, or with a TensorFlow whose XLA has another interface. Slower than that,
-    since nothing is reduced before the whole backward pass is done::
-
-        model.compile(optimizer=rr.DistributedOptimizer(...), loss=..., jit_compile=False)
-        rr.compile_gradients(model)
-        model.fit(...)
+    since nothing is reduced before the whole backward pass is done. Call it between
+    ``model.compile(..., jit_compile=False)`` and `fit`.
 
     The model's `train_step`, its own or a user's, is compiled as it is, but its gradients are
     applied after it has ended. So its code after that call sees the old weights, and it must apply

@@ -20,9 +20,7 @@ _COMBINERS = ("sum", "mean", "sqrtn")
 class ShardedEmbedding(PartLayer, keras.layers.Embedding):
     """`keras.layers.Embedding` whose rows are divided among the ranks: row i is on rank i mod size.
 
-    In a step each rank sends the ids of its rows of the batch to their owners, each once, and gets
-    their vectors; gradients go back the same way. Only the owner's optimizer updates a row. So no
-    rank holds the table, or the optimizer's state for it, whole, and a step costs what its ids
+    No rank holds the table, or the optimizer's state for it, whole, and a step costs what its ids
     cost. The table is the same whatever the number of ranks.
 
     A look-up is collective: in training, `rr.evaluate` and `rr.predict` all ranks take part, also
