@@ -100,14 +100,20 @@ class TouchedRows:
 
     def apply(self, inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """`inner.apply`, which sees rows of variables with slices, whose indices are unique."""
-        given, seen = list(gradients), list(variables)
+        given: list[Any] = []
+        seen: list[Any] = []
         rows: dict[Any, Any] = {}
-        for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
-                values, ids = _touched(gradient)
+                gradient, ids = _touched(gradient)
+                if ids.shape[0] == 0:
+                    continue  # As is known eagerly. Keras's `add` takes it for a bias.
                 key = private.key_of(inner, variable)
-                seen[number], rows[key] = _Rows(variable, ids, key), ids
-                given[number] = tf.zeros(seen[number].shape) if _has_none(ids) else values
+                variable, rows[key] = _Rows(variable, ids, key), ids
+            given.append(gradient)
+            seen.append(variable)
+        if not given:
+            inner.iterations.assign_add(1)  # Keras takes it for no step.
         with ExitStack() as replaced:
             for one in all_within(inner):
                 replaced.enter_context(_state_in_rows(one, rows))
@@ -145,29 +151,19 @@ def _state_in_rows(optimizer: Any, rows: dict[Any, Any]) -> Iterator[None]:
         vars(optimizer).update(whole)
 
 
-def _has_none(ids: Any) -> bool:
-    """Whether there are no rows, as is known eagerly."""
-    return bool(ids.shape[0] == 0)
-
-
 class _Rows:
-    """Some rows of a variable, as an optimizer uses one; where there are none, one that stays 0."""
-
-    # For Keras's `add` takes tensors without rows for biases.
+    """Some rows of a variable, as an optimizer uses one."""
 
     constraint = None
 
     def __init__(self, variable: Any, ids: Any, key: Any = None) -> None:
         self._variable, self._ids = plain_variable(variable), ids
         self.dtype, self.name = self._variable.dtype, self._variable.name
-        count = 1 if _has_none(ids) else ids.shape[0]
-        self.shape = tf.TensorShape([count, *self._variable.shape[1:]])
+        self.shape = tf.TensorShape([ids.shape[0], *self._variable.shape[1:]])
         # By this Keras finds what it keeps for a variable.
         self._unique_id = key
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
-        if _has_none(self._ids):
-            return tf.zeros(self.shape, self.dtype)
         # Not of the variable's value, which would be read, and perhaps copied, whole.
         return tf.convert_to_tensor(tf.gather(self._variable, self._ids), dtype, name=name)
 
@@ -185,8 +181,7 @@ class _Rows:
         tf.raw_ops.DisableCopyOnRead(resource=self._variable.handle)
 
     def _scatter(self, into: Any, value: Any) -> None:
-        if not _has_none(self._ids):
-            into(tf.IndexedSlices(tf.convert_to_tensor(value, self.dtype), self._ids))
+        into(tf.IndexedSlices(tf.convert_to_tensor(value, self.dtype), self._ids))
 
 
 def _of_values(operator: str) -> Any:
