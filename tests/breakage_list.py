@@ -1127,8 +1127,8 @@ BREAKAGES = (
     Breakage(
         "part-weighted-by-own-share",
         "ringreduce/keras/gradients.py",
-        "factors = {Kind.MEAN: weight.factor, Kind.LOCAL: own,",
-        "factors = {Kind.MEAN: weight.factor, Kind.PART: weight.factor, Kind.LOCAL: own,",
+        "factors = {Kind.MEAN: weight.factor, Kind.LOCAL: own}",
+        "factors = {Kind.MEAN: weight.factor, Kind.PART: weight.factor, Kind.LOCAL: own}",
         "Experts of a rank with an empty share do not learn from the rows of others.",
         ("tests/keras/test_parts.py",),
     ),
