@@ -21,6 +21,7 @@ from ringreduce.vocabulary.endpoints import address
 from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16
+_LATE_MAX = 16  # launchers without a place that are connected at a time
 _TOO_LATE = (
     "the job has started already, with other launchers. Give each host a --node-rank of its own, "
     "and each job a --rendezvous of its own"
@@ -108,6 +109,9 @@ class Meeting:
         events = [each for each in peer.read() if isinstance(each, messages.Event)]
         if peer.is_gone:
             selector.unregister(peer.end)
+            if peer in self._late:
+                self._late.remove(peer)
+                peer.end.close()
         for event in events:
             self.tell(event, but=peer)
         return events
@@ -116,7 +120,11 @@ class Meeting:
         """On node 0: tell a launcher for which there is no place why."""
         assert self._door is not None
         with contextlib.suppress(OSError):  # It has left again.
-            late = Peer(self._door.accept()[0], self.node.secret, is_first=True)
+            end, _ = self._door.accept()
+            if len(self._late) == _LATE_MAX:
+                end.close()
+                return
+            late = Peer(end, self.node.secret, is_first=True)
             late.send(Refused(_TOO_LATE))
             self._late.append(late)
             selector.register(late.end, selectors.EVENT_READ, partial(self._read, late, selector))
