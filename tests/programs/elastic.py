@@ -20,6 +20,7 @@ import tensorflow as tf
 from shared import digest
 
 import ringreduce.keras as rr
+from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.reforming import Survivors
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.tensorflow.commit import CommitPoint
@@ -94,6 +95,19 @@ passing_by(CommitPoint, "passed", "commit")
 passing_by(Survivors, "exchange", "exchange")
 passing_by(Elastic, "_catch_up", "catching up")
 passing_by(Elastic, "_restore", "left")
+passing_by(keras.optimizers.SGD, "update_step", "update")
+
+call = Calls.call
+
+
+def passing_barrier(calls, name, *arguments):
+    """The first of a ring is that of its formation."""
+    if name == "barrier":
+        pass_by("barrier")
+    return call(calls, name, *arguments)
+
+
+Calls.call = passing_barrier
 
 if case.get("behind") == RANK:
     # It loses the ring between the others' commit of a step and its own.
