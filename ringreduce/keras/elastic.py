@@ -152,6 +152,9 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
     """What `call` returns, once it has returned on all ranks."""
     result, has_ended = None, False
 
+    def at_end() -> bool:
+        return has_ended
+
     def go_back() -> None:
         nonlocal has_ended
         # Where all ranks have ended nothing is to be made again.
@@ -184,5 +187,5 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
                     raise
                 repeats_left -= 1
                 where = state._where()
-                go_on(ring, error, minimum, where, go_back, lambda: _SAVE, at_end=has_ended)
+                go_on(ring, error, minimum, where, go_back, lambda: _SAVE, at_end=at_end)
     return result

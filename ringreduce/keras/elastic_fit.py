@@ -197,7 +197,7 @@ class Elastic:
             *(self._ring, error, self._minimum, f"in step {step}", self._catch_up),
             lambda: back_up(self._callbacks, self._model, *self.place.now),
             step=step,
-            at_end=self._at_end,
+            at_end=lambda: self._at_end,
         )
         self._model._eval_epoch_iterator = None
 

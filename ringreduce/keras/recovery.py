@@ -43,12 +43,13 @@ def go_on(
     back_up: Callable[[], str],
     *,
     step: int = -1,
-    at_end: bool = False,
+    at_end: Callable[[], bool],
 ) -> None:
     """Form `ring`, which `error` has broken, anew; then `catch_up` brings all to one point.
 
     That is collective, and made again where one more rank is lost. `where` says in an error and in
-    the log when it was: ``in step 7``; `step` is for the launcher. `at_end` as `reform`.
+    the log when it was: ``in step 7``; `step` is for the launcher. `at_end` as `reform`; it is
+    asked again after `catch_up`.
 
     Raises:
         RendezvousError: fewer than `minimum` ranks are left, before the end. Then rank 0 has called
@@ -59,11 +60,11 @@ def go_on(
     began, before = time.monotonic(), ring.members
     for attempts_left in reversed(range(REPEATS_MAX)):
         try:
-            reform(ring, [] if error.peer is None else [error.peer], at_end=at_end)
+            reform(ring, [] if error.peer is None else [error.peer], at_end=at_end())
             gone = sorted({*before} - {*ring.members})
             lost = named("rank", gone)
             catch_up()
-            if ring.size >= minimum or any(ring.all_gather_object(at_end)):
+            if ring.size >= minimum or any(ring.all_gather_object(at_end())):
                 break
             raise RendezvousError(
                 f"has {ring.size} ranks left without {lost}, lost {where}, and was to go on "

@@ -73,6 +73,13 @@ def test_a_rank_that_has_missed_the_end_ends_as_the_others():
     assert [fact["result"] for fact in found.values()] == ["done"] * 2
 
 
+def test_too_few_do_not_make_the_end_of_a_loop_again():
+    """Rank 0 has returned from it, and rank 1 has not."""
+    faults = [[2, "return", 1, "kill"], [1, "return", 1, "wait"]]
+    found, _ = said(3, [0, 1], least=3, way="eager", faults=faults)
+    assert [fact["error"] for fact in found.values()] == ["RendezvousError"] * 2
+
+
 def test_too_few_say_who_was_lost():
     found, _ = said(3, [0, 1], least=3, way="eager", faults=[[2, "step", 4, "kill"]])
     for rank in (0, 1):
