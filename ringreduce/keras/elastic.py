@@ -16,6 +16,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.communicator.reforming import EndedError
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.recovery import REPEATS_MAX, ending_together, go_on, refuse_unusable
 from ringreduce.keras.repeating import is_repeating, repeaters
@@ -157,8 +158,11 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
 
     def go_back() -> None:
         nonlocal has_ended
+        found = ring.all_gather_object([number, has_ended])
+        if max(found)[0] > number:  # One that has ended was met in the next loop.
+            raise EndedError("is told that the loop has ended", **ring.config.who)
         # Where all ranks have ended nothing is to be made again.
-        if not all(ring.all_gather_object(has_ended)):
+        if not all(ended for _, ended in found):
             has_ended = False
             state.restore()
             for callback in state._reset_callbacks:
@@ -168,7 +172,7 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
 
     state.save()
     commits, repeats_left = state._commits, REPEATS_MAX
-    with ending_together(ring):
+    with ending_together(ring) as number:
         while True:
             try:
                 if not has_ended:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,16 +22,21 @@ _log = logging.getLogger(__name__)
 # What fails so often is not made once more, unless training has gone on meanwhile.
 REPEATS_MAX = 8
 
+# How many trainings this rank has begun that end together.
+_trainings: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
 
 @contextlib.contextmanager
-def ending_together(ring: Communicator) -> Iterator[None]:
+def ending_together(ring: Communicator) -> Iterator[int]:
     """Around what is made again on `ring` after losses, and ends with an exchange `at_end`.
 
     If a rank is lost in that, some have left it, and the others leave it as soon as they know.
+    Gives the number of such trainings of this ring.
     """
+    _trainings[ring] = number = _trainings.get(ring, 0) + 1
     answer_others(ring, has_ended=False)
     with contextlib.suppress(EndedError):
-        yield
+        yield number
     answer_others(ring, has_ended=True)
 
 

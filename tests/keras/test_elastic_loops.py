@@ -73,6 +73,17 @@ def test_a_rank_that_has_missed_the_end_ends_as_the_others():
     assert [fact["result"] for fact in found.values()] == ["done"] * 2
 
 
+def test_a_rank_that_has_missed_the_end_goes_on_with_the_next_loop():
+    """Rank 0 is in that when it is met."""
+    faults = [[2, "barrier", 1, "kill"], [1, "barrier", 1, "wait"]]
+    found, _ = said(3, [0, 1], way="eager", faults=faults, runs=2)
+    second = [[epoch + 2, batch, 2] for epoch, batch in ALL]
+    for fact in found.values():
+        assert fact["result"] == "done", fact
+        assert fact["trail"] == [[*at, 3] for at in ALL] + second
+        assert fact["difference"] < 1e-6
+
+
 def test_too_few_do_not_make_the_end_of_a_loop_again():
     """Rank 0 has returned from it, and rank 1 has not."""
     faults = [[2, "return", 1, "kill"], [1, "return", 1, "wait"]]
