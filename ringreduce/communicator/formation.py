@@ -60,6 +60,7 @@ class Job:
     sorts_hosts: bool  # whether a ring may pass hosts in another order than that of ranks
     # What this rank knows of the choice of the next ring's ranks; kept by attempts that fail.
     agreement: Agreement
+    has_left_out: bool = False  # ranks that may be alive, and are told so when they wake
     highest_group: int = 0  # of the groups that this rank has taken part in forming
     # By rank of this host that shares memory: which process it is, by its number and its start.
     processes: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -109,16 +109,17 @@ def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
     job = communicator._session.job
     if job is not None and all(job.standbys):
         job.standby.answering.close()
-        if has_ended:
-            visits = Visits(job.standby, job.security, job.number, _ways(communicator.config, job))
+        if has_ended or job.has_left_out:
+            visits = _visits(communicator.config, job)
             job.standby.answering.callback(visits.close)
-            visits.answer(View(job.agreement.view.number + 1, ()))
+            visits.answer(job.agreement.view, has_ended=has_ended)
 
 
-def _ways(config: Config, job: formation.Job) -> dict[int, list[tuple[str, int]]]:
-    """By rank, the addresses at which the others of the last view may be."""
-    others = [each for each in job.agreement.view.members if each != config.rank]
-    return {each: job.routes.ways(each, job.standbys[each]) for each in others}
+def _visits(config: Config, job: formation.Job) -> Visits:
+    """With all ranks that there were at the beginning."""
+    others = [each for each in range(config.size) if each != config.rank]
+    ways = {each: job.routes.ways(each, job.standbys[each]) for each in others}
+    return Visits(job.standby, job.security, job.number, ways)
 
 
 def _check(old: Session, without: Collection[int]) -> None:
@@ -162,9 +163,8 @@ class Survivors:
         job.standby.answering.close()
         self._config, self._job, self._without, self._at_end = config, job, without, at_end
         self._rank, self._who = config.rank, config.who
-        ways = _ways(config, job)
-        self._others = [*ways]
-        self._visits = Visits(job.standby, job.security, job.number, ways)
+        self._others = [each for each in job.agreement.view.members if each != config.rank]
+        self._visits = _visits(config, job)
         self._deadline = time.monotonic() + config.join_timeout_s
         self._dead: frozenset[int] = frozenset()
         # By rank: when it last sent anything; its last values. What this one passes on; when.
@@ -177,12 +177,11 @@ class Survivors:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        view = self._job.agreement.view
-        if kind is not None or {*self._others} <= {*view.members, *self._dead}:
-            self._visits.close()
-        else:
+        if kind is None and self._job.has_left_out:
             self._job.standby.answering.callback(self._visits.close)
-            self._visits.answer(view)
+            self._visits.answer(self._job.agreement.view)
+        else:
+            self._visits.close()
 
     def agree(self) -> View:
         """The next view, once it is chosen; raises RendezvousError if this rank is not in it."""
@@ -231,6 +230,7 @@ class Survivors:
         if left := set(members) - set(chosen.members):
             where = self._rank, self._config.size
             _log.info("[%d/%d] goes on without %s", *where, self._described(left))
+            job.has_left_out |= not left <= self._dead
         job.agreement = Agreement(self._rank, chosen)
         return chosen
 

@@ -24,7 +24,7 @@ class Standby:
         # The first, as ``tcp://host:port``; empty where the system cannot shut a port.
         self.address = ""
         if not all([port_filter.shut(listener.fileno()) for listener in self._listeners]):
-            self.close_inherited()
+            self._close_listeners()
             return
         self.address = endpoint(*self._listeners[0].getsockname()[:2])
         inherited.watch(self)
@@ -52,9 +52,14 @@ class Standby:
         """Close the port for good; calling it again does nothing."""
         self.answering.close()
         inherited.unwatch(self)
-        self.close_inherited()
+        self._close_listeners()
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copies."""
+        """In a forked child: close its copies, those that libzmq listens with too."""
+        ports = [endpoint(*each.getsockname()[:2]) for each in self._listeners]
+        self._close_listeners()
+        inherited.close_connections(ports)
+
+    def _close_listeners(self) -> None:
         for listener in self._listeners:
             listener.close()

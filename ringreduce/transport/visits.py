@@ -27,7 +27,8 @@ _MESSAGE_BYTES_MAX = 1 << 20
 class Visits:
     """Opens `standby`, and sends to the others at `ways`: by rank, addresses that may lead there.
 
-    One thread at a time may use it. Messages may be lost, as while a port is still shut.
+    One thread at a time may use it. Messages may be lost, as the first to each rank, which connects
+    to it, and those while a port is still shut.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Visits:
         job: int,
         ways: Mapping[int, Sequence[tuple[str, int]]],
     ) -> None:
-        self._standby, self._job, self._ways = standby, job, ways
+        self._standby, self._security, self._job, self._ways = standby, security, job, ways
         self._rank, self._thread, self._is_closing = security.rank, threading.Thread(), False
         self._context = zmq.Context(io_threads=1)
         self._incoming = self._socket(zmq.PULL)
@@ -45,15 +46,7 @@ class Visits:
         for address, descriptor in standby.open().items():
             self._incoming.setsockopt(zmq.USE_FD, descriptor)
             self._incoming.bind(address)
-        self._outgoing = {peer: self._socket(zmq.PUSH) for peer in ways}
-        for peer, socket in self._outgoing.items():
-            security.join_meeting(socket)
-            # Of several addresses only those that answer get messages.
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(TIMES.reconnect_s))
-            socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
-            for way in ways[peer]:
-                socket.connect(endpoint(*way))
+        self._outgoing: dict[int, zmq.Socket[bytes]] = {}
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -64,9 +57,21 @@ class Visits:
 
     def send(self, message: Message) -> None:
         """Send it to its receiver, unless there is no connection."""
-        if (socket := self._outgoing.get(message.receiver)) is not None:
-            with contextlib.suppress(zmq.Again):
-                socket.send(msgspec.msgpack.encode((self._job, message)), zmq.NOBLOCK)
+        if message.receiver not in self._outgoing:
+            self._connect(message.receiver)
+        with contextlib.suppress(zmq.Again):
+            encoded = msgspec.msgpack.encode((self._job, message))
+            self._outgoing[message.receiver].send(encoded, zmq.NOBLOCK)
+
+    def _connect(self, peer: int) -> None:
+        self._outgoing[peer] = socket = self._socket(zmq.PUSH)
+        self._security.join_meeting(socket)
+        # Of several addresses only those that answer get messages.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(TIMES.reconnect_s))
+        socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
+        for way in self._ways[peer]:
+            socket.connect(endpoint(*way))
 
     def receive(self, wait_s: float) -> Iterator[Message]:
         """What has come for this rank, once anything has, or after `wait_s`."""
@@ -75,7 +80,8 @@ class Visits:
             wait_ms = 0
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 job, message = _DECODER.decode(self._incoming.recv())
-                if (job, message.receiver) == (self._job, self._rank):
+                known = message.sender in self._ways
+                if known and (job, message.receiver) == (self._job, self._rank):
                     yield message
 
     def refused(self, peers: Collection[int]) -> set[int]:
@@ -85,14 +91,20 @@ class Visits:
         why = {peer: [each.why for each in failed if each.peer == peer] for peer in peers}
         return {peer for peer in peers if why[peer] == ["refused"] * len(ways[peer])}
 
-    def answer(self, view: View) -> None:
-        """From now on, in a thread, tell `view` to those that come because of one before it."""
+    def answer(self, view: View, *, has_ended: bool = False) -> None:
+        """From now on, in a thread, tell `view` to those that come because of one before it.
+
+        And an empty one, if it `has_ended`, to those that come because of it.
+        """
+        known = Agreement(self._rank, view, successor=View(view.number + 1, ()))
 
         def run() -> None:
             while not self._is_closing:
                 for message in self.receive(TIMES.poll_s):
-                    for each in receive(Agreement(self._rank, view), message)[1]:
-                        self.send(each)
+                    # Else it would vote in a choice that it knows nothing of afterwards.
+                    if has_ended or message.view < view.number:
+                        for each in receive(known, message)[1]:
+                            self.send(each)
 
         name = f"ringreduce standby {self._rank}"
         self._thread = threading.Thread(target=run, name=name, daemon=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import threading
@@ -16,7 +18,7 @@ import pytest
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import EndedError, Survivors, answer_others, reform
 from ringreduce.effects.events import Events
-from ringreduce.pure.views import Message, View
+from ringreduce.pure.views import Message, View, propose
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import Config
@@ -242,6 +244,78 @@ def test_a_rank_at_the_end_is_told_that_another_has_ended_and_others_wait_for_it
         assert comm.all_gather_object(comm.rank) == [0, 1, 2]
 
     ring_of_threads(3, work)
+
+
+def test_a_rank_that_wakes_is_told_also_when_the_others_begin_and_end_a_training() -> None:
+    together = threading.Barrier(3, timeout=30)
+
+    def work(comm: Communicator) -> None:
+        if comm.rank != 1:
+            reform(comm, [1])
+        for has_ended in (False, True, False):
+            if comm.config.rank != 1:
+                answer_others(comm, has_ended=has_ended)
+            together.wait()
+            if comm.config.rank == 1:
+                with pytest.raises(RendezvousError, match="ranks 0, 2 went on without it"):
+                    reform(comm)
+            together.wait()
+
+    ring_of_threads(3, work, join_timeout_s=5.0)
+
+
+def test_a_rank_that_only_answers_takes_no_part_in_a_choice() -> None:
+    """It would not know of that any more when it forms the next ring itself."""
+    together = threading.Barrier(4, timeout=30)
+
+    def work(comm: Communicator) -> None:
+        if comm.rank != 3:
+            reform(comm, [3])
+        together.wait()
+        if comm.config.rank == 0:
+            job = comm._session.job
+            assert job is not None
+            with Survivors(comm.config, job, []) as survivors:
+                survivors._take(propose(job.agreement, [0]))
+                for _ in range(20):
+                    survivors._receive(0.02)
+                    survivors._take(propose(job.agreement, [0]))
+                assert job.agreement.successor is None
+        together.wait()
+
+    ring_of_threads(4, work, join_timeout_s=5.0)
+
+
+def test_children_of_a_rank_that_has_ended_have_no_port() -> None:
+    def work(comm: Communicator) -> None:
+        job = comm._session.job
+        assert job is not None
+        port = int(job.standby.address.rpartition(":")[2])
+        if comm.rank == 0:
+            answer_others(comm, has_ended=True)
+            # Its listener, and libzmq's descriptor of that.
+            assert len(sockets_of(port)) == 2
+            reading, writing = os.pipe()
+            if not (child := os.fork()):
+                os.write(writing, bytes([len(sockets_of(port))]))
+                os._exit(0)
+            assert os.read(reading, 1) == b"\0"
+            os.waitpid(child, 0)
+        comm.barrier()
+
+    ring_of_threads(2, work)
+
+
+def sockets_of(port: int) -> list[int]:
+    """This process's descriptors of sockets at that port."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            descriptor = os.dup(int(name))
+            with socket.socket(fileno=descriptor) as one:
+                if one.getsockname()[1:2] == (port,):
+                    found.append(int(name))
+    return found
 
 
 @pytest.mark.full
