@@ -264,8 +264,7 @@ def test_a_rank_that_wakes_is_told_also_when_the_others_begin_and_end_a_training
     ring_of_threads(3, work, join_timeout_s=5.0)
 
 
-def test_a_rank_that_only_answers_takes_no_part_in_a_choice() -> None:
-    """It would not know of that any more when it forms the next ring itself."""
+def test_a_rank_in_a_working_ring_takes_no_part_in_a_choice_and_has_not_ended() -> None:
     together = threading.Barrier(4, timeout=30)
 
     def work(comm: Communicator) -> None:
@@ -275,7 +274,7 @@ def test_a_rank_that_only_answers_takes_no_part_in_a_choice() -> None:
         if comm.config.rank == 0:
             job = comm._session.job
             assert job is not None
-            with Survivors(comm.config, job, []) as survivors:
+            with Survivors(comm.config, job, [], at_end=True) as survivors:
                 survivors._take(propose(job.agreement, [0]))
                 for _ in range(20):
                     survivors._receive(0.02)
