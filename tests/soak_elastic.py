@@ -5,7 +5,8 @@
 Each trains 10 MB of weights on 4 ranks; up to 3 are killed, or stopped, at random moments or at
 once. After each: exit code 0, every step made once, the ranks that are left with equal weights, and
 these those of a job that nothing has disturbed, but for rounding. The first violation ends the soak
-with exit code 1 and all that was said. At the end: seconds from a kill to the end of the next step.
+with exit code 1 and all that was said. At the end: seconds from a kill, or from the time limit of a
+stopped rank, to the end of the next step.
 """
 
 import argparse
@@ -27,8 +28,13 @@ PROGRAM = str(Path(__file__).parent / "programs" / "soaked.py")
 TIMEOUT_S, DEADLINE_S = 2.0, 120.0
 
 
-def run(folder: Path, chosen: random.Random, count: int) -> tuple[list[tuple[int, float]], Any]:
-    """One job that loses `count` ranks: which, when; and by rank what the others say in the end."""
+def run(
+    folder: Path, chosen: random.Random, count: int
+) -> tuple[list[tuple[int, float]], bool, Any]:
+    """One job that loses `count` ranks: which, when; whether one of them was stopped.
+
+    And by rank what the others say in the end.
+    """
     victims = chosen.sample(range(SIZE), count)
     at_once = chosen.random() < 0.3
     options = ("-n", str(SIZE), "--elastic")
@@ -39,6 +45,7 @@ def run(folder: Path, chosen: random.Random, count: int) -> tuple[list[tuple[int
         RINGREDUCE_JOIN_TIMEOUT_S="60",
     )
     struck: list[tuple[int, float]] = []
+    stops = False
     command = ("run", *options, PROGRAM, str(EPOCHS))
     with launcher(folder, *command, environment=environment) as job:
 
@@ -52,6 +59,7 @@ def run(folder: Path, chosen: random.Random, count: int) -> tuple[list[tuple[int
                 if not (at_once and place):
                     time.sleep(chosen.uniform(0.0, 2.0))
                 how = signal.SIGSTOP if chosen.random() < 0.1 else signal.SIGKILL
+                stops |= how == signal.SIGSTOP
                 struck.append((victim, time.monotonic() + TIMEOUT_S * (how == signal.SIGSTOP)))
                 os.kill(processes()[victim], how)
             assert job.wait(DEADLINE_S) == 0
@@ -63,7 +71,7 @@ def run(folder: Path, chosen: random.Random, count: int) -> tuple[list[tuple[int
         except (AssertionError, ProcessLookupError):
             print(f"lost {victims}, at once: {at_once}", job.stdout, job.stderr, sep="\n")
             raise
-    return struck, found
+    return struck, stops, found
 
 
 def main() -> None:
@@ -74,12 +82,14 @@ def main() -> None:
     seed = random.randrange(1 << 31) if given.seed is None else given.seed
     chosen, until = random.Random(seed), time.monotonic() + 60 * given.minutes
     print(f"seed {seed}, {given.minutes:g} minutes", flush=True)
-    taken: list[float] = []
+    taken: dict[bool, list[float]] = {False: [], True: []}
     expected = None
     number = 0
     while time.monotonic() < until:
         with tempfile.TemporaryDirectory() as folder:
-            struck, found = run(Path(folder), chosen, 0 if expected is None else 1 + number % 3)
+            struck, stops, found = run(
+                Path(folder), chosen, 0 if expected is None else 1 + number % 3
+            )
         first = found[min(found)]
         expected = first["weights"] if expected is None else expected
         assert np.allclose(first["weights"], expected, rtol=0, atol=1e-5), "other weights"
@@ -89,13 +99,17 @@ def main() -> None:
             for victim, began in struck
             if any(victim not in members for _, members in first["ended"])
         ]
-        taken += each
+        taken[stops] += each
         left = ", ".join(map(str, sorted(found)))
-        print(f"#{number} left: {left}; {' '.join(f'{s:.2f} s' for s in each)}", flush=True)
+        seconds = " ".join(f"{each_s:.2f} s" for each_s in each)
+        print(f"#{number} left: {left}; {seconds}{', one stopped' * stops}", flush=True)
         number += 1
-    if taken:
-        at = [float(np.percentile(taken, share)) for share in (50, 99, 100)]
-        print("{} losses: median {:.2f} s, 99 % {:.2f} s, max {:.2f} s".format(len(taken), *at))
+    for stops, all_s in taken.items():
+        if all_s:
+            which = "of jobs that also stop one" if stops else "all killed"
+            at = [float(np.percentile(all_s, share)) for share in (50, 99, 100)]
+            text = "{} losses, {}: median {:.2f} s, 99 % {:.2f} s, max {:.2f} s"
+            print(text.format(len(all_s), which, *at))
 
 
 if __name__ == "__main__":
