@@ -133,6 +133,15 @@ def test_a_rank_that_has_missed_the_others_commit_takes_their_weights(tmp_path):
         assert fact["iterations"] == fact["batches"] == EPOCHS * STEPS
 
 
+def test_a_rank_that_has_missed_an_exchange_does_what_callbacks_do_after_it_once(tmp_path):
+    # The averages of the first epoch's metrics, after its steps but the first and four agreements.
+    case = {"misses": [0, STEPS], "halves": True, "faults": [[2, "written", 1, "kill"]]}
+    found, _ = trained(tmp_path, 3, [2], way="eager", **case)
+    for fact in found.values():
+        assert fact["uses"] == [1.75] * BATCH * STEPS
+        assert fact["history"] == found[0]["history"]
+
+
 def test_another_rank_goes_on_with_what_only_rank_0_does(tmp_path):
     faults = [[0, "begin", 6, "kill"]]
     found, done = trained(tmp_path, 3, [0], way="eager", faults=faults, writes=True)
@@ -208,7 +217,7 @@ def test_all_go_on_in_a_new_ring_where_only_connections_were_lost(tmp_path, way)
 
 @pytest.mark.parametrize("stays", some([False, True], [True]))
 def test_a_rank_that_has_missed_the_end_of_training_ends_as_the_others(tmp_path, stays):
-    case = {"misses_end": 1, "stays": stays, "way": "eager"}
+    case = {"misses": [1, "end"], "stays": stays, "way": "eager"}
     began = time.monotonic()
     found, _ = trained(tmp_path, 3, [2], faults=[[2, "left", 1, "kill"]], least=3, **case)
     for fact in found.values():

@@ -328,7 +328,7 @@ class Together(_Forwarding):
         """Call the callbacks, then give all ranks rank 0's learning rate."""
         super().on_epoch_end(epoch, logs)
         ring = _every_rank(self)
-        repeated(ring, lambda: agree_on_learning_rate(self.model, ring))
+        agree_on_learning_rate(self.model, ring)
         for member in self._members if is_repeating(ring) else ():
             if isinstance(member, OnRankZero):
                 member.share_state()
