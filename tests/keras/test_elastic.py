@@ -150,6 +150,7 @@ def test_another_rank_goes_on_with_what_only_rank_0_does(tmp_path):
     assert "Epoch 3/3" in done.output
     # With a best value of its own, the third epoch's would be one too.
     assert (tmp_path / "best.keras").exists()
+    assert "best.keras too" not in done.errors
 
 
 @pytest.mark.parametrize("point", some(["epoch end", "written"], ["written"]))
