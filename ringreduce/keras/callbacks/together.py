@@ -158,6 +158,7 @@ class OnRankZero(_Forwarding):
             return ring.broadcast_object(own)
 
         self.state, self._ending = repeated(ring, share), None
+        vars(self.callback).update(self.state)  # Which the next training may begin with.
 
 
 def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
