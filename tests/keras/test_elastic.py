@@ -44,7 +44,9 @@ def trained(folder, size, lost, *, timeout_s=20.0, least=1, variables=(), unlike
 
 
 def rows_of_log(folder):
-    return [row.split(",")[0] for row in (folder / "log.csv").read_text().splitlines()]
+    rows = [row.split(",") for row in (folder / "log.csv").read_text().splitlines()]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    return [row[0] for row in rows]
 
 
 def assert_exactly_once(found, epochs=EPOCHS, steps=STEPS, count=BATCH * STEPS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -117,8 +118,8 @@ class OnRankZero(_Forwarding):
                     if hook != "on_epoch_begin":
                         self.callback.on_epoch_begin(self._epoch)
                 call()
-            elif hook == "on_epoch_end":
-                self._ending = call
+            elif hook == "on_epoch_end":  # Later callbacks add to logs, such as the rate.
+                self._ending = partial(call.func, *map(copy.copy, arguments), **options)
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
             on_rank_zero(call, communicator=every)
 
