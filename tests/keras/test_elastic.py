@@ -1,8 +1,10 @@
 """Training goes on when ranks are lost: no step and no sample is lost, and none is used twice."""
 
+import itertools
 import json
 import re
 import time
+import types
 import zipfile
 
 import keras
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as rr
+from ringreduce.keras.backup import skip
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError
@@ -179,6 +182,17 @@ def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data):
         assert fact["iterations"] == fact["steps"] == EPOCHS * STEPS
         # Callbacks see all batches of the epoch that goes on.
         assert fact["batches"] == (EPOCHS - 1) * STEPS
+
+
+def test_no_step_is_made_again_where_a_restart_executes_several_at_once():
+    made = []
+    run = lambda batches: made.append([*itertools.islice(batches, 2)])  # noqa: E731
+    model = types.SimpleNamespace(steps_per_execution=2, train_function=run)
+    skip(model, 3)
+    batches = iter(range(8))
+    for _ in range(4):
+        model.train_function(batches)
+    assert made == [[3, 4], [5, 6], [7]]
 
 
 @pytest.mark.full
