@@ -65,17 +65,17 @@ def steps_made(callbacks: Iterable[Any]) -> int:
 
 def skip(model: Any, steps: int) -> None:
     """Have `model` read so many steps and not make them; called when training has begun."""
-    run, at_once = model.train_function, model.steps_per_execution
-    left = steps // at_once
+    run, left, unread = model.train_function, steps // model.steps_per_execution, steps
 
     def skipping(iterator: Any) -> Any:
-        nonlocal left
+        nonlocal left, unread
+        for _ in range(unread):
+            next(iterator)
+        unread = 0
         if not left:
             model.train_function = run
             return run(iterator)
         left -= 1
-        for _ in range(at_once):
-            next(iterator)
         return {}
 
     model.train_function = skipping

@@ -208,15 +208,19 @@ class Elastic:
             return
         ended = ring.all_gather_object([self._units, self._steps])
         newest = max(ended)
-        ahead = ended.index(newest)
+        # Not the rates, which callbacks set on each rank.
         state = shared_state(self._model, self._model.trainable_variables)
-        if min(ended) != newest:
-            result = ring.broadcast_object(self._result, ahead)
+        state = [each for each in state if each.name != "learning_rate"]
+        if min(ended) == newest:
+            verify_replicas(state, ring)
+            return
+        ahead = ended.index(newest)
+        result = ring.broadcast_object(self._result, ahead)
+        # A meeting changes no weights; callbacks may have changed them after it on one ahead.
+        if any(steps < newest[1] for _, steps in ended):
             broadcast_variables(state, ring, ahead)
-            if self._units < newest[0]:
-                (self._units, self._steps), self._result = newest, result
-        # Rates that only rank 0 has changed become equal at the end of an epoch.
-        verify_replicas([each for each in state if each.name != "learning_rate"], ring)
+        if self._units < newest[0]:
+            (self._units, self._steps), self._result = newest, result
 
 
 def _of_any_rows(spec: Any) -> Any:

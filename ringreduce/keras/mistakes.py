@@ -211,16 +211,16 @@ def save_whole_files(model: Any, ring: Communicator) -> None:
 
 class _Saving:
     def __init__(self, model: Any, name: str, ring: Communicator) -> None:
-        self._model, self._name, self._rank = weakref.ref(model), name, ring.rank
-        self._warns = ring.rank > 0
+        self._model, self._name, self._ring = weakref.ref(model), name, ring
+        self._warns = True
 
     def __call__(self, filepath: Any, *arguments: Any, **options: Any) -> Any:
         model = self._model()
         save, path = getattr(type(model), self._name), str(filepath)
-        if self._warns:
+        if self._warns and (rank := self._ring.rank) > 0:
             self._warns = False
             warn_at_users_line(
-                f"rank {self._rank} saves {path} too. If the ranks share that file, let rank 0 "
+                f"rank {rank} saves {path} too. If the ranks share that file, let rank 0 "
                 f"alone write it: rr.on_rank_zero(lambda: model.{self._name}(...)), or callbacks "
                 "within rr.fit or rr.callbacks.Together.",
                 UserWarning,

@@ -439,6 +439,17 @@ def test_a_callback_on_rank_zero_is_not_called_elsewhere():
     assert ring_of_threads(2, work) == [len(HOOKS) + 2, 0]
 
 
+def test_the_next_training_may_begin_with_what_rank_0_s_callback_knew_on_any_rank():
+    def work(comm):
+        best = keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True)
+        if comm.rank == 0:
+            best.best = 0.5
+        rr.callbacks.OnRankZero(best, comm).share_state()
+        return best.best
+
+    assert ring_of_threads(2, work) == [0.5, 0.5]
+
+
 def test_callbacks_that_write_files_are_known():
     names = {kind.__name__ for kind in _WRITERS}
     assert names >= {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger"}

@@ -1,8 +1,10 @@
 """Training goes on when ranks are lost: no step and no sample is lost, and none is used twice."""
 
+import itertools
 import json
 import re
 import time
+import types
 import zipfile
 
 import keras
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import ringreduce.keras as rr
+from ringreduce.keras.backup import skip
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError
@@ -44,7 +47,9 @@ def trained(folder, size, lost, *, timeout_s=20.0, least=1, variables=(), unlike
 
 
 def rows_of_log(folder):
-    return [row.split(",")[0] for row in (folder / "log.csv").read_text().splitlines()]
+    rows = [row.split(",") for row in (folder / "log.csv").read_text().splitlines()]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    return [row[0] for row in rows]
 
 
 def assert_exactly_once(found, epochs=EPOCHS, steps=STEPS, count=BATCH * STEPS):
@@ -133,6 +138,15 @@ def test_a_rank_that_has_missed_the_others_commit_takes_their_weights(tmp_path):
         assert fact["iterations"] == fact["batches"] == EPOCHS * STEPS
 
 
+def test_a_rank_that_has_missed_an_exchange_does_what_callbacks_do_after_it_once(tmp_path):
+    # The averages of the first epoch's metrics, after its steps but the first and four agreements.
+    case = {"misses": [0, STEPS], "halves": True, "faults": [[2, "written", 1, "kill"]]}
+    found, _ = trained(tmp_path, 3, [2], way="eager", **case)
+    for fact in found.values():
+        assert fact["uses"] == [1.75] * BATCH * STEPS
+        assert fact["history"] == found[0]["history"]
+
+
 def test_another_rank_goes_on_with_what_only_rank_0_does(tmp_path):
     faults = [[0, "begin", 6, "kill"]]
     found, done = trained(tmp_path, 3, [0], way="eager", faults=faults, writes=True)
@@ -141,6 +155,7 @@ def test_another_rank_goes_on_with_what_only_rank_0_does(tmp_path):
     assert "Epoch 3/3" in done.output
     # With a best value of its own, the third epoch's would be one too.
     assert (tmp_path / "best.keras").exists()
+    assert "best.keras too" not in done.errors
 
 
 @pytest.mark.parametrize("point", some(["epoch end", "written"], ["written"]))
@@ -167,6 +182,17 @@ def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data):
         assert fact["iterations"] == fact["steps"] == EPOCHS * STEPS
         # Callbacks see all batches of the epoch that goes on.
         assert fact["batches"] == (EPOCHS - 1) * STEPS
+
+
+def test_no_step_is_made_again_where_a_restart_executes_several_at_once():
+    made = []
+    run = lambda batches: made.append([*itertools.islice(batches, 2)])  # noqa: E731
+    model = types.SimpleNamespace(steps_per_execution=2, train_function=run)
+    skip(model, 3)
+    batches = iter(range(8))
+    for _ in range(4):
+        model.train_function(batches)
+    assert made == [[3, 4], [5, 6], [7]]
 
 
 @pytest.mark.full
@@ -208,7 +234,7 @@ def test_all_go_on_in_a_new_ring_where_only_connections_were_lost(tmp_path, way)
 
 @pytest.mark.parametrize("stays", some([False, True], [True]))
 def test_a_rank_that_has_missed_the_end_of_training_ends_as_the_others(tmp_path, stays):
-    case = {"misses_end": 1, "stays": stays, "way": "eager"}
+    case = {"misses": [1, "end"], "stays": stays, "way": "eager"}
     began = time.monotonic()
     found, _ = trained(tmp_path, 3, [2], faults=[[2, "left", 1, "kill"]], least=3, **case)
     for fact in found.values():

@@ -124,20 +124,27 @@ if case.get("behind") == RANK:
     CommitPoint.passed = late
 
 
-if case.get("misses_end") == RANK:
-    # It loses the ring when others have left the last exchange, as if it had not come to its end.
+if case.get("misses", [None])[0] == RANK:
+    # It loses the ring when others have left an exchange, of those after the first step that with
+    # a number, or the last, as if it had not come to its end.
     meeting = Elastic._meeting
-    times_at_end = iter(range(100))
+    meetings = iter(range(100))
 
     def missing(elastic, make):
+        number = "end" if elastic._at_end else next(meetings) if elastic._steps else None
+        is_missed = number == case["misses"][1]
+
         def miss():
-            make()
-            if next(times_at_end) == 0:
+            nonlocal is_missed
+            result = make()
+            if is_missed:
+                is_missed = False
                 while ring.failure is None:
                     time.sleep(0.01)
                 raise ring.failure
+            return result
 
-        return meeting(elastic, miss if elastic._at_end else make)
+        return meeting(elastic, miss)
 
     Elastic._meeting = missing
 
@@ -160,10 +167,18 @@ class Points(keras.callbacks.Callback):
 
 
 class Written(keras.callbacks.Callback):
-    """After what writes."""
+    """After what writes; adds to logs, as ReduceLROnPlateau does."""
 
     def on_epoch_end(self, epoch, logs=None):
+        logs["written"] = 1.0
         pass_by("written")
+
+
+class Halves(keras.callbacks.Callback):
+    """The learning rate, at each epoch's end."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) / 2
 
 
 class Seen(keras.metrics.Metric):
@@ -257,7 +272,12 @@ try:
         **data,
         epochs=EPOCHS,
         verbose=2,
-        callbacks=[Points(), *(writers if case.get("writes") else []), Written()],
+        callbacks=[
+            Points(),
+            *(writers if case.get("writes") else []),
+            *([Halves()] if case.get("halves") else []),
+            Written(),
+        ],
         backup_dir=f"{folder}/backup" if case.get("backs_up") else None,
         validation_data=(x[:21], y[:21]) if case.get("validates") else None,
         validation_batch_size=4,
@@ -267,8 +287,8 @@ except RingReduceError as error:
     raise SystemExit(0) from None
 layer = model.layers[0]
 Path(folder, f"rank{RANK}").touch()
-if case.get("misses_end") is not None and case["stays"] and RANK == 0:
-    wait_for(f"rank{case['misses_end']}")
+if case.get("stays") and RANK == 0:
+    wait_for(f"rank{case['misses'][0]}")
 print(
     json.dumps(
         {

@@ -14,6 +14,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.parts.replicas import training_ranks
+from ringreduce.keras.repeating import repeated
 from ringreduce.keras.wrappable import all_within
 from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
@@ -169,7 +170,13 @@ def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
     """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
     variables = getattr(model.optimizer, "variables", ())
     rates = [variable for variable in variables if variable.name == "learning_rate"]
-    broadcast_variables(rates, communicator)
+
+    def agree() -> list[float]:
+        broadcast_variables(rates, communicator)
+        return list(map(float, rates))
+
+    for rate, value in zip(rates, repeated(communicator, agree), strict=True):
+        rate.assign(value)
 
 
 def _momenta_of(optimizer: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -117,8 +118,8 @@ class OnRankZero(_Forwarding):
                     if hook != "on_epoch_begin":
                         self.callback.on_epoch_begin(self._epoch)
                 call()
-            elif hook == "on_epoch_end":
-                self._ending = call
+            elif hook == "on_epoch_end":  # Later callbacks add to logs, such as the rate.
+                self._ending = partial(call.func, *map(copy.copy, arguments), **options)
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
             on_rank_zero(call, communicator=every)
 
@@ -158,6 +159,7 @@ class OnRankZero(_Forwarding):
             return ring.broadcast_object(own)
 
         self.state, self._ending = repeated(ring, share), None
+        vars(self.callback).update(self.state)  # Which the next training may begin with.
 
 
 def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
@@ -328,7 +330,7 @@ class Together(_Forwarding):
         """Call the callbacks, then give all ranks rank 0's learning rate."""
         super().on_epoch_end(epoch, logs)
         ring = _every_rank(self)
-        repeated(ring, lambda: agree_on_learning_rate(self.model, ring))
+        agree_on_learning_rate(self.model, ring)
         for member in self._members if is_repeating(ring) else ():
             if isinstance(member, OnRankZero):
                 member.share_state()
