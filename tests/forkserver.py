@@ -186,14 +186,13 @@ def _received(source: socket.socket, count: int) -> bytes:
 
 def _load_loops() -> None:
     """Load the compiled loops, or compile them: 0.3 s of each worker that uses sockets."""
-    from ringreduce.transport import frames, libzmq, loop, sodium
+    from ringreduce.transport import libzmq, loop, sodium
 
     libzmq.load()
     sodium.load()
     for function, arguments in (
         (loop.run, 3),
         (loop.exchange, 3),
-        (frames.skip, 2),
         (loop.transfer, 5),
     ):
         function.compile((numba.int64,) * arguments)

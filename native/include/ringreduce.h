@@ -222,11 +222,6 @@ RR_EXPORT int rr_pair_send(rr_pair *pair, const uint64_t *header, const void *da
 RR_EXPORT int rr_pair_receive(rr_pair *pair, const uint64_t *header, void *data, uint64_t bytes,
                               const rr_wait_limits *limits);
 
-/* The headers of messages that were sent and have not been received, from either end; returns how
- * many. No other call of this end may run. */
-enum { RR_PAIR_SLOTS = 4 };
-RR_EXPORT uint32_t rr_pair_unreceived(rr_pair *pair, uint64_t (*headers)[8]);
-
 /* Details of the code that send or receive returned. */
 typedef struct {
     uint64_t sequence;  /* number of the message */

@@ -15,7 +15,7 @@
 
 #include "segment.h"
 
-enum { SLOTS = RR_PAIR_SLOTS, SLOT_BYTES = 32768 };
+enum { SLOTS = 4, SLOT_BYTES = 32768 };
 
 struct slot {
     uint64_t header[8];
@@ -242,26 +242,6 @@ int rr_pair_receive(rr_pair *pair, const uint64_t *header, void *data, uint64_t 
         rr_counter_publish(&channel->emptied, ++pair->slots);
     }
     return finish(pair);
-}
-
-/* A message of several slots is not sent before it has been received, so one slot is one message.
- */
-uint32_t rr_pair_unreceived(rr_pair *pair, uint64_t (*headers)[8])
-{
-    if (pair->is_begun || find_channel(pair) != RR_DONE)
-        return 0;
-    const struct channel *channel = pair->channel;
-    const uint64_t filled = __atomic_load_n(&channel->filled.value, __ATOMIC_ACQUIRE);
-    const uint64_t emptied = __atomic_load_n(&channel->emptied.value, __ATOMIC_ACQUIRE);
-    uint32_t count = 0;
-    for (uint64_t slot = emptied; slot < filled && count < RR_PAIR_SLOTS; slot++) {
-        const uint64_t *header = channel->slots[slot % SLOTS].header;
-        memcpy(headers[count], header, sizeof headers[count]);
-        if (headers[count][6] > SLOT_BYTES)
-            break;
-        count++;
-    }
-    return count;
 }
 
 void rr_pair_look(const rr_pair *pair, rr_pair_facts *facts)

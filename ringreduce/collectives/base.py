@@ -9,7 +9,6 @@ from ringreduce.pure.encodings import Coding
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of, cut
-from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.shm import ShmLink
@@ -102,11 +101,6 @@ class Collectives(Protocol):
         """
         for each in reversed(self._ways()):
             each.close()
-
-    def unreceived(self) -> list[Unreceived]:
-        """The messages that were sent and never received, once this is closed."""
-        ways = [each for each in self._ways() if not isinstance(each, ZmqLink)]
-        return [message for each in ways for message in each.unreceived]
 
     def traffic(self) -> Traffic:
         found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]

@@ -21,7 +21,7 @@ class PairCalls(Handle):
 
         Returns when the array may be changed again. That may be before it was received, or only
         then: two ranks that send to each other before they receive need `async_op`. What nobody has
-        received when the ranks close is in a warning.
+        received when the ranks close is lost.
 
         Args:
             array: C-contiguous; only read, and only while this runs.

@@ -261,19 +261,6 @@ class Messages:
                 return True
         return False
 
-    def unsent(self) -> list[str]:
-        """What to warn of after `close`: sends in the background that had not ended."""
-        texts = []
-        for (sends, _), direction in sorted(self._directions.items()):
-            count = 0 if direction.executor is None else direction.executor.dropped
-            if sends and count:
-                texts.append(
-                    f"closed before {count} send{'' if count == 1 else 's'} to rank "
-                    f"{direction.peer} had ended. Call wait() on what send(..., async_op=True) "
-                    "returns"
-                )
-        return texts
-
     def close(self) -> None:
         """End all threads; calls that run have been interrupted."""
         with self._lock:

@@ -39,7 +39,6 @@ from ringreduce.pure.payload import decode, encode_or_refuse
 from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Timeouts
-from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
 from ringreduce.transport import inherited
 from ringreduce.transport.stalls import Waiting
@@ -389,9 +388,6 @@ class Session:
             if self._watcher is not None:
                 self._watcher.leave(calls, why)
             self.collectives.close()
-            if self.failure is None and not why:
-                for text in (*self.messages.unsent(), *describe(self.collectives.unreceived())):
-                    _log.warning("[%d/%d] %s", self.config.rank, self.config.size, text)
             if self._watcher is not None:
                 self._watcher.join()
             self._close_flight()

@@ -99,8 +99,7 @@ class Executor:
     def __init__(self, name: str, queue: handoff.Queue) -> None:
         self._queue, self._lock = queue, threading.Lock()
         self._work: dict[int, Work[Any]] = {}
-        self._posted, self._is_closed = 0, False
-        self.dropped = 0  # calls that had not ended when it was closed, and never will
+        self._posted = 0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -130,7 +129,6 @@ class Executor:
         Call it once a running call has been interrupted, and not in a forked child, since the
         thread and the waiting callers are its parent's.
         """
-        self._is_closed = True
         if threading.current_thread() is self._thread:
             self._queue.finish()  # Callers that learn of the end may reuse the memory.
         self._queue.close(why)
@@ -138,7 +136,6 @@ class Executor:
             self._thread.join()
         with self._lock:
             left, self._work = self._work, {}
-        self.dropped += len(left)
         for work in left.values():
             work.fail(ClosedError(f"was closed before this {self._this} had begun"))
 
@@ -156,7 +153,6 @@ class Executor:
             work = self._work.pop(item)
         self._begin(work)
         work.do()
-        self.dropped += self._is_closed and work.has_failed
         return None
 
     def _begin(self, work: Work[Any]) -> None:

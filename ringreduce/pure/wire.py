@@ -92,11 +92,6 @@ class Header:
     magic: int = MAGIC
     version: int = WIRE_VERSION
 
-    @property
-    def is_length(self) -> bool:
-        """Whether it is that of the length of an object, which travels before the object."""
-        return self.kind == Kind.SEND_OBJECT and self.dtype != _BYTES
-
     def describe(self) -> str:
         """The call this frame belongs to: ``all_reduce #7 of 1000 float32, sum``."""
         try:
@@ -107,7 +102,8 @@ class Header:
         if self.kind == Kind.ALL_TO_ALL_COUNTS:
             return f"{text} with counts"
         if self.kind == Kind.SEND_OBJECT:
-            text += "" if self.is_length else f" of {self.count} bytes"
+            # That of the length of an object travels before the object.
+            text += f" of {self.count} bytes" if self.dtype == _BYTES else ""
         elif 1 <= self.dtype <= len(DTYPE_NAMES):
             text += f" of {self.count} {DTYPE_NAMES[self.dtype - 1]}"
         if self.kind in SENDS:

@@ -17,11 +17,10 @@ free callback counts in the channel's `released` when it has written one.
 import errno
 
 import numpy as np
-from numba import carray
 
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION
 from ringreduce.transport import libzmq, records, sodium
-from ringreduce.transport.records import DONE, ChannelRecord, pointer
+from ringreduce.transport.records import DONE, ChannelRecord
 from ringreduce.transport.sodium import TAG_BYTES
 from ringreduce.vocabulary.compiled import jit
 from ringreduce.vocabulary.cores import are_crowded
@@ -197,28 +196,6 @@ def release(link):
     first = link.message.ctypes.data
     libzmq.msg_close(first)
     libzmq.msg_close(first + _MESSAGE_BYTES)
-
-
-@jit
-def skip(link_address, number):
-    """Take the next message off a channel without waiting.
-
-    Returns DONE for one whose header is then in the link's record, and WAITING or FAILED if there
-    is none, or none can be read any more.
-    """
-    link = carray(pointer(link_address), 1, records.LINK)[0]
-    channels = carray(pointer(link.channels), link.channel_count, records.CHANNEL)
-    channel = channels[number]
-    first = link.message.ctypes.data
-    libzmq.msg_init(first)
-    if not _receive_now(first, channel):
-        return records.WAITING if libzmq.errno() == _EAGAIN else records.FAILED
-    if link.is_sealed != 0:
-        status = _open(link, channels, number, first, link.received, np.int64(0), 0)
-    else:
-        status = _read(link, channel, first)
-    release(link)
-    return records.FAILED if status == records.CORRUPT else DONE
 
 
 @jit

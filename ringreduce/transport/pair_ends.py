@@ -1,17 +1,14 @@
 """One direction of a pair of ranks over ZeroMQ: its socket, its records, how far it has come."""
 
 import ctypes
-import time
 
 import numpy as np
 
 from ringreduce.pure import wire
-from ringreduce.transport import frames
 from ringreduce.transport.channel import Incoming, Outgoing
-from ringreduce.transport.records import DONE, WAITING, ChannelRecord, LinkRecord, TransferRecord
+from ringreduce.transport.records import ChannelRecord, LinkRecord, TransferRecord
 from ringreduce.transport.segment import address_of
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.times import milliseconds
 
 
 class _End:
@@ -97,27 +94,3 @@ class Receiving(_End):
             return True
         # Its last frames may still be on the way: they are not, if it never connected.
         return has_left and not self.socket.has_visitors and waited_s > TIMES.linger_s
-
-    def drain(self, has_left: bool, deadline: float) -> list[wire.Header]:
-        """The first frames of all messages that were not received; they are lost afterwards.
-
-        Of a peer that has left, waits until its connection has ended, up to `deadline`.
-        """
-        found: list[wire.Header] = []
-        known, is_over = self.sequence, False
-        while time.monotonic() < deadline:
-            status = frames.skip(self.addresses[0], 0)
-            if status == DONE:
-                header = wire.decode(self.record.received)
-                if header.epoch == self.record.epoch and header.sequence >= known:
-                    found.append(header)
-                    known = header.sequence + 1
-            elif status != WAITING or is_over:
-                break
-            else:
-                self.socket.read_events()
-                # Once the connection has ended, all that was sent is here.
-                is_over = not has_left or not self.socket.has_visitors
-                if not is_over:
-                    self.socket.socket.poll(milliseconds(TIMES.ended_poll_s))
-        return found

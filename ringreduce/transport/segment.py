@@ -52,7 +52,6 @@ def functions() -> dict[str, Any]:
         "pair_open": (None, [pointer, u64]),
         "pair_send": (integer, [pointer, pointer, pointer, u64, pointer]),
         "pair_receive": (integer, [pointer, pointer, pointer, u64, pointer]),
-        "pair_unreceived": (u32, [pointer, pointer]),
         "pair_look": (None, [pointer, pointer]),
     }
     return native.functions("rr_", signatures)

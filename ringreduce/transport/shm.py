@@ -17,7 +17,6 @@ import numpy as np
 from ringreduce.effects.native import fields, pointer, u32, u64
 from ringreduce.pure import wire
 from ringreduce.pure.schedule import Action
-from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, Segment, address_of, functions, heap_bytes
@@ -97,8 +96,6 @@ class ShmLink(StalledCall):
         self.name = f"{memory_domain()}.{STAGING_BYTES}.{size}/{self._mesh.name}"
         self._heap: Heap | None = Heap(self._own)
         self.pairs: ShmPairs | None = None  # messages between two ranks, once this is connected
-        # Messages from this rank and to it, known once it is closed.
-        self.unreceived: list[Unreceived] = []
         # Collectives that are run wholly in C, once this is connected.
         self.small: SmallCalls | None = None
         self._connected: HostRanks | None = None
@@ -224,15 +221,11 @@ class ShmLink(StalledCall):
 
     def close(self) -> None:
         """Leave; memory is freed with the last registered array."""
-        if self.pairs is not None:
-            self.unreceived += self.pairs.unreceived(sent_to=self._mesh.gone())
         self._mesh.close()
         if self.small is not None:
             self.small.close()
         self.traffic()
         if self.pairs is not None:
-            # After leaving: the rank that sends later finds that this one has gone.
-            self.unreceived += self.pairs.unreceived()
             self.pairs.close()
         # The link itself may live much longer.
         self._own = self._heap = self._connected = None

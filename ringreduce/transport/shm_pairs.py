@@ -13,7 +13,6 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +20,7 @@ import numpy as np
 
 from ringreduce.effects.native import fields, u32, u64
 from ringreduce.pure import wire
-from ringreduce.pure.unreceived import Unreceived
-from ringreduce.pure.wire import HEADER_BYTES, Header
+from ringreduce.pure.wire import Header
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
@@ -31,7 +29,6 @@ from ringreduce.transport.stalls import PeerTimeouts, StalledCall, State, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 
-_SLOTS = 4  # RR_PAIR_SLOTS of native/include/ringreduce.h
 _SHARED_INT_MAX = 256  # Python has one object for each of the numbers up to this one
 
 
@@ -103,22 +100,6 @@ class ShmPairs:
             sent, received = [list(ends.values()) for ends in (self._sending, self._receiving)]
         return Traffic(0, sum(end.nbytes for end in sent), sum(end.nbytes for end in received))
 
-    def unreceived(self, *, sent_to: Collection[int] | None = None) -> list[Unreceived]:
-        """What was sent to these places and not received; None: what was sent to this rank."""
-        with self._lock:
-            ranks = self._ranks
-            if ranks is None:
-                return []
-            if sent_to is not None:
-                ends = [self._sending[place] for place in sent_to if place in self._sending]
-            else:
-                ends = [
-                    self._receiving.get(place) or ShmEnd(ranks, place, is_sending=False)
-                    for place in range(len(ranks.members))
-                    if place != ranks.index
-                ]
-            return [each for end in ends for each in end.unreceived()]
-
     def close(self) -> None:
         """End the calls of other threads; memory goes with the last of them."""
         if not self._waiting.is_interrupted:
@@ -187,14 +168,6 @@ class ShmEnd(StalledCall):
             timeouts = PeerTimeouts(waiting, self._peer, sends=self._is_sending)
             finish(self, waiting, timeouts, TIMES.shared_memory_poll_s)
         self._nbytes += nbytes
-
-    def unreceived(self) -> list[Unreceived]:
-        """The messages that were sent and not received; neither end is in a call."""
-        headers = (ctypes.c_uint8 * (HEADER_BYTES * _SLOTS))()
-        count = functions()["pair_unreceived"](self._pair, ctypes.addressof(headers))
-        peer = self._ranks.members[self._place]
-        found = [wire.decode(bytes(headers)[HEADER_BYTES * n :]) for n in range(count)]
-        return [Unreceived(peer, self._is_sending, header) for header in found]
 
     def resume(self) -> bool:
         status: int = self._call(*self._arguments)

@@ -10,7 +10,6 @@ Threads: one at a time uses each direction of a pair for messages, and one the p
 """
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -21,7 +20,6 @@ from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached
-from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport import descriptors, frames, libzmq, loop, records
@@ -70,7 +68,6 @@ class ZmqPairs:
         self._addresses: dict[tuple[int, int], str] = {}
         self._sending: dict[tuple[int, int], Sending] = {}
         self._receiving: dict[tuple[int, int], Receiving] = {}
-        self.unreceived: list[Unreceived] = []  # messages to this rank, known once this is closed
         self._lent: list[np.ndarray] = []  # memory of failed calls, kept until close
 
     def found(self, listening: Listening) -> None:
@@ -263,16 +260,7 @@ class ZmqPairs:
             is_first, self._is_closed = not self._is_closed, True
         if self._sockets is None or not is_first:
             return
-        linger_s = 0.0 if self._has_failed else TIMES.linger_s
-        if not self._has_failed:
-            # Others find all that was sent before this rank's connections end.
-            self._sockets.close_outgoing(linger_s)
-            deadline = time.monotonic() + linger_s
-            for (peer, channel), receiving in self._receiving.items():
-                if channel == _MESSAGES:
-                    found = receiving.drain(self._waiting.peers.left(peer) is not None, deadline)
-                    self.unreceived += [Unreceived(peer, False, header) for header in found]
-        self._sockets.close(linger_s)
+        self._sockets.close(0.0 if self._has_failed else TIMES.linger_s)
         self._lent.clear()
 
 
