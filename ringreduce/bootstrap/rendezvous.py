@@ -165,7 +165,7 @@ class Rendezvous:
                 self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0
             )
             if found:
-                return found[0].host
+                return found[0]
             time.sleep(TIMES.poll_s)
         return hosts[0]
 

@@ -225,12 +225,10 @@ def connect(
     """
     placement, where = job.place(membership), dict(zip(membership.members, announced, strict=True))
     if job.routes.are_needed:
-        of_ring = config, job.routes, membership, placement
         with others.guarded():
-            unreached = reaching.find_ways(*of_ring, where, check)
+            ring = config, job.routes, membership, placement
+            unreached = reaching.find_ways(*ring, where, check)
         reaching.refuse_unreached(config, job.hosts, others.exchange(unreached))
-        if membership.group == 0:
-            reaching.advise_streams(*of_ring)
         where = reaching.ways_to(job.routes, where)
     with others.guarded():
         opened.control.connect({rank: each.control for rank, each in where.items()})

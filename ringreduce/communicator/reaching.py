@@ -1,6 +1,5 @@
 """Before ranks connect: each finds the addresses at which it reaches those that it sends to."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,11 +13,6 @@ from ringreduce.pure.schedule import channel_distances
 from ringreduce.transport.routes import Routes
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RendezvousError
-
-_log = logging.getLogger(__name__)
-
-# Between hosts of one site an answer takes less. One connection carries 500 MB/s then.
-_LONG_S = 0.005
 
 
 class Exchange(Protocol):
@@ -66,22 +60,6 @@ def refuse_unreached(
             "them a range for firewalls), or choose another network by RINGREDUCE_IFACE on all "
             "hosts.",
         )
-
-
-def advise_streams(
-    config: Config, routes: Routes, membership: Membership, placement: Placement
-) -> None:
-    """Warn of a long link that one stream cannot fill, where nobody has chosen how many to use."""
-    ahead = _ahead(config, membership, placement)
-    took_s = routes.round_trip_s(ahead[0]) if ahead else 0.0
-    if took_s < _LONG_S or config.streams > 1:
-        return
-    _log.warning(
-        "[%d/%d] a round trip to rank %d takes %.0f ms. One connection carries 2 to 3 MB in that"
-        " time with Linux's usual buffers; set RINGREDUCE_STREAMS to 2 to 4 on all ranks, or let"
-        ' the buffers grow ("Long links" in docs/guides/settings.md)',
-        *(config.rank, config.size, ahead[0], took_s * 1e3),
-    )
 
 
 def ways_to(routes: Routes, announced: Mapping[int, Announced]) -> dict[int, Announced]:

@@ -11,13 +11,10 @@ import logging
 import os
 import select
 import socket
-import struct
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ringreduce.pure.networks import Unreached, ways
 from ringreduce.transport.address import endpoint, family, split_host
@@ -36,16 +33,13 @@ _WHY = {
     errno.EADDRNOTAVAIL: "no route",
 }
 
-# Of Linux's struct tcp_info: tcpi_rtt, in microseconds, behind 8 bytes and 15 numbers of 4.
-_RTT = struct.Struct("=68xI")
-
 
 class Routes:
     """This rank's choices; `networks` are by rank what each offers, with prefixes."""
 
     def __init__(self, rank: int, size: int, networks: Mapping[int, Sequence[str]]) -> None:
         self._rank, self._size, self.networks = rank, size, networks
-        self._reached: dict[int, Reached] = {}
+        self._reached: dict[int, str] = {}  # by rank, the host that has answered
         # On loopback there is nothing to choose, and nothing in between.
         self.are_needed = any(
             len(offered) > 1 or not all(map(is_loopback, hosts_of(offered)))
@@ -72,7 +66,7 @@ class Routes:
             if peer not in self._reached and peer != self._rank
         }
         found, failed = first_to_answer(self._rank, tried, limit_s, check, lead_s)
-        for peer, (host, _) in found.items():
+        for peer, host in found.items():
             if len(tried[peer]) > 1:
                 offered = ", ".join(each for each, _ in tried[peer])
                 text = "[%d/%d] reaches rank %d at %s (it has %s)"
@@ -85,29 +79,17 @@ class Routes:
         host, ports = split_host(address)
         hosts: Sequence[str] = [host]
         if peer in self._reached:
-            hosts = [self._reached[peer].host]
+            hosts = [self._reached[peer]]
         elif self.are_needed:
             hosts = ways(self.networks[self._rank], self.networks[peer])
         return [(each, int(ports.partition(",")[0])) for each in hosts]
 
     def lead(self, peer: int, address: str) -> str:
         """`address`, which `peer` has announced, with the host that was chosen, if one was."""
-        reached = self._reached.get(peer)
-        if reached is None or not address:
+        host = self._reached.get(peer)
+        if host is None or not address:
             return address
-        return endpoint(reached.host, split_host(address)[1])
-
-    def round_trip_s(self, peer: int) -> float:
-        """How long an answer of `peer` took when it was chosen; 0 if that is not known."""
-        reached = self._reached.get(peer)
-        return 0.0 if reached is None else reached.round_trip_s or 0.0
-
-
-class Reached(NamedTuple):
-    """A rank's host that has answered, and how long its answer took; None if that is not known."""
-
-    host: str
-    round_trip_s: float | None
+        return endpoint(host, split_host(address)[1])
 
 
 @dataclass
@@ -125,7 +107,7 @@ def first_to_answer(
     limit_s: float,
     check: Callable[[], object],
     lead_s: float = TIMES.lead_s,
-) -> tuple[dict[int, Reached], list[Unreached]]:
+) -> tuple[dict[int, str], list[Unreached]]:
     """Connect to every rank in `ways` at one of its addresses, and close the connections again.
 
     `ways` are by rank hosts and ports, the best first; each has a start of `lead_s` before the next
@@ -136,7 +118,7 @@ def first_to_answer(
     tried by `rank`, this one.
     """
     started = time.monotonic()
-    found: dict[int, Reached] = {}
+    found: dict[int, str] = {}
     failed: list[Unreached] = []
     runners = {peer: _Runner(deque(addresses)) for peer, addresses in ways.items()}
     poll = select.poll()
@@ -160,12 +142,11 @@ def first_to_answer(
                 connecting, where = runner.running.pop(descriptor)
                 poll.unregister(descriptor)
                 error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                round_trip_s = None if error else _round_trip_s(connecting)
                 connecting.close()
                 if error:
                     failed.append(Unreached(rank, peer, _shown(where), _why(error)))
                     continue
-                found[peer] = Reached(where[0], round_trip_s)
+                found[peer] = where[0]
                 runner.waiting.clear()
                 for other, _ in runner.running.values():
                     poll.unregister(other.fileno())
@@ -196,14 +177,6 @@ def _start(
     runner.running[connecting.fileno()] = connecting, where
     poll.register(connecting.fileno(), select.POLLOUT)
     return None
-
-
-def _round_trip_s(connected: socket.socket) -> float | None:
-    """What the kernel has measured while it connected, however late this process looks."""
-    if not sys.platform.startswith("linux"):
-        return None
-    known = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size)
-    return float(_RTT.unpack(known)[0]) * 1e-6
 
 
 def _why(error: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -48,8 +47,7 @@ def silent() -> Iterator[tuple[str, int]]:
 
 def run(ways, limit_s=5.0):
     """The hosts that were found, by rank, and what failed."""
-    found, failed = first_to_answer(0, ways, limit_s, lambda: None)
-    return {peer: reached.host for peer, reached in found.items()}, failed
+    return first_to_answer(0, ways, limit_s, lambda: None)
 
 
 def test_each_rank_is_found_at_its_best_address(closed):
@@ -78,13 +76,6 @@ def test_a_rank_that_is_not_reached_is_reported_with_each_address(closed, silent
     assert whys[f"127.0.0.1:{closed[1]}"] == "refused"
     assert whys[f"127.0.0.1:{silent[1]}"] == "no answer in 0.15 s"
     assert len(whys) == 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long an answer took")
-def test_the_round_trip_is_known():
-    with listener() as near:
-        found, _ = first_to_answer(0, {1: [near]}, 5.0, lambda: None)
-    assert 0 < found[1].round_trip_s < 0.5
 
 
 def test_a_check_ends_the_race(silent):
