@@ -674,14 +674,6 @@ BREAKAGES = (
         ("tests/bootstrap/test_rendezvous.py",),
     ),
     Breakage(
-        "ring-order-as-ranks",
-        "ringreduce/communicator/formation.py",
-        'if placement.transport == "zmq" and placement.is_in_rank_order:',
-        'if placement.transport == "zmq":',
-        "Chunks of ranks change places where the ring passes hosts in another order.",
-        ("tests/communicator/test_ring_order.py",),
-    ),
-    Breakage(
         "handoff-reopened-in-mid-round",
         "native/src/handoff.c",
         "                end_round(plan_entries[i].plan);\n        handoff->over = 0;",

@@ -24,7 +24,7 @@ from ringreduce.communicator import reaching
 from ringreduce.communicator.opened_sockets import Announced, OpenedSockets, bind_of, open_sockets
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.placement import Placement, in_ring_order, place
+from ringreduce.pure.placement import Placement, place
 from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.views import Agreement, View
 from ringreduce.transport import descriptors
@@ -57,7 +57,6 @@ class Job:
     # bind, routes: where this rank listens, and at which addresses it reaches the others.
     bind: Bind
     routes: Routes
-    sorts_hosts: bool  # whether a ring may pass hosts in another order than that of ranks
     # What this rank knows of the choice of the next ring's ranks; kept by attempts that fail.
     agreement: Agreement
     has_left_out: bool = False  # ranks that may be alive, and are told so when they wake
@@ -71,12 +70,9 @@ class Job:
         return self.hosts.count(self.hosts[rank])
 
     def place(self, membership: Membership) -> Placement:
-        """Which members share memory, and in which order a ring passes the hosts."""
+        """Which members share memory."""
         members = membership.members
-        placed = place([self.hosts[m] for m in members], [self.domains[m] for m in members])
-        if not self.sorts_hosts:
-            return placed
-        return in_ring_order(placed, [self.routes.networks[member] for member in members])
+        return place([self.hosts[m] for m in members], [self.domains[m] for m in members])
 
 
 class Formed(NamedTuple):
@@ -129,7 +125,6 @@ def form(config: Config, waiting: Waiting) -> Formed:
             *(table.job, security, table.hosts, domains, standby, table.standbys),
             bind=bind,
             routes=routes,
-            sorts_hosts=config.ring_order == "auto" and routes.are_needed,
             agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
         )
         placement = job.place(membership)
@@ -317,7 +312,7 @@ def _collectives(
         )
     else:
         link.close()
-    if placement.transport == "zmq" and placement.is_in_rank_order:
+    if placement.transport == "zmq":
         assert ring is not None
         return ring
     return HierarchicalCollectives(

@@ -158,11 +158,6 @@ class Config:
         "how ranks reach each other: auto (shared memory within a host, ZeroMQ between hosts), "
         "shm or zmq (that alone); equal on all ranks",
     )
-    ring_order: str = _one_of(
-        ("auto", "rank"),
-        "in which order data passes the hosts: auto (hosts of a subnet after each other), or that "
-        "of their first ranks; equal on all ranks",
-    )
     # Different names make processes of one host act as several hosts.
     host_id: str = _choice(
         "",

@@ -177,9 +177,7 @@ def test_rank_beyond_our_size_tells_of_different_sizes(meeting):
             member.result()
 
 
-@pytest.mark.parametrize(
-    ("setting", "other"), [("segment_bytes", 4096), ("streams", 7), ("ring_order", "rank")]
-)
+@pytest.mark.parametrize(("setting", "other"), [("segment_bytes", 4096), ("streams", 7)])
 def test_different_settings_are_a_mismatch_on_both_sides(meeting, setting, other):
     members = [meeting.join(0, 2), meeting.join(1, 2, **{setting: other})]
     for member in members:
