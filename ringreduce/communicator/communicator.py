@@ -23,7 +23,7 @@ import numpy as np
 
 from ringreduce.communicator import groups
 from ringreduce.communicator.formation import form
-from ringreduce.communicator.lasting import Explainer, Lasting, Residuals
+from ringreduce.communicator.lasting import Explainer, Lasting
 from ringreduce.communicator.moving import MovingCalls
 from ringreduce.communicator.pairs import PairCalls
 from ringreduce.communicator.session import Session
@@ -289,16 +289,9 @@ class Communicator(MovingCalls, PairCalls):
         """
         self._session.lasting.explainers.add(explainer)
 
-    def count_residuals(self, residuals: Residuals) -> None:
-        """Have `statistics` count what a compression keeps; for integrations. Weakly referenced."""
-        self._session.lasting.residuals.add(residuals)
-
-    def statistics(self, *, with_norm: bool = True) -> Statistics:
-        """A snapshot of what this communicator has done so far.
-
-        Without `with_norm`, ``residual_norm`` is 0: it takes as long as reading all residuals.
-        """
-        return self._session.statistics(with_norm=with_norm)
+    def statistics(self) -> Statistics:
+        """A snapshot of what this communicator has done so far."""
+        return self._session.statistics()
 
     def blocked_for(self, seconds: float, reducing_s: float | None = None) -> None:
         """Add time that a training step was blocked by reducing; for integrations.

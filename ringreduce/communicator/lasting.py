@@ -15,13 +15,6 @@ class Explainer(Protocol):
         """A better error, or None."""
 
 
-class Residuals(Protocol):
-    """What a compression keeps for the next step."""
-
-    def squared_norm(self) -> float:
-        """The sum of all squares; in any thread."""
-
-
 class Lasting:
     """What the sessions of one communicator have in common, one after the other."""
 
@@ -29,6 +22,5 @@ class Lasting:
         self.events = Events()  # what its calls were
         # The background thread, with the plans of traced steps; None until it is needed.
         self.engine: Engine | None = None
-        # Explainers know what signatures stand for; residuals are counted in statistics.
+        # They know what signatures stand for.
         self.explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
-        self.residuals: weakref.WeakSet[Residuals] = weakref.WeakSet()

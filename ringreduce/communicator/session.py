@@ -212,10 +212,9 @@ class Session:
         if self._watcher is not None and not self.is_closed:
             self._watcher.post(claim)
 
-    def statistics(self, *, with_norm: bool = True) -> Statistics:
+    def statistics(self) -> Statistics:
         traffic, current = self.collectives.traffic(), self.events.current_call()
         heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
-        residuals = self.lasting.residuals if with_norm else ()
         return Statistics(
             reducing_s=self.events.seconds(SpanKind.REDUCE),
             waited_s=self.events.seconds(SpanKind.BLOCKED),
@@ -231,7 +230,6 @@ class Session:
             sent_to_next=next(
                 (each.sent_to_next for each in heartbeats if each.rank == self.config.rank), None
             ),
-            residual_norm=sum(each.squared_norm() for each in residuals) ** 0.5,
         )
 
     # --- Failure --------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ class Statistics:
         hosts: the ranks of each host that share memory, in the order in which the ring passes them.
         sent_to_next: this rank's connections to the next host: bytes that arrived there, and for
             how many seconds data was under way; None where the system does not measure it.
-        residual_norm: Euclidean norm of what compression has taken from this rank's gradients, and
-            adds to those of the next step.
     """
 
     collectives: int
@@ -42,4 +40,3 @@ class Statistics:
     slow_link: SlowLink | None = None
     hosts: tuple[tuple[int, ...], ...] = ((0,),)
     sent_to_next: SentToNext | None = None
-    residual_norm: float = 0.0

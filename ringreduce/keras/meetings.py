@@ -294,7 +294,6 @@ class _Meeting:
             size = self._memory.size
             kept = np.zeros((2, size), np.float32) if encoding.has_residuals else None
             self._coding = Coding(encoding, kept)
-            ring.count_residuals(self)
         self.work: Any = None  # of a meeting that is under way
         self._took_s = 0.0
 
@@ -313,10 +312,6 @@ class _Meeting:
         self._ring.blocked_for(time.perf_counter() - began, self._took_s)
         found = zip(self._parts(), self._shapes, strict=True)
         return [part.reshape(shape).copy() for part, shape in found]
-
-    def squared_norm(self) -> float:
-        kept = None if self._coding is None else self._coding.residuals
-        return 0.0 if kept is None else float(np.dot(kept.ravel(), kept.ravel()))
 
     def _parts(self) -> list[np.ndarray]:
         return np.split(self._memory, self._ends[:-1])

@@ -106,8 +106,6 @@ class GradientBridge:
         if self._agreed is None or self._agreed.communicator is not ring:
             self._agreed = AgreedPlans(ring, self._bucket_bytes)
             self._routes.clear()
-            if kept is not None:
-                ring.count_residuals(kept)
             is_within = ring.transport == "shm" and ring not in _told
             if self._codec != "none" and is_within and ring.rank == 0:
                 _told.add(ring)

@@ -40,12 +40,6 @@ class Residuals:
 
         return residuals
 
-    def squared_norm(self) -> float:
-        """The sum of all squares; in any thread, of values that may be changing."""
-        stored = [each for _, each in [*self._stored.values()]]
-        parts = [part for each in (*stored, *self._buckets) for part in each]
-        return float(sum(np.dot(part, part) for part in parts))
-
     def _put_away(self) -> None:
         for variable, parts in self._laid_out:
             self._stored[id(variable)] = variable, parts.copy()

@@ -84,7 +84,7 @@ def ledger(name, compression, shapes):
             own = [noise(10 * turn + number, i, shape) for i, shape in enumerate(shapes)]
             given = [total + each for total, each in zip(given, own, strict=True)]
             step(*map(tf.constant, own))
-    norm, off = comm.statistics().residual_norm, []
+    off = []
     for variable, total in zip(variables, given, strict=True):
         first, second = kept_by(optimizer, variable)
         books = total.ravel() - first - second * comm.size
@@ -92,13 +92,11 @@ def ledger(name, compression, shapes):
         off.append(float(np.abs(variable.numpy().ravel() * comm.size + everyone).max()))
     kept = [kept_by(optimizer, each) for each in variables]
     most = [float(np.abs(each[0]).max()) for each in kept]
-    squares = sum(np.square(part).sum() for each in kept for part in each)
     say(
         f"ledger {name}",
         digest=digest(variables),
         off=off,
         most=most,
-        norms=[norm, float(squares) ** 0.5],
     )
 
 

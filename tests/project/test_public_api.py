@@ -57,7 +57,6 @@ COMMUNICATOR = [
     "close",
     "closed",
     "config",
-    "count_residuals",
     "empty",
     "engine",
     "epoch",

@@ -93,7 +93,7 @@ class Profile(keras.callbacks.Callback):
 
     def _totals(self, steps: int) -> Facts:
         ring = self._ring()
-        done = ring.statistics(with_norm=False)
+        done = ring.statistics()
         link = done.sent_to_next or SentToNext(0, 0, 0.0)
         return Facts(
             steps=steps,
