@@ -298,22 +298,6 @@ BREAKAGES = (
         ("tests/pure/test_liveness.py",),
     ),
     Breakage(
-        "cycles-of-tokens",
-        "ringreduce/pure/cycles.py",
-        "known = tuple(cycle), progress",
-        "known = tuple(cycle), None",
-        "Ranks that pass something on in a circle are warned of a standstill.",
-        ("tests/pure/test_cycles.py",),
-    ),
-    Breakage(
-        "reach-by-one-way",
-        "ringreduce/pure/liveness.py",
-        "for each in way)) if all(gone) else ()",
-        "for each in way)) if any(gone) else ()",
-        "A stopped rank is said to be out of reach once any other one has left.",
-        ("tests/pure/test_watching.py",),
-    ),
-    Breakage(
         "counts-of-one-kind",
         "ringreduce/communicator/uneven.py",
         "Kind.ALL_TO_ALL_COUNTS, flat_rows",

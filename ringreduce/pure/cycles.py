@@ -7,9 +7,7 @@ one receives. So such a wait ends at ``timeout_s``, as one for a silent rank doe
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce.pure.actions import Log
 from ringreduce.pure.watcher_messages import Pending
-from ringreduce.vocabulary.config import TIMES
 
 
 class Waits(NamedTuple):
@@ -37,27 +35,3 @@ def describe(cycle: Sequence[Waits]) -> str | None:
     elif not any(sends):
         advice = "send first"
     return f"Ranks wait for each other: {who}. Let one of them {advice}."
-
-
-class Cycles:
-    """Warns of a cycle that stands still, once; on the lowest of its ranks."""
-
-    def __init__(self) -> None:
-        self._known: object = None
-        self._since_s = 0.0
-
-    def look(self, cycle: Sequence[Waits], progress: object, now_s: float) -> list[Log]:
-        """Note the cycle that this rank is in, itself first, and what it has sent and received.
-
-        With no progress here nothing in the cycle progresses, since each rank waits for the next.
-        """
-        known = tuple(cycle), progress
-        if known != self._known:
-            self._known, self._since_s = known, now_s
-        waited_s = now_s - self._since_s
-        is_first = all(cycle[0].rank <= each.rank for each in cycle)
-        if not cycle or not is_first or waited_s < TIMES.slow_warning_s:
-            return []
-        self._since_s = float("inf")
-        text = describe(cycle)
-        return [] if text is None else [Log(f"has waited {waited_s:.1f} s. {text}")]

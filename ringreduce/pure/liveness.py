@@ -18,7 +18,7 @@ from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.cycles import Waits
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import Present
-from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, Pending, SentToNext
+from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, SentToNext
 from ringreduce.vocabulary.config import TIMES
 
 
@@ -199,12 +199,6 @@ class PeerTable:
         last = "" if seen is None else _place(seen.heartbeat)
         if self.is_silent(rank, now_s):
             text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
-            if between := self._left_between(rank):
-                named = " and ".join(map(str, between))
-                text = (
-                    f"nothing comes from rank {rank} any more, since ranks {named}, on both ways "
-                    "to it, have closed their communicators; let ranks close after the last message"
-                )
             return Doing(f"{text} (last heard: {last})" if last else text, False, ())
         text = f"rank {rank} is alive" + (f", {last}" if last else "")
         waits = self.waits(rank, now_s)
@@ -223,18 +217,6 @@ class PeerTable:
             found.append(Waits(rank, pending))
             rank = pending.peer
         return tuple(found)
-
-    def cycle(self, pending: Pending | None, now_s: float) -> tuple[Waits, ...]:
-        """This rank, which waits in `pending`, and those that wait for each other and for it."""
-        waits = () if pending is None else self.waits(pending.peer, now_s)
-        return () if pending is None or not waits else (Waits(self._rank, pending), *waits)
-
-    def _left_between(self, rank: int) -> tuple[int, ...]:
-        """A rank that has left on each of the two ways to `rank`; empty if one is open."""
-        place = self._ring.index(rank)
-        ways = self._ring[1:place], self._ring[place + 1 :]
-        gone = [[each for each in way if each in self._left][:1] for way in ways]
-        return tuple(sorted(each for way in gone for each in way)) if all(gone) else ()
 
     def is_cut_off(self, now_s: float) -> bool:
         """Whether all of two or more other ranks are silent, which points at this one."""

@@ -12,7 +12,6 @@ import msgspec
 from ringreduce.pure import watcher_messages as messages
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
-from ringreduce.pure.cycles import Cycles
 from ringreduce.pure.delays import Delays
 from ringreduce.pure.liveness import Flow, PeerTable
 from ringreduce.pure.membership import Membership
@@ -59,7 +58,7 @@ class Watch:
         self._silent: set[int] = set()  # receivers of connections that were warned of
         self._lost: dict[int, float] = {}
         self._absence: tuple[Present, float] | None = None
-        self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
+        self._claims = Claims(len(self._neighbours))
         # Whether another rank holds this one up.
         self.delays = Delays(self.peer_table, self._neighbours, now_s)
         # Receiver, sender and channel of what was passed on.
@@ -239,8 +238,6 @@ class Watch:
             actions += self._look_for_dead_links(flow, current, now_s)
         if self.cause is None:
             actions += self.delays.look(current, progress, now_s)
-            cycle = self.peer_table.cycle(pending, now_s)
-            actions += self._cycles.look(cycle, progress, now_s)
         return actions
 
     def _look_for_dead_links(self, flow: Flow, current: Present, now_s: float) -> list[Action]:

@@ -327,13 +327,9 @@ def test_ranks_that_wait_for_each_other_are_followed_to_this_one() -> None:
     assert known.doing(1, 10.2).is_busy
     known.note(Heartbeat(2, 1, 5, "", 0.5, pending=second), 0.0, 10.1)
     assert known.doing(1, 10.2)[1:] == (False, ((1, first), (2, second)))
-    own = Pending(False, 1, 1)
-    assert known.cycle(own, 10.2) == ((0, own), (1, first), (2, second))
-    assert known.cycle(None, 10.2) == ()
     # Another rank has a part of it again.
     known.note(Heartbeat(2, 2, 5, "", 0.5), 0.0, 10.3)
     assert known.doing(1, 10.4).is_busy
-    assert known.cycle(own, 10.4) == ()
 
 
 def test_a_cycle_of_others_does_not_lead_to_this_rank() -> None:

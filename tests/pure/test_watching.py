@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ringreduce.pure import cycles, delays, liveness, watcher_messages, watching
+from ringreduce.pure import delays, liveness, watcher_messages, watching
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
@@ -21,7 +21,6 @@ from ringreduce.pure.watcher_messages import (
     Listening,
     Message,
     Overdue,
-    Pending,
     Value,
 )
 from ringreduce.pure.watching import Watch
@@ -38,7 +37,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cycles, delays, liveness, watching):
+    for module in (delays, liveness, watching):
         monkeypatch.setattr(module, "TIMES", Times())
 
 
@@ -371,22 +370,4 @@ def test_a_rank_behind_two_that_have_left_is_out_of_reach_and_not_busy() -> None
     for own, other in ((0, 2), (2, 0)):
         # It may have something under way; then it is silent, and so waited for no longer.
         assert watches[own].peer_table.doing(other, 0.4).is_busy
-        doing = watches[own].peer_table.doing(other, 2.0)
-        assert not doing.is_busy
-        assert doing.text.startswith(f"nothing comes from rank {other} any more, since ranks 1 and")
-    # One way is enough.
-    watch = Watch(0, 4, whole(4), 2.0, 0.0)
-    watch.receive(1, watcher_messages.encode(Left(1, 5)), 0.1)
-    assert "no sign of life" in watch.peer_table.doing(2, 2.0).text
-
-
-def test_a_watch_warns_of_ranks_that_wait_for_each_other() -> None:
-    watch, own = a_watch(), Pending(False, 1, 7)
-    for tick in range(1, 30):
-        now_s = 0.25 * tick
-        theirs = Heartbeat(1, tick, 5, "", 0.0, pending=Pending(False, 0, 7))
-        watch.receive(1, watcher_messages.encode(Heartbeats(((theirs, 0.0),))), now_s)
-        actions = watch.beat(Here(), Flow(), "some bytes", now_s, "", own)
-        expected = tick == 21
-        assert len(logged(actions)) == expected
-        assert not expected or "rank 1 receives from rank 0" in logged(actions)[0]
+        assert not watches[own].peer_table.doing(other, 2.0).is_busy
