@@ -231,7 +231,7 @@ class Communicator(MovingCalls, PairCalls):
         Errors and logs name the ranks of the job.
 
         Args:
-            color: a whole number or text, of one type on all ranks; None: this rank takes no part.
+            color: a whole number or text; None: this rank takes no part.
             key: ranks of a group are ordered by it, then by their order here; None: 0.
 
         Returns:
@@ -240,7 +240,6 @@ class Communicator(MovingCalls, PairCalls):
         Raises:
             ArrayError: `color` or `key` is of another type; nothing was sent, the other ranks wait.
                 Or the job has used up its 65,535 groups, on all ranks.
-            MismatchError: ranks passed numbers and text.
             RendezvousError: a rank could not open what it needs.
             As `all_reduce` and `Communicator`.
         """

@@ -10,7 +10,7 @@ from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import GROUPS_MAX, Choice, Membership
 from ringreduce.pure.wire import Kind, signature_of
-from ringreduce.vocabulary.errors import ArrayError, MismatchError, RendezvousError
+from ringreduce.vocabulary.errors import ArrayError, RendezvousError
 
 
 def split(parent: Session, color: int | str | None, key: int) -> Session | None:
@@ -70,19 +70,7 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
     membership, job = parent.membership, parent.job
     highest = 0 if job is None else job.highest_group
     told = parent.gather(Kind.SPLIT, (color, key, highest), signature_of("split"))
-    choices = [Choice(*each) for each in told]
-    if len({type(choice.color) for choice in choices} - {type(None)}) > 1:
-        named = zip(membership.members, choices, strict=True)
-        shown = ", ".join(f"rank {rank} {choice.color!r:.40}" for rank, choice in named)
-        raise parent.fail(
-            MismatchError(
-                f"cannot split by colors of different types: {shown:.300}",
-                **parent.config.who,
-                operation="split",
-                remedy="Pass whole numbers or text on all ranks, or None to take no part.",
-            )
-        )
-    groups = membership.split(choices)
+    groups = membership.split([Choice(*each) for each in told])
     if groups and groups[-1].group >= GROUPS_MAX:
         # The same on all ranks, and nothing was formed.
         raise ArrayError(

@@ -46,11 +46,6 @@ class Work(Generic[_Result]):
         """Whether it has ended, successfully or not."""
         return self._over.is_set()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended with an error."""
-        return self._error is not None
-
     def wait(self, timeout_s: float | None = None) -> _Result:
         """Return the result of the call, once it is done.
 
