@@ -886,7 +886,7 @@ BREAKAGES = (
     Breakage(
         "launcher-bar-erased",
         "ringreduce/commands/launch/screen.py",
-        "_write(self._stdout, _drawn(self._mark(source.rank, self._stdout), shown))",
+        "_write(self._stdout, self._mark(source.rank, self._stdout) + shown)",
         "pass",
         "Rank 0's progress bar is gone after another rank's line, until it moves.",
         ("tests/commands/test_display.py",),
@@ -898,14 +898,6 @@ BREAKAGES = (
         "due_s = -TIMES.hold_s",
         "The traceback of a program that does not end is not seen.",
         ("tests/commands/test_display.py",),
-    ),
-    Breakage(
-        "launcher-keyboard-kept",
-        "ringreduce/commands/launch/local.py",
-        "if rank == self._terminal_rank:\n                    self.leave()",
-        "if False:\n                    self.leave()",
-        "Once the rank that had the keyboard has ended, Ctrl-C does nothing.",
-        ("tests/commands/test_terminal.py",),
     ),
     Breakage(
         "launchers-contradiction",

@@ -65,7 +65,7 @@ class Terminal:
         self, directory: Path, *arguments: str, columns: int = 80, **environment: str
     ) -> None:
         self._file, tty = pty.openpty()
-        self.resize(columns)
+        fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.shown = b""
         self.times: list[tuple[float, int]] = []
         self._popen = subprocess.Popen(
@@ -80,21 +80,12 @@ class Terminal:
         )
         os.close(tty)
 
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
     def type(self, text: str) -> None:
         os.write(self._file, text.encode())
 
     def wait_shown(self, text: str, times: int = 1) -> None:
         """Return once `text` was written `times` times."""
         self._read_until(lambda: self.shown.count(text.encode()) >= times, text)
-
-    def wait_interruptible(self) -> None:
-        """Return once Ctrl-C is a signal to what runs on the terminal."""
-        self._read_until(
-            lambda: termios.tcgetattr(self._file)[3] & termios.ISIG, "Ctrl-C to be a signal"
-        )
 
     def wait(self) -> int:
         """The exit code, once it has ended."""

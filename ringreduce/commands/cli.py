@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperCommand
 
 from ringreduce._version import __version__
-from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.hosts import parse_hosts, share_out
 from ringreduce.commands.launch.nodes import node_of
@@ -214,9 +213,6 @@ def run(
         "Whose lines are shown: all ranks'; rank 0's; or, after a failure, the last ones of the "
         "rank that failed first. --log-dir keeps all.",
     ),
-    tracebacks: str = _one_of(
-        TRACEBACKS, "Whose tracebacks are shown after a failure: its cause's, or all."
-    ),
     profile: bool = typer.Option(
         False,
         "--profile",
@@ -225,8 +221,8 @@ def run(
     ),
     stdin: int | None = _number(
         "RANK",
-        "The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there and is "
-        "skipped elsewhere. Time limits then are a week.",
+        "The rank that gets the keyboard, so that breakpoint() works there and is skipped "
+        "elsewhere. Time limits then are a week.",
         shown="none",
     ),
     timeout: float | None = _setting("timeout_s", "SECONDS"),
@@ -294,7 +290,6 @@ def run(
         elastic=elastic,
         grace_s=grace,
         output=output,
-        tracebacks=tracebacks,
         stdin_rank=stdin,
         variables=variables,
         spread=spread,

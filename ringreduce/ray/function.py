@@ -142,7 +142,7 @@ def _results(running: Sequence[Any]) -> list[Any]:
     cause = find_cause(failures, range(size))
     if cause is None:
         return results
-    raise worker_error(cause, size, cause.first.traceback(whole=False))
+    raise worker_error(cause, size, cause.first.traceback)
 
 
 def _in_all(resources: Mapping[str, float]) -> str:

@@ -183,7 +183,7 @@ def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path: Path) ->
 # --- Tracebacks -----------------------------------------------------------------------------
 
 
-def test_all_tracebacks_are_shown_if_that_is_wanted(tmp_path: Path) -> None:
+def test_the_traceback_of_the_cause_is_shown_and_the_logs_have_all(tmp_path: Path) -> None:
     text = """
 import atexit, pathlib, ringreduce
 if rank == 0:
@@ -194,14 +194,14 @@ while not pathlib.Path("raised").exists():
 raise ValueError("bad data")
 """
     name = script(tmp_path, RANK + text)
-    for wanted, count in (("cause", 1), ("all", 2)):
-        # Else rank 1 of the second job would not wait for rank 0, and mostly raise before it.
-        (tmp_path / "raised").unlink(missing_ok=True)
-        done = run(tmp_path, "-n", "2", "--tracebacks", wanted, name)
-        assert done.stderr.count("Traceback (most recent call last):") == count
-        title, *rest = done.stderr.partition("ringreduce: rank 1 failed first")[2].splitlines()
-        assert title == " (exit code 1); all workers were stopped"
-        assert "ringreduce:   ValueError: bad data" in rest
+    done = run(tmp_path, "-n", "2", "--log-dir", "logs", name)
+    assert done.stderr.count("Traceback (most recent call last):") == 1
+    title, *rest = done.stderr.partition("ringreduce: rank 1 failed first")[2].splitlines()
+    assert title == " (exit code 1); all workers were stopped"
+    assert "ringreduce:   ValueError: bad data" in rest
+    assert f"ringreduce: {tmp_path / 'logs'} has the tracebacks of all ranks" in rest
+    for rank in (0, 1):
+        assert "Traceback (most" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
 
 
 def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
@@ -240,24 +240,17 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("tracebacks", ["cause", "all"])
-def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(
-    tmp_path: Path, tracebacks: str
-) -> None:
+def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(tmp_path: Path) -> None:
     name = script(tmp_path, RANK + INTERRUPTED)
-    with launcher(tmp_path, "run", "-n", "3", "--tracebacks", tracebacks, name) as job:
+    with launcher(tmp_path, "run", "-n", "3", name) as job:
         job.wait_shown("ready", times=3)
         job.signal(2)
         assert job.wait() == 130
         said = job.stderr.splitlines()
         assert said[0] == "ringreduce: stopped by SIGINT"
-        if tracebacks == "cause":
-            assert said[1].startswith("ringreduce: ranks 0, 1: KeyboardInterrupt (File ")
-            assert said[1].endswith('script.py", line 7, in <module>)')
-            assert said[2] == "ringreduce: rank 2:"
-        else:
-            assert said[1] == "ringreduce: ranks 0, 1:"
-            assert said.count("ringreduce:   KeyboardInterrupt") == 2
+        assert said[1].startswith("ringreduce: ranks 0, 1: KeyboardInterrupt (File ")
+        assert said[1].endswith('script.py", line 7, in <module>)')
+        assert said[2] == "ringreduce: rank 2:"
         assert said[-1] == "ringreduce:   OSError: no space"
 
 

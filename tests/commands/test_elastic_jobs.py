@@ -115,7 +115,7 @@ if rank == 1:
         "rank 2 was lost in step 3",
         "rank 2 failed first",
         "then rank 1",
-        "--tracebacks all shows those of all ranks",
+        "--log-dir DIR keeps the tracebacks of all ranks",
         "before, rank 2 was lost in step 3",
     ]
 

@@ -93,12 +93,6 @@ def test_the_line_that_is_not_whole_can_be_looked_at() -> None:
     assert buffer.partial == ""
 
 
-def test_for_a_terminal_lines_stay_as_they_were_written() -> None:
-    buffer = LineBuffer(is_raw=True)
-    assert buffer.feed(b"(Pdb) p xy\b\x1b[K\r\n\x1b[31m") == ["(Pdb) p xy\b\x1b[K"]
-    assert buffer.partial == "\x1b[31m"
-
-
 @pytest.mark.parametrize(
     ("text", "columns", "shown"),
     [

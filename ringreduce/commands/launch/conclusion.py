@@ -7,7 +7,6 @@ from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
 
-TRACEBACKS = ("cause", "all")
 _LEFT = (
     "  every rank must call init() before any can go on: look for what ends the program of {} "
     "early, such as a return, an exit, or `if rank == 0:` around it"
@@ -23,41 +22,39 @@ KILLED = (
 
 
 def conclude(
-    cause: Cause, failures: Sequence[Failure], tracebacks: str, ended: Sequence[int] = ()
+    cause: Cause,
+    failures: Sequence[Failure],
+    ended: Sequence[int] = (),
+    log_dir: str | None = None,
 ) -> list[str]:
     """The lines that explain a failure; `failures` are of all ranks, that of `cause` too.
 
-    `tracebacks` is one of `TRACEBACKS`. Others may wait for the ranks that have `ended` by
-    themselves, with exit code 0.
+    Others may wait for the ranks that have `ended` by themselves, with exit code 0. What all ranks
+    wrote is kept in `log_dir`, if that is given.
     """
     first = cause.first
     lines = [f"{cause.describe()}; all workers were stopped"]
-    traceback = first.traceback(whole=tracebacks == "all")
-    lines += _indented(traceback or filter(None, [first.exception]))
+    lines += _indented(first.traceback or filter(None, [first.exception]))
     if first.has_left:
         lines.append(_LEFT.format(first.who))
     elif ended:
         itself = "itself" if len(ended) == 1 else "themselves"
         lines.append(f"{named('rank', ended)} had ended by {itself}, exit code 0")
-    lines += others(first, failures, tracebacks)
-    if tracebacks != "all" and any(
-        failure.traceback(whole=True) for failure in failures if failure.rank != first.rank
-    ):
-        lines.append("--tracebacks all shows those of all ranks")
+    lines += others(first, failures)
+    if any(failure.traceback for failure in failures if failure.rank != first.rank):
+        has = f"{log_dir} has" if log_dir else "--log-dir DIR keeps"
+        lines.append(f"{has} the tracebacks of all ranks")
     return lines
 
 
-def others(first: Failure, failures: Sequence[Failure], tracebacks: str) -> list[str]:
-    """A line for each rank that failed but `first`; arguments as for `conclude`."""
+def others(first: Failure, failures: Sequence[Failure]) -> list[str]:
+    """A line for each rank that failed but `first`."""
     lines = []
     for failure in sorted(failures, key=lambda failure: failure.time_s):
         if failure.rank == first.rank:
             continue
         line = f"then {failure.who} ({failure.describe()})"
-        if tracebacks == "all" and failure.traceback(whole=True):
-            lines += [f"{line}:", *_indented(failure.traceback(whole=True))]
-        else:
-            lines.append(f"{line}: {failure.exception}" if failure.exception else line)
+        lines.append(f"{line}: {failure.exception}" if failure.exception else line)
     return lines
 
 
@@ -71,7 +68,7 @@ def lost(ranks: Sequence[int], failures: Sequence[Failure], step: int) -> str:
     return f"{named('rank', ranks)}{on} {'was' if len(ranks) == 1 else 'were'} lost{where}{how}"
 
 
-def interrupted(signal: str, raised: Mapping[int, Raised | None], tracebacks: str) -> list[str]:
+def interrupted(signal: str, raised: Mapping[int, Raised | None]) -> list[str]:
     """The lines after a signal has ended the job: where each rank was, those of one line together.
 
     `raised` is what ended each rank, if it said so. An exception that the signal did not cause, as
@@ -81,12 +78,11 @@ def interrupted(signal: str, raised: Mapping[int, Raised | None], tracebacks: st
     for rank, each in sorted(raised.items()):
         if each is None or not each.traceback:
             continue
-        is_expected = each.kind == "KeyboardInterrupt" or each.kind in errors.__all__
-        if is_expected and tracebacks != "all":
+        if each.kind == "KeyboardInterrupt" or each.kind in errors.__all__:
             # The first frame is in the program.
             shown = [f"{each.exception} ({''.join(each.traceback[1:2]).strip()})"]
         else:
-            shown = ["", *_indented(each.whole or each.traceback)]
+            shown = ["", *_indented(each.traceback)]
         ranks.setdefault(tuple(shown), []).append(rank)
     for (first, *rest), them in ranks.items():
         lines += [f"{named('rank', them)}: {first}".rstrip(), *rest]

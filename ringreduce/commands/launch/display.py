@@ -13,7 +13,6 @@ from ringreduce.commands.launch.exchange import Output
 from ringreduce.commands.launch.output import LineBuffer, last_state, without_colors
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.screen import Screen, Source
-from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -46,8 +45,6 @@ class Display:
     def __init__(self, screen: Screen, logs: Logs | None, plan: Plan) -> None:
         self._screen, self._logs = screen, logs
         self._live_rank = plan.stdin_rank or 0
-        has_terminal = plan.stdin_rank is not None and Terminal.is_possible()
-        self._raw_rank = plan.stdin_rank if has_terminal else None
         shown = {"all": range(plan.size), "rank0": range(1), "failed": range(0)}[plan.output]
         self._hidden = {
             rank: deque[tuple[Source, str]](maxlen=_KEPT_LINES)
@@ -59,9 +56,8 @@ class Display:
     def take(self, output: Output) -> None:
         stream = self._streams.get((output.rank, output.is_error))
         if stream is None:
-            is_raw = output.rank == self._raw_rank and not output.is_error
-            source = Source(output.rank, output.is_error, is_raw)
-            stream = _Stream(source, LineBuffer(is_raw=is_raw), time.monotonic())
+            source = Source(output.rank, output.is_error)
+            stream = _Stream(source, LineBuffer(), time.monotonic())
             self._streams[output.rank, output.is_error] = stream
         lines = stream.buffer.feed(output.data)
         self._add(stream.source, lines)

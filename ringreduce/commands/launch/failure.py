@@ -47,11 +47,10 @@ class Failure(NamedTuple):
         """The line that names the exception; empty for none."""
         return self.raised.exception if self.raised else ""
 
-    def traceback(self, *, whole: bool) -> Sequence[str]:
-        """The lines of the exception; with ringreduce's own frames if `whole`."""
-        if self.raised is None:
-            return ()
-        return (whole and self.raised.whole) or self.raised.traceback
+    @property
+    def traceback(self) -> Sequence[str]:
+        """The lines of the exception."""
+        return self.raised.traceback if self.raised else ()
 
     @property
     def exit_code(self) -> int:

@@ -22,7 +22,6 @@ from typing import IO, Any, ClassVar, TypeVar
 import cloudpickle
 
 from ringreduce.commands.launch import call
-from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.failure import worker_error
 from ringreduce.commands.launch.plan import Plan
@@ -41,7 +40,6 @@ def launch(
     max_restarts: int = 0,
     grace_s: float = TIMES.grace_s,
     output: str = "all",
-    tracebacks: str = "cause",
     **settings: Any,
 ) -> list[_Result]:
     """Call ``function(*args)`` in `n` new processes of this host that can form a ring.
@@ -66,10 +64,9 @@ def launch(
             datasets are best made within it.
         n: number of workers.
         threads_per_worker: compute threads of each; by default the cores shared out.
-        max_restarts, grace_s, output, tracebacks: as options of ``ringreduce run``: how often all
-            workers are started again after a failure; how long they have to end before they are
-            killed; whose lines are shown (``all``, ``rank0``, ``failed``); whose tracebacks an
-            error has (of the ``cause``, or of ``all``).
+        max_restarts, grace_s, output: as options of ``ringreduce run``: how often all workers are
+            started again after a failure; how long they have to end before they are killed; whose
+            lines are shown (``all``, ``rank0``, ``failed``).
         settings: what a user chooses of `Config`, such as ``timeout_s``, ``transport`` or
             ``log_dir``; by default as the environment has it.
 
@@ -89,16 +86,12 @@ def launch(
     if unknown := sorted(set(settings) - choices):
         raise ConfigError(
             f"launch got the unknown option {', '.join(unknown)}",
-            remedy="Known are threads_per_worker, max_restarts, grace_s, output, tracebacks, "
+            remedy="Known are threads_per_worker, max_restarts, grace_s, output, "
             f"{', '.join(sorted(choices))}; arguments of the function stand after the number "
             "of workers, without names.",
         )
-    for name, value, accepted in (
-        ("output", output, OUTPUTS),
-        ("tracebacks", tracebacks, TRACEBACKS),
-    ):
-        if value not in accepted:
-            raise ConfigError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+    if output not in OUTPUTS:
+        raise ConfigError(f"output is {output!r}; accepted: {', '.join(OUTPUTS)}")
     with contextlib.ExitStack() as stack:
         sent = stack.enter_context(tempfile.TemporaryFile())
         _write(sent, function, args)
@@ -111,7 +104,6 @@ def launch(
             max_restarts=max_restarts,
             grace_s=grace_s,
             output=output,
-            tracebacks=tracebacks,
             inherited=[(sent.fileno(), result.fileno()) for result in results],
         )
         job = supervise(plan)
@@ -122,8 +114,7 @@ def launch(
             name = signal.Signals(job.ended_by).name
             raise WorkerError(f"the workers were stopped by {name}", size=size)
         if (cause := job.cause) is not None:
-            lines = cause.first.traceback(whole=tracebacks == "all")
-            raise worker_error(cause, size, [*lines, *job.consequences()])
+            raise worker_error(cause, size, [*cause.first.traceback, *job.consequences()])
         return [_read(result, rank, size) for rank, result in enumerate(results)]
 
 

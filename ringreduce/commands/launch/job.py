@@ -71,7 +71,7 @@ class Job:
         self._asked_s: float | None = None
 
     def run(self) -> None:
-        """Run the workers to their end; tracebacks are left for `conclude` or `consequences`."""
+        """Run the workers to their end; the traceback is left for `conclude` or `consequences`."""
         # Before there is anything to stop.
         self.ended_by = next((number for number in self._signals if number in STOPPING), None)
         if self.ended_by is not None:
@@ -81,8 +81,8 @@ class Job:
             self._watch()
         finally:
             self._stop(grace_s=0.0)
-            for host in self._hosts:
-                host.leave()
+            for agent in self._agents:
+                agent.leave()
             for host in self._hosts:
                 host.close()
             self._selector.close()
@@ -161,13 +161,7 @@ class Job:
         host = LocalHost(assignment, self._selector, self._guard)
         self._hosts.append(host)
         try:
-            host.start(
-                port,
-                listener,
-                stdin_rank=plan.stdin_rank,
-                inherited=plan.inherited,
-                columns=lambda: self._screen.columns,
-            )
+            host.start(port, listener, stdin_rank=plan.stdin_rank, inherited=plan.inherited)
         finally:
             name = "" if plan.meeting is None else plan.meeting.node.own.host
             self._workers |= {rank: Worker(rank, host, name) for rank in host.started}
@@ -417,18 +411,16 @@ class Job:
             worker.stop(number)
 
     def consequences(self) -> list[str]:
-        """A line for each rank but the cause that failed, with their tracebacks if wanted."""
+        """A line for each rank but the cause that failed."""
         cause = self.cause
-        if cause is None:
-            return []
-        return conclusion.others(cause.first, self._failures(), self._plan.tracebacks)
+        return [] if cause is None else conclusion.others(cause.first, self._failures())
 
     def conclude(self) -> int:
         """Print what failed, the cause first; return the exit code."""
         if self.ended_by is not None:
             name = signal.Signals(self.ended_by).name
             raised = {w.rank: w.raised for w in self._workers.values() if not w.is_shown}
-            for line in conclusion.interrupted(name, raised, self._plan.tracebacks):
+            for line in conclusion.interrupted(name, raised):
                 self._screen.say(line)
             return 128 + self.ended_by
         cause = self.cause
@@ -438,7 +430,7 @@ class Job:
                 self._screen.say(f"ended well without {named('rank', lost)}")
             return 0
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
-        for line in conclusion.conclude(cause, self._failures(), self._plan.tracebacks, ended):
+        for line in conclusion.conclude(cause, self._failures(), ended, self._plan.log_dir):
             self._screen.say(line)
         for text in self._lost:
             self._screen.say(f"before, {text}")

@@ -7,14 +7,13 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from ringreduce.commands.launch import start
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Told
 from ringreduce.commands.launch.frames import Records
 from ringreduce.commands.launch.processes import Guard, Pipe, Process
-from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.cores import kernel_kills, memory_limit, usable_cores
@@ -34,8 +33,6 @@ class LocalHost:
         self._processes: dict[int, Process] = {}
         # What each rank writes: records first, which decide whether its failure is the cause.
         self._pipes: dict[int, list[Pipe]] = {}
-        self._terminal: Terminal | None = None
-        self._terminal_rank: int | None = None
         self._kernel_kills = kernel_kills()
 
     @property
@@ -50,12 +47,10 @@ class LocalHost:
         *,
         stdin_rank: int | None = None,
         inherited: Sequence[Sequence[int]] = (),
-        columns: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Start the ranks, which meet at the assignment's host and `port`.
 
-        Rank 0 inherits the `listener` of that port. `stdin_rank` and `inherited` are as in `Plan`;
-        `columns` is the width of the terminal's part that shows a rank's lines.
+        Rank 0 inherits the `listener` of that port. `stdin_rank` and `inherited` are as in `Plan`.
         """
         given = self._assignment
         asking = (signal.SIGUSR1,) if given.keeps_records else ()
@@ -73,11 +68,6 @@ class LocalHost:
                 restart=given.restart,
                 **given.choices,
             )
-            has_stdin = rank == stdin_rank
-            terminal = None
-            if has_stdin and Terminal.is_possible():
-                terminal = self._terminal = Terminal(self._selector, columns)
-                self._terminal_rank = rank
             ours, theirs = os.pipe()
             take = partial(_told, rank, Records[WorkerRecord](WorkerRecord))
             self._pipes[rank] = [Pipe(os.fdopen(ours, "rb", 0), self._selector, take)]
@@ -92,8 +82,7 @@ class LocalHost:
                         columns=given.columns,
                         skips_breakpoints=stdin_rank not in (None, rank),
                     ),
-                    has_stdin=has_stdin,
-                    terminal=terminal,
+                    has_stdin=rank == stdin_rank,
                     inherited=(*meeting, *own, theirs),
                     asking=asking,
                 )
@@ -106,7 +95,7 @@ class LocalHost:
                 self._pipes[rank].append(Pipe(file, self._selector, take))
 
     def poll(self) -> list[Event]:
-        """The ranks that have ended, after all that they wrote; passes keys on."""
+        """The ranks that have ended, after all that they wrote."""
         events: list[Event] = []
         for rank, process in self._processes.items():
             if process.returncode is None and process.reap():
@@ -115,10 +104,6 @@ class LocalHost:
                 assert process.returncode is not None
                 events.append(Ended(rank, process.returncode, self._how(process)))
                 self._guard.remove(process.pid)
-                if rank == self._terminal_rank:
-                    self.leave()
-        if self._terminal is not None:
-            self._terminal.poll()
         return events
 
     def _how(self, process: Process) -> str:
@@ -143,12 +128,6 @@ class LocalHost:
         """Send a signal to a rank's processes; one that asks for its flight record to it alone."""
         if rank in self._processes:
             self._processes[rank].send(number)
-
-    def leave(self) -> None:
-        """Give the terminal back."""
-        if self._terminal is not None:
-            self._terminal.close()
-            self._terminal = None
 
     def close(self) -> None:
         for pipes in self._pipes.values():

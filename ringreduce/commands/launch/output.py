@@ -18,11 +18,10 @@ _CONTROLS = re.compile(
 
 
 class LineBuffer:
-    """Collects bytes until a line is whole; `is_raw` keeps lines as they were written."""
+    """Collects bytes until a line is whole."""
 
-    def __init__(self, *, is_raw: bool = False) -> None:
+    def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_raw = is_raw
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
@@ -32,15 +31,12 @@ class LineBuffer:
             lines.append(rest)
             rest = ""
         self._rest = rest
-        return [self._shown(line) for line in lines]
+        return [last_state(line) for line in lines]
 
     @property
     def partial(self) -> str:
         """The line that is not whole yet."""
-        return self._shown(self._rest)
-
-    def _shown(self, line: str) -> str:
-        return line.removesuffix("\r") if self._is_raw else last_state(line)
+        return last_state(self._rest)
 
 
 def last_state(line: str) -> str:

@@ -25,7 +25,6 @@ class Plan:
     elastic: int | None = None
     grace_s: float = TIMES.grace_s
     output: str = "all"
-    tracebacks: str = "cause"
     stdin_rank: int | None = None
     # For each rank, descriptors that its process gets, and whose numbers stand after the command's
     # arguments; empty: none.

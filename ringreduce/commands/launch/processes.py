@@ -10,20 +10,17 @@ agent: the guard then kills its group.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import selectors
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from ringreduce.commands.launch import guard
 from ringreduce.commands.launch.exchange import Event
-from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.worker_environment import environment_without_secret
 
 _PIECE_BYTES = 1 << 16
@@ -32,10 +29,10 @@ _PIECE_BYTES = 1 << 16
 class Process:
     """A started worker, with descriptors that it has `inherited`.
 
-    It gets this process's standard input (`has_stdin`), or a `terminal` of its own for input and
-    output. The signals `asking` are for its flight record. It ignores them until it has a
-    communicator, which sets a handler; its children do not get them, since they would die. Its
-    `returncode`, as subprocess has it, is None until `reap`; `peak_bytes` of memory it had then.
+    It may get this process's standard input (`has_stdin`). The signals `asking` are for its flight
+    record. It ignores them until it has a communicator, which sets a handler; its children do not
+    get them, since they would die. Its `returncode`, as subprocess has it, is None until `reap`;
+    `peak_bytes` of memory it had then.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class Process:
         environment: Mapping[str, str],
         *,
         has_stdin: bool = False,
-        terminal: Terminal | None = None,
         inherited: Collection[int],
         asking: Sequence[int],
     ) -> None:
@@ -54,26 +50,18 @@ class Process:
         self._process = subprocess.Popen(
             list(command),
             env=environment,
-            stdin=terminal.tty if terminal else None if has_stdin else subprocess.DEVNULL,
-            stdout=terminal.tty if terminal else subprocess.PIPE,
+            stdin=None if has_stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             # A group in the background could not read from the launcher's terminal.
-            start_new_session=has_stdin or terminal is not None,
+            start_new_session=has_stdin,
             pass_fds=inherited,
-            preexec_fn=_prepare(
-                ignored=asking,
-                leads_session=has_stdin or terminal is not None,
-                has_terminal=terminal is not None,
-            ),
+            preexec_fn=_prepare(ignored=asking, leads_session=has_stdin),
         )
         self.pid = self._process.pid  # of the process and of its group
-        output = self._process.stdout
-        if terminal is not None:
-            os.close(terminal.tty)  # Else its output would not end with the worker.
-            output = terminal.output
-        assert output is not None
+        assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self.outputs: tuple[IO[bytes], IO[bytes]] = (output, self._process.stderr)
+        self.outputs: tuple[IO[bytes], IO[bytes]] = (self._process.stdout, self._process.stderr)
 
     def send(self, number: int) -> None:
         """Send a signal to its group; does nothing if it has ended."""
@@ -110,10 +98,7 @@ class Pipe:
         """The events of what has arrived; None: nothing has."""
         if self._file.closed:
             return None
-        try:
-            data = self._file.read(_PIECE_BYTES)
-        except OSError:
-            data = b""  # So a terminal ends that no process has open.
+        data = self._file.read(_PIECE_BYTES)
         if data is None:
             return None
         if not data:
@@ -165,10 +150,8 @@ class Guard:
             self._process.stdin.flush()
 
 
-def _prepare(
-    *, ignored: Sequence[int], leads_session: bool, has_terminal: bool
-) -> Callable[[], None]:
-    """The function that the child runs first: it sets up group, signals and terminal."""
+def _prepare(*, ignored: Sequence[int], leads_session: bool) -> Callable[[], None]:
+    """The function that the child runs first: it sets up group and signals."""
 
     def prepare() -> None:
         for number in ignored:
@@ -178,7 +161,5 @@ def _prepare(
             # To use the terminal is an error then, instead of that the worker is stopped.
             signal.signal(signal.SIGTTIN, signal.SIG_IGN)
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        if has_terminal:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     return prepare

@@ -17,11 +17,10 @@ _ERASE = "\r\x1b[K"
 
 
 class Source(NamedTuple):
-    """Standard output, or error, of a worker; a raw one, of a terminal, holds control sequences."""
+    """Standard output, or error, of a worker."""
 
     rank: int
     is_error: bool
-    is_raw: bool = False
 
 
 class Screen:
@@ -51,27 +50,22 @@ class Screen:
             return
         target = self._target(source)
         mark = self._mark(source.rank, target)
-        text = "".join(f"{mark}{self._line(line, source, target)}\n" for line in lines)
+        text = "".join(f"{mark}{self._line(line, target)}\n" for line in lines)
         if self._live is not None and self._live[0] == source:
             self._erase()  # The first line is what the live line has become.
         self._write(target, text)
 
     def show_live(self, source: Source, text: str) -> None:
         """Make `text` the live line; for no text there is none, if it was from `source`."""
-        mark = self._mark(source.rank, self._stdout)
-        if not source.is_raw:
-            # The last column stays free, where some terminals begin the next row.
-            text = self._line(cut(text, (self.columns or 80) - 1), source, self._stdout)
-        before = self._live[1] if self._live is not None and self._live[0] == source else ""
-        if before and text.startswith(before):
-            # What a person types appears where the cursor is.
-            _write(self._stdout, text[len(before) :].replace("\r", f"\r{mark}"))
-        elif text:
+        # The last column stays free, where some terminals begin the next row.
+        text = self._line(cut(text, (self.columns or 80) - 1), self._stdout)
+        if self._live == (source, text):
+            return  # What a person has typed stays.
+        if text or (self._live is not None and self._live[0] == source):
             self._erase()
-            _write(self._stdout, _drawn(mark, text))
-        elif before:
-            self._erase()
-        self._live = (source, text) if text else None if before else self._live
+        if text:
+            _write(self._stdout, self._mark(source.rank, self._stdout) + text)
+            self._live = (source, text)
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own; it may quote a worker's."""
@@ -81,13 +75,13 @@ class Screen:
     def _target(self, source: Source) -> TextIO:
         return self._stderr if source.is_error else self._stdout
 
-    def _line(self, line: str, source: Source, target: TextIO) -> str:
+    def _line(self, line: str, target: TextIO) -> str:
         if not target.isatty():
             return without_colors(last_state(line))
         if not color_wanted():
             return without_colors(line)
         # A color that a line leaves on is not for the next one.
-        return line + _NO_COLOR if "\x1b" in line and not source.is_raw else line
+        return line + _NO_COLOR if "\x1b" in line else line
 
     def _write(self, target: TextIO, text: str) -> None:
         """Write lines, above the live line if both are on a terminal."""
@@ -98,7 +92,7 @@ class Screen:
         self._erase()
         _write(target, text)
         source, shown = live
-        _write(self._stdout, _drawn(self._mark(source.rank, self._stdout), shown))
+        _write(self._stdout, self._mark(source.rank, self._stdout) + shown)
         self._live = live
 
     def _erase(self) -> None:
@@ -111,11 +105,6 @@ class Screen:
         if target.isatty() and color_wanted():
             mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}{_NO_COLOR}"
         return mark + " "
-
-
-def _drawn(mark: str, text: str) -> str:
-    """A live line from its first column on."""
-    return mark + text.replace("\r", f"\r{mark}")
 
 
 def _write(target: TextIO, text: str) -> None:

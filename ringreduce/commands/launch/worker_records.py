@@ -36,7 +36,7 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     exception: str = ""  # what names it, in one line
     # Its lines; of an error of ringreduce, without ringreduce's own frames.
     traceback: list[str] = []
-    whole: list[str] = []  # with them; empty if `traceback` has all
+    whole: list[str] = []  # with them, for the logs; empty if `traceback` has all
 
 
 WorkerRecord = Joins | Reformed | ImportedKeras | Raised
