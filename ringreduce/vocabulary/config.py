@@ -251,7 +251,7 @@ class Config:
         if place is not None:
             rank, local = place.rank, place.local_rank
         if (rank if local is None else local) == 0:
-            launched.say_misspelt(variables, _known_variables())
+            launched.warn_of_misspelt(variables, {*map(variable_of, SETTINGS), *_FURTHER})
         if place is None:
             _refuse_half_a_launch(values, variables)
         if not values.get("secret"):
@@ -307,20 +307,6 @@ def check_names(names: Collection[str], known: Collection[str]) -> None:
 def variable_of(setting: str) -> str:
     """The variable of a setting."""
     return f"RINGREDUCE_{setting.upper()}"
-
-
-def check_variables(more: Collection[str], say: Callable[[str], None]) -> None:
-    """Say which variables of this process, and of `more`, are misspelt."""
-    launched.say_misspelt({*os.environ, *more}, _known_variables(), say)
-
-
-def note_launched() -> None:
-    """Note that the launcher has called `check_variables` with this process's variables."""
-    launched.checked.update(os.environ)
-
-
-def _known_variables() -> set[str]:
-    return {*map(variable_of, SETTINGS), *_FURTHER}
 
 
 def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, str]) -> None:

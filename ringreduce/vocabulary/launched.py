@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from ringreduce.vocabulary.launchers import LaunchedRank, find
 from ringreduce.vocabulary.secret import users_secret
@@ -12,7 +12,6 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "RINGREDUCE_"
 _LIKENESS = 0.8  # TIMEOUT is like TIMEOUT_S, and PORT like PORTS
-checked: set[str] = set()  # variables that `say_misspelt` has looked at, here or in the launcher
 
 
 def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
@@ -33,19 +32,16 @@ def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
     return place
 
 
-def say_misspelt(
-    variables: Collection[str], known: Collection[str], say: Callable[[str], None] = _log.warning
-) -> None:
-    """Say, once, which variables nothing reads, though they look like one of those `known`."""
-    for name in sorted({*variables} - {*known} - checked):
+def warn_of_misspelt(variables: Collection[str], known: Collection[str]) -> None:
+    """Warn, once, of variables that nothing reads, though they look like one of those `known`."""
+    for name in sorted({*variables} - {*known}):
         if not name.startswith(_PREFIX):
             continue
         import difflib  # Rarely needed.
 
-        checked.add(name)
         ends = [each.removeprefix(_PREFIX) for each in known]
         if close := difflib.get_close_matches(name.removeprefix(_PREFIX), ends, 1, _LIKENESS):
-            say(f"nothing reads the variable {name}; is {_PREFIX}{close[0]} meant?")
+            _log_once(f"nothing reads the variable {name}; is {_PREFIX}{close[0]} meant?")
 
 
 def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str) -> None:

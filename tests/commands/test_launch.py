@@ -332,16 +332,12 @@ def test_an_option_that_the_script_gets_is_a_hint_if_there_is_none_before_it(
     assert run(tmp_path, name, "--epochs", "3", "-v").stderr == ""
 
 
-@pytest.mark.parametrize("joins", ["", "import ringreduce\nringreduce.init()\n"])
-def test_a_misspelt_variable_is_said_once(tmp_path: Path, joins: str) -> None:
-    text = RANK + "os.environ['RINGREDUCE_PORT'] = '7'\n" + joins
-    done = run(tmp_path, "-n", "2", script(tmp_path, text), RINGREDUCE_TIMEOUT="5")
-    said = "ringreduce: nothing reads the variable RINGREDUCE_TIMEOUT; is RINGREDUCE_TIMEOUT_S "
-    first, *more = done.stderr.splitlines()
-    assert first.startswith(said)
-    # That of the program itself only a rank can see.
-    assert len(more) == bool(joins)
-    assert all("RINGREDUCE_PORT; is RINGREDUCE_PORTS meant?" in line for line in more)
+def test_a_misspelt_variable_is_said_once(tmp_path: Path) -> None:
+    name = script(tmp_path, "import ringreduce\nringreduce.init()\n")
+    done = run(tmp_path, "-n", "2", name, RINGREDUCE_TIMEOUT="5")
+    assert done.stderr.splitlines() == [
+        "[0] nothing reads the variable RINGREDUCE_TIMEOUT; is RINGREDUCE_TIMEOUT_S meant?"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -396,7 +396,7 @@ def test_no_color_is_respected(monkeypatch, value, wanted):
     ],
 )
 def test_a_misspelt_variable_is_a_warning(name, meant, caplog):
-    launched.checked.clear()
+    launched._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "ringreduce"):
         Config.from_environment({f"RINGREDUCE_{name}": "on"})
     (record,) = caplog.records
@@ -415,7 +415,7 @@ def test_a_misspelt_variable_is_a_warning(name, meant, caplog):
     ],
 )
 def test_a_misspelt_variable_is_a_warning_of_one_rank_of_each_host(variables, count, caplog):
-    launched.checked.clear()
+    launched._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "ringreduce"):
         Config.from_environment(
             variables | {"RINGREDUCE_TIMEOUT": "5", "RINGREDUCE_SECRET": SECRET}
@@ -426,7 +426,7 @@ def test_a_misspelt_variable_is_a_warning_of_one_rank_of_each_host(variables, co
 
 
 def test_a_misspelt_variable_without_which_a_launch_is_incomplete_is_a_warning(caplog):
-    launched.checked.clear()
+    launched._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "ringreduce"), pytest.raises(ConfigError):
         Config.from_environment({"RINGREDUCE_RANK": "0", "RINGREDUCE_SIZES": "2"})
     assert "RINGREDUCE_SIZES; is RINGREDUCE_SIZE meant?" in caplog.text
@@ -434,7 +434,7 @@ def test_a_misspelt_variable_without_which_a_launch_is_incomplete_is_a_warning(c
 
 @pytest.mark.parametrize("name", ["OTHER", "BENCH_LINE", "TEST_FRESH", "TEST_SLOW_S", "COMPLETE"])
 def test_variables_of_others_are_theirs(name, caplog):
-    launched.checked.clear()
+    launched._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "ringreduce"):
         Config.from_environment({f"RINGREDUCE_{name}": "on"})
     assert not caplog.records

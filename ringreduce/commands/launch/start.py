@@ -20,7 +20,6 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))
 
 from ringreduce.commands.launch import handover, worker_records
-from ringreduce.vocabulary.config import note_launched
 
 _told: BaseException | None = None
 
@@ -42,7 +41,6 @@ class _KerasNotice(MetaPathFinder):
 def main(descriptor: int, program: list[str]) -> None:
     """Run `program`, which is `__main__` from now on."""
     handover.use_pipe(descriptor)
-    note_launched()
     notice = _KerasNotice()
     sys.meta_path.insert(0, notice)
     sys.excepthook = _show

@@ -15,7 +15,7 @@ from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
-from ringreduce.vocabulary.config import check_variables, log_dir_wanted
+from ringreduce.vocabulary.config import log_dir_wanted
 
 # Of all limits where a rank has the keyboard, so that a debugger may wait.
 _WEEK_S = 7 * 24 * 3600.0
@@ -43,7 +43,6 @@ def supervise(
     def say(text: str) -> None:
         print(f"ringreduce: {text}", file=stderr or sys.stderr, flush=True)
 
-    check_variables(plan.variables, say)
     with contextlib.ExitStack() as whole:
         signals, guard = whole.enter_context(queued_signals()), whole.enter_context(Guard())
         nodes = None if node is None else whole.enter_context(Nodes(node, signals, say))
