@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ringreduce.effects import signals
 from ringreduce.effects.recorder import Recorder
 from ringreduce.effects.signals import listener
 from ringreduce.effects.stacks import stacks, trace
@@ -109,7 +108,7 @@ class FlightFile:
             host=flight.cut(socket.gethostname(), flight.NAME_MAX),
             pid=os.getpid(),
             job=flight.cut(self._config.job_id, flight.NAME_MAX),
-            stacks=stacks(asking=(__file__, signals.__file__), unless=listener.thread),
+            stacks=stacks(),
             groups=[
                 flight.Group(
                     number=each.membership.group,

@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -18,26 +18,16 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")
 
 
-def stacks(*, asking: Collection[str], unless: threading.Thread | None) -> list[Stack]:
-    """Each thread's stack, the main thread's first.
-
-    Leaves out the calling thread's innermost frames in the files `asking`, and the thread `unless`.
-    """
+def stacks() -> list[Stack]:
+    """Each thread's stack, the main thread's first."""
     name_of = thread_names()
-    main, own = threading.main_thread().ident, threading.get_ident()
+    main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     result = []
     for thread, frame in frames[:THREADS_MAX]:
-        if unless is not None and thread == unless.ident:
-            continue
-        # A few more than are kept, since the callers' are left out below.
-        walked = islice(traceback.walk_stack(frame), FRAMES_MAX + 8)
+        walked = islice(traceback.walk_stack(frame), FRAMES_MAX)
         found = [_frame(passed, line or 0) for passed, line in walked][::-1]
-        if thread == own:
-            while found and found[-1].file in (*asking, __file__):
-                found.pop()
-        name = name_of(thread)
-        result.append(Stack(thread=name, main=thread == main, frames=found[-FRAMES_MAX:]))
+        result.append(Stack(thread=name_of(thread), main=thread == main, frames=found))
     return result
 
 
