@@ -285,12 +285,6 @@ def _unreadable(text: str) -> ConfigError:
     return ConfigError(f"cannot read {text[:80]!r} as Slurm's short form of a list")
 
 
-def _keras(variables: Variables) -> Variables:
-    """Process 0's address: the first, or the only one, that is given."""
-    addresses = variables.get("KERAS_DISTRIBUTION_JOB_ADDRESSES", "").split(",")
-    return _split_address("process 0", addresses[0].strip())
-
-
 def _tf_config(variables: Variables) -> Variables | None:
     """The rank of the task, and the addresses of all, chief first; None for no cluster.
 
@@ -326,11 +320,15 @@ def _tf_config(variables: Variables) -> Variables | None:
         tasks, addresses = [(kind, index)], [""]
     if type(index) is not int or (kind, index) not in tasks:
         raise _unusable(f"the cluster has no task of type {kind!r} with index {index!r}")
+    host, _, port = addresses[0].rpartition(":")
+    if not host or addresses[0].endswith("]"):
+        host, port = addresses[0], ""
     return {
         "TF_CONFIG's task": str(tasks.index((kind, index))),
         "TF_CONFIG's cluster": str(len(addresses)),
         "TF_CONFIG's addresses": ",".join(addresses),
-        **_split_address("TF_CONFIG's first task", addresses[0]),
+        "host of TF_CONFIG's first task": host.strip("[]"),
+        "port of TF_CONFIG's first task": port,
     }
 
 
@@ -340,13 +338,6 @@ def _unusable(why: str) -> ConfigError:
         remedy='Expected is {"cluster": {"chief": ["HOST:PORT"], "worker": ["HOST:PORT", ...]}, '
         '"task": {"type": "worker", "index": 0}}, where chief may be absent.',
     )
-
-
-def _split_address(what: str, text: str) -> Variables:
-    host, _, port = text.rpartition(":")
-    if not host or text.endswith("]"):
-        host, port = text, ""
-    return {f"host of {what}": host.strip("[]"), f"port of {what}": port}
 
 
 _TORCHRUN = Launcher(
@@ -404,17 +395,6 @@ LAUNCHERS = (
         job=("process of PMI_FD",),
         derive=_pmi,
         shares_home=True,
-    ),
-    Launcher(
-        "keras",
-        "Keras",
-        (("KERAS_DISTRIBUTION_PROCESS_ID",), ("KERAS_DISTRIBUTION_NUM_PROCESSES",)),
-        rank="KERAS_DISTRIBUTION_PROCESS_ID",
-        size="KERAS_DISTRIBUTION_NUM_PROCESSES",
-        job=("KERAS_DISTRIBUTION_JOB_ADDRESSES",),
-        host="host of process 0",
-        port="port of process 0",
-        derive=_keras,
     ),
     Launcher(
         "tf_config",

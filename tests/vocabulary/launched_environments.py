@@ -194,12 +194,6 @@ HOROVOD = {
     "HOROVOD_SIZE": "4",
 }
 
-KERAS = {
-    "KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234,10.0.0.2:2345",
-    "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
-    "KERAS_DISTRIBUTION_PROCESS_ID": "1",
-}
-
 
 def tf_config(kind: str = "worker", index: object = 0, **cluster: object) -> dict[str, str]:
     """TF_CONFIG of one task; by default of a TFJob's chief and two workers."""

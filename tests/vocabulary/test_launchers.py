@@ -47,12 +47,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         (seen.SRUN, (2, 3, 0, 1), f"n1:{MADE}"),
         (seen.SRUN_PMI2, (1, 2, 1, 2), rf"127\.0\.0\.1:{MADE}"),
         (seen.SRUN | seen.TORCHRUN, (5, 8, 1, 4), rf"10\.0\.0\.4:{MADE}"),
-        (seen.KERAS, (1, 2, None, None), r"10\.0\.0\.1:1234"),
-        (
-            seen.KERAS | {"KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1"},
-            (1, 2, None, None),
-            rf"10\.0\.0\.1:{MADE}",
-        ),
+        (tf_config(worker=["10.0.0.1", "10.0.0.2"]), (0, 2, None, None), rf"10\.0\.0\.1:{MADE}"),
         (tf_config("chief"), (0, 3, None, None), r"job-chief-0\.ns\.svc:2222"),
         (tf_config("worker", 1), (2, 3, None, None), r"job-chief-0\.ns\.svc:2222"),
         (
@@ -98,7 +93,6 @@ def test_what_is_no_job_of_several_ranks(variables):
         (without(seen.TORCHRUN, "RANK"), ["torchrun", "RANK is not set"]),
         (without(seen.OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), ["OMPI_COMM_WORLD_SIZE is not set"]),
         (without(seen.SRUN, "SLURM_STEP_NUM_TASKS"), ["SLURM_STEP_NUM_TASKS is not set"]),
-        (without(seen.KERAS, "KERAS_DISTRIBUTION_PROCESS_ID"), ["PROCESS_ID is not set"]),
         (without(seen.HOROVOD, "HOROVOD_RANK"), ["Horovod", "HOROVOD_RANK is not set"]),
         (seen.TORCHRUN | {"RANK": "8"}, ["RANK is '8'", "0 to 7"]),
         (seen.TORCHRUN | {"RANK": "-1"}, ["RANK is '-1'"]),
@@ -252,7 +246,7 @@ def test_one_host_gets_the_users_secret_which_is_made_once(tmp_path):
     assert Config.from_environment(seen.SRUN | home | SECRET).secret == SECRET["RINGREDUCE_SECRET"]
 
 
-@pytest.mark.parametrize("variables", [seen.TORCHRUN, seen.TRAINER, seen.KERAS, tf_config("chief")])
+@pytest.mark.parametrize("variables", [seen.TORCHRUN, seen.TRAINER, tf_config("chief")])
 def test_no_secret_is_made_where_hosts_need_not_share_a_home(tmp_path, variables):
     assert Config.from_environment(variables | {"HOME": str(tmp_path)}).secret == ""
     assert os.listdir(tmp_path) == []
