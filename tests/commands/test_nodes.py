@@ -186,14 +186,13 @@ def events_of(meeting: Meeting) -> Iterator[Callable[[], list[Event]]]:
         yield lambda: [each for key, _ in selector.select(0.01) for each in key.data() or ()]
 
 
-def test_who_comes_after_the_start_is_refused() -> None:
+def test_who_comes_after_the_start_finds_nobody() -> None:
     port = free_port()
     with meeting(node(port, 0), node(port, 1)) as (first, one):
-        one.result()
-        with events_of(first.result()) as read, meeting(node(port, 1)) as (late,):
-            wait_until(lambda: read() or late.done(), "a refusal")
-            with pytest.raises(ConfigError, match="the job has started already"):
-                late.result()
+        first.result(), one.result()
+        late = Nodes(node(port, 1)._replace(join_timeout_s=0.1), deque())
+        with pytest.raises(ConfigError, match="A job that has started takes no more nodes"):
+            late.meet(0)
 
 
 def test_what_ranks_do_is_told_to_all_without_texts() -> None:

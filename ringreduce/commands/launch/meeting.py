@@ -14,18 +14,13 @@ from typing import NamedTuple
 
 from ringreduce.commands.launch import node_messages as messages
 from ringreduce.commands.launch.exchange import Told
-from ringreduce.commands.launch.frames import Alive, Refused
+from ringreduce.commands.launch.frames import Alive
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import address
 from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16
-_LATE_MAX = 16  # launchers without a place that are connected at a time
-_TOO_LATE = (
-    "the job has started already, with other launchers. Give each host a --node-rank of its own, "
-    "and each job a --rendezvous of its own"
-)
 
 
 class Node(NamedTuple):
@@ -47,8 +42,7 @@ class Meeting:
     """The launchers of an attempt, from the time when all have come.
 
     Each tells the others what its ranks do, so that all decide alike; node 0 passes on what the
-    others tell. There `listener` is where the ranks meet, and `door` where launchers come for which
-    there is no place.
+    others tell. There `listener` is where the ranks meet.
     """
 
     def __init__(
@@ -57,11 +51,9 @@ class Meeting:
         placed: messages.Placed,
         peers: Sequence[Peer],
         listener: socket.socket | None = None,
-        door: socket.socket | None = None,
     ) -> None:
         self.node, self.placed, self.listener = node, placed, listener
-        self._peers, self._door = peers, door
-        self._late: list[Peer] = []
+        self._peers = peers
         self._missed: set[Peer] = set()  # those of which `poll` has told that they are gone
 
     @property
@@ -73,8 +65,6 @@ class Meeting:
         """Have `selector` watch the connections, with callables that return what they bring."""
         for peer in self._peers:
             selector.register(peer.end, selectors.EVENT_READ, partial(self._read, peer, selector))
-        if self._door is not None:
-            selector.register(self._door, selectors.EVENT_READ, partial(self._refuse, selector))
 
     def poll(self) -> list[int]:
         """Keep the connections alive; return the ranks of launchers that are gone, once."""
@@ -95,7 +85,7 @@ class Meeting:
                 peer.send(event)
 
     def close(self) -> None:
-        for peer in (*self._peers, *self._late):
+        for peer in self._peers:
             # What is left to read would make the system drop what was sent.
             with contextlib.suppress(OSError):
                 peer.end.setblocking(False)
@@ -109,25 +99,9 @@ class Meeting:
         events = [each for each in peer.read() if isinstance(each, messages.Event)]
         if peer.is_gone:
             selector.unregister(peer.end)
-            if peer in self._late:
-                self._late.remove(peer)
-                peer.end.close()
         for event in events:
             self.tell(event, but=peer)
         return events
-
-    def _refuse(self, selector: selectors.BaseSelector) -> None:
-        """On node 0: tell a launcher for which there is no place why."""
-        assert self._door is not None
-        with contextlib.suppress(OSError):  # It has left again.
-            end, _ = self._door.accept()
-            if len(self._late) == _LATE_MAX:
-                end.close()
-                return
-            late = Peer(end, self.node.secret, is_first=True)
-            late.send(Refused(_TOO_LATE))
-            self._late.append(late)
-            selector.register(late.end, selectors.EVENT_READ, partial(self._read, late, selector))
 
 
 class Peer:

@@ -221,8 +221,9 @@ class Nodes:
             peer.send(msgspec.structs.replace(placed, first_rank=first))
             first += join.count
         # With restarts those that come now may come for the next attempt, and wait for it.
-        door = None if node.own.max_restarts else self._listener
-        return Meeting(node, placed, peers, listener, door)
+        if not node.own.max_restarts:
+            self.__exit__()
+        return Meeting(node, placed, peers, listener)
 
     def _join(self, deadline: float) -> Meeting | None:
         """The other nodes' side."""
@@ -232,7 +233,8 @@ class Nodes:
                 raise ConfigError(
                     f"got no answer from node 0 at {node.address} in {node.join_timeout_s:g} s",
                     remedy="Start `ringreduce run --node-rank 0` there; --rendezvous must be its "
-                    "address, which this host reaches. A job that has started takes no more nodes.",
+                    "address, which this host reaches. A job that has started takes no more nodes: "
+                    "each host needs a --node-rank of its own, each job a --rendezvous of its own.",
                 )
             peer = _connect(node)
             if peer is None:
