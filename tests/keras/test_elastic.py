@@ -138,6 +138,7 @@ def test_a_rank_that_has_missed_the_others_commit_takes_their_weights(tmp_path):
         assert fact["iterations"] == fact["batches"] == EPOCHS * STEPS
 
 
+@pytest.mark.full
 def test_a_rank_that_has_missed_an_exchange_does_what_callbacks_do_after_it_once(tmp_path):
     # The averages of the first epoch's metrics, after its steps but the first and four agreements.
     case = {"misses": [0, STEPS], "halves": True, "faults": [[2, "written", 1, "kill"]]}

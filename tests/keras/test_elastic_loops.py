@@ -73,6 +73,7 @@ def test_a_rank_that_has_missed_the_end_ends_as_the_others():
     assert [fact["result"] for fact in found.values()] == ["done"] * 2
 
 
+@pytest.mark.full
 def test_a_rank_that_has_missed_the_end_goes_on_with_the_next_loop():
     """Rank 0 is in that when it is met."""
     faults = [[2, "barrier", 1, "kill"], [1, "barrier", 1, "wait"]]
@@ -84,6 +85,7 @@ def test_a_rank_that_has_missed_the_end_goes_on_with_the_next_loop():
         assert fact["difference"] < 1e-6
 
 
+@pytest.mark.full
 def test_too_few_do_not_make_the_end_of_a_loop_again():
     """Rank 0 has returned from it, and rank 1 has not."""
     faults = [[2, "return", 1, "kill"], [1, "return", 1, "wait"]]
