@@ -101,7 +101,7 @@ class Visits:
         def run() -> None:
             while not self._is_closing:
                 for message in self.receive(TIMES.poll_s):
-                    # What follows a ring that works nobody knows.
+                    # A ring that works has no successor to tell.
                     if has_ended or message.view < view.number:
                         for each in receive(known, message)[1]:
                             self.send(each)

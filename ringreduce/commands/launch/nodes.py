@@ -92,6 +92,9 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close_listener()
+
+    def _close_listener(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
@@ -222,7 +225,7 @@ class Nodes:
             first += join.count
         # With restarts those that come now may come for the next attempt, and wait for it.
         if not node.own.max_restarts:
-            self.__exit__()
+            self._close_listener()
         return Meeting(node, placed, peers, listener)
 
     def _join(self, deadline: float) -> Meeting | None:
