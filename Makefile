@@ -1,14 +1,16 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both make the virtual
-# environment first; it is made anew when pyproject.toml changes.
+# Two commands for a fresh machine: `make demo` and `make test`. Both make the virtual environment
+# first, the demo with no more than it needs; it is completed anew when pyproject.toml changes.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# What an environment depends on.
+SOURCES := pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 
 .PHONY: demo test test-full lint types native native-sanitized check check-full check-without-native \
     check-lowest soak docs dist release-notes clean
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
 
 # What every change must pass.
@@ -77,7 +79,7 @@ check-lowest: $(LOWEST)/.installed
 	{ $(LOWEST)/bin/python -m pytest $(IN_TWO) -m "not full" $(FRAMEWORK) || \
 	  $(LOWEST)/bin/python -m pytest -m "not full" $(FRAMEWORK) $(AGAIN); }
 
-$(LOWEST)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
+$(LOWEST)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" \
 	    "keras==3.12.*" $(LOWEST_VERSIONS)
@@ -123,10 +125,13 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m tests.soak --minutes 2
 	$(BIN)/python -m tests.soak_elastic --minutes 2
 
-$(VENV)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
+# .installed has all of .examples, and what development needs: Sphinx, Ray, pytest and so on.
+$(VENV)/.examples: EXTRA := examples
+$(VENV)/.installed: EXTRA := dev
+$(VENV)/.examples $(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRA)]"
+	touch $(VENV)/.examples $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
