@@ -4,36 +4,73 @@ Before numba loads a function from its cache, it imports all that one could be c
 scipy.linalg: 0.3 s of processor time at the start of each rank. What is here leaves that to the
 compiler. And numba compiles a function anew when the function's own file has changed; but it
 contains constants, record layouts and functions of other files: after an update of one of these it
-would read and write the wrong memory.
+would read and write the wrong memory. Where numba finds no place for them, as in a container with
+an unknown user, they are kept in a folder of our own, or not at all.
 """
 
 import hashlib
+import logging
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, NullCache
 from numba.core.ccallback import CFunc
 from numba.core.runtime import rtsys
 from numba.core.sigutils import normalize_signature
+from numba.misc.appdirs import AppDirs
+
+_log = logging.getLogger(__name__)
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """Decorate a function to compile. Called by Python, it releases the GIL."""
-    compiled = numba.njit(nogil=True, cache=True)(function)
-    compiled._cache = _Cache(function)
+    compiled = numba.njit(nogil=True)(function)
+    compiled._cache = _cache_of(function)
     return compiled
 
 
 def callback(signature: Any, function: Callable[..., Any]) -> Any:
     """Compile `function`, which C calls at the result's ``address``; keep the result."""
     compiled: Any = CFunc(function, normalize_signature(signature), locals={}, options={})
-    compiled._cache = _Cache(function)
+    compiled._cache = _cache_of(function)
     compiled.compile()
     return compiled
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    # Without a home numba would make a folder named ~.
+    if numba.config.CACHE_DIR or os.path.isabs(AppDirs("numba", appauthor=False).user_cache_dir):
+        with suppress(RuntimeError):
+            return _Cache(function)
+    numba.config.CACHE_DIR = _own_folder()
+    return _Cache(function) if numba.config.CACHE_DIR else NullCache()
+
+
+@cache
+def _own_folder() -> str:
+    """A folder that no other user can enter or exchange, since caches are pickles; empty: none."""
+    try:
+        above, user = tempfile.gettempdir(), os.geteuid()
+        folder = os.path.join(above, f"ringreduce-{user}")
+        os.makedirs(folder, 0o700, exist_ok=True)
+        found, outer = os.lstat(folder), os.stat(above)
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077
+        # Whoever may write beside it may rename it, unless the sticky bit is set, as for /tmp.
+        stays = outer.st_mode & stat.S_ISVTX or not outer.st_mode & 0o022
+        if not (is_own and stays and outer.st_uid in (0, user)):
+            raise PermissionError(f"{folder} is not safe from other users")
+    except OSError as error:
+        text = "each process compiles its functions, since the home cannot be written, and %s; "
+        _log.warning(text + "NUMBA_CACHE_DIR names a folder to keep them", error)
+        return ""
+    return folder
 
 
 # Folders of compiled functions that lacked one, which was compiled anew.
@@ -55,6 +92,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         if found is None:
             incomplete.add(self.cache_path)
         return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError):  # A full disk, for example: the next process compiles it.
+            super().save_overload(sig, data)
 
 
 @cache
