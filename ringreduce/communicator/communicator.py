@@ -31,13 +31,14 @@ from ringreduce.communicator.statistics import Statistics
 from ringreduce.engine.engine import Engine
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.encodings import Coding
-from ringreduce.pure.membership import whole
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import aligned, flat_view
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
+from ringreduce.vocabulary.worker_environment import parents_ring
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +61,14 @@ class Communicator(MovingCalls, PairCalls):
     _parent: Communicator | None = None
 
     def __init__(self, config: Config) -> None:
-        make = functools.partial(form, config) if config.size > 1 else None
-        self._use(Session(config, whole(config.size), None, make, Lasting()))
+        inherited = parents_ring(config)
+        own, members = inherited or (config, range(config.size))
+        make = functools.partial(form, config) if config.size > 1 and not inherited else None
+        session = Session(own, Membership(tuple(members)), None, make, Lasting())
+        if inherited:
+            session.close_inherited()
+        self._use(session)
+        self._config = config
 
     @property
     def config(self) -> Config:

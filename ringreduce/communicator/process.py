@@ -6,6 +6,7 @@ from inspect import signature
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.config import Config, describe
 from ringreduce.vocabulary.errors import ClosedError, ConfigError
+from ringreduce.vocabulary.worker_environment import tell_children
 
 _lock = threading.Lock()
 _default: Communicator | None = None
@@ -36,7 +37,8 @@ def init(
     on) or another launcher, such as mpirun, srun or torchrun. Without them the process is a world
     of one, so that a script runs alone unchanged.
 
-    Called again while the default is open, it returns the same communicator.
+    Called again while the default is open, it returns the same communicator. In a child process of
+    a rank it returns one with the parent's rank and size, which refuses collectives.
 
     Args: settings, see `Config`.
 
@@ -56,6 +58,7 @@ def init(
                 )
             return _default
         _default = Communicator(config)
+        tell_children(config, _default.members, _default.local_rank, _default.local_size)
         return _default
 
 

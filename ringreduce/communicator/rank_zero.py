@@ -77,6 +77,7 @@ def on_rank_zero(
     ring = communicator or default_communicator()
     if ring.size == 1:
         return function(*args, **kwargs)
+    ring._session.check()  # Before the function: a child of rank 0 must not call it too.
     name = getattr(function, "__qualname__", None) or repr(function)
     if ring.rank != 0:
         asked, told = ring.broadcast_object(None)

@@ -38,6 +38,7 @@ from ringreduce.vocabulary.errors import (
     RendezvousError,
 )
 from ringreduce.vocabulary.words import named
+from ringreduce.vocabulary.worker_environment import tell_children
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def reform(
                     continue
                 raise
         communicator._use(session)
+        tell_children(config, view.members, session.local_rank, session.local_size)
         text = "[%d/%d] ring formed anew, epoch %d, of ranks %s"
         _log.info(text, config.rank, config.size, view.number, list(view.members))
         return

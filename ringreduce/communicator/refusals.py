@@ -14,11 +14,12 @@ def closed(config: Config) -> ClosedError:
 
 
 def forked(config: Config) -> ClosedError:
-    """The error of a call in a forked child."""
+    """The error of a call in a child process, forked or spawned."""
     return ClosedError(
-        "is used in a forked child, whose sockets are its parent's",
+        "made a call in a child process, and only its parent is that rank",
         **config.who,
-        remedy="Start processes with spawn, or form a new communicator in the child.",
+        remedy="Make it in the parent, in a file that spawned children import below `if __name__ "
+        "== '__main__':`. `ringreduce run -n 1` starts a child that is a job of its own.",
     )
 
 

@@ -75,7 +75,7 @@ class Session:
     ) -> None:
         self.config, self.membership = config, membership
         self.group_rank, self.size = membership.group_rank(config.rank), membership.size
-        # Whether this is a forked child's copy; asking the system takes 0.2 us.
+        # Whether this is a child's copy; asking the system takes 0.2 us.
         self.is_inherited = False
         self._life = LifeCycle()
         self.lasting = lasting
@@ -203,7 +203,7 @@ class Session:
         return [decode(each, self.config.who) for each in gathered]
 
     def close_inherited(self) -> None:
-        """In a forked child: refuse to work, since the sockets are the parent's."""
+        """In a child: refuse to work, since its parent is the rank, and has the sockets."""
         self.is_inherited = True
         self.calls.use_python()
 

@@ -99,7 +99,7 @@ class ArrayError(RingReduceError, ValueError):
 
 
 class ClosedError(RingReduceError):
-    """You used a communicator after ``close()``, or in a forked child."""
+    """You used a communicator after ``close()``, or in a child process."""
 
 
 class MismatchError(RingReduceError):

@@ -1,7 +1,9 @@
 """The environment that workers get, here and on other hosts."""
 
+import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
 from ringreduce.vocabulary.cores import bound_cores
@@ -10,8 +12,10 @@ from ringreduce.vocabulary.errors import ConfigError
 _SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
 # Which rank of a job a process is: a launcher that is itself a worker must not pass it on.
 _PLACE = {variable_of(name) for name, setting in SETTINGS.items() if not setting.is_choice}
+# Which ring this process, or the one that has started it, is a rank of.
+_RING = "RINGREDUCE_RING"
 # What holds for one process or host alone, and the secret, which travels apart.
-_OWN = {*_PLACE, "RINGREDUCE_HOST_ID", *_SECRET}
+_OWN = {*_PLACE, _RING, "RINGREDUCE_HOST_ID", *_SECRET}
 # Numerical libraries read these when they load; the launcher sets them for each worker.
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
@@ -36,7 +40,7 @@ def worker_environment(
     environment. `skips_breakpoints`: ``breakpoint()`` does nothing, since another has the keyboard.
     """
     environment = {**os.environ, **(variables or {})}
-    environment = {name: value for name, value in environment.items() if name not in _PLACE}
+    environment = {k: value for k, value in environment.items() if k not in {*_PLACE, _RING}}
     ours = _PLACE | {variable_of(name) for name in decided}
     environment |= {name: text for name, text in config.to_environment().items() if name in ours}
     for name in _THREAD_VARIABLES:
@@ -70,6 +74,30 @@ def leave_job() -> None:
     """Remove from the environment which rank of a job this process was, and the job's secret."""
     for name in _OWN:
         os.environ.pop(name, None)
+
+
+def tell_children(config: Config, members: Sequence[int], *local: int) -> None:
+    """Tell children that they are no ranks: this process is, of a ring with these `members`.
+
+    `local`: its number on its host, and that of the ranks there.
+    """
+    if config.size > 1 and parents_ring(config) is None:
+        ring = os.getpid(), (config.job_id, config.rank), members, *local
+        os.environ[_RING] = json.dumps(ring)
+
+
+def parents_ring(config: Config) -> tuple[Config, Sequence[int]] | None:
+    """The settings and members of a ring in which a parent of this process is that rank; or None.
+
+    None too where the rank's process has started another program (`os.execv`).
+    """
+    process, place, members, *local = json.loads(os.environ.get(_RING, "[0, 0, 0]"))
+    if process == os.getpid() or place != [config.job_id, config.rank]:
+        return None
+    local_rank, local_size = local
+    # The files of its folders are the parent's.
+    own = replace(config, local_rank=local_rank, local_size=local_size, log_dir="", trace_dir="")
+    return own, members
 
 
 def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:

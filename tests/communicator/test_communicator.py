@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -403,40 +402,6 @@ def test_mean_of_narrow_integers_over_more_ranks_than_they_hold_is_refused(monke
         with pytest.raises(ArrayError, match="int8"):
             communicator.reduce_scatter(np.ones(3, np.int8), "mean")
         communicator.all_reduce(np.ones(3, np.int8))
-
-
-FORK = """
-import os
-import msgspec
-import numpy as np
-import ringreduce
-from ringreduce.testing import ring_of_threads
-
-def work(comm):
-    if comm.rank == 0:
-        before = len(os.listdir("/dev/fd"))
-        child = os.fork()
-        if child == 0:
-            assert len(os.listdir("/dev/fd")) < before
-            try:
-                comm.barrier()
-            except ringreduce.ClosedError as error:
-                comm.close()
-                os._exit(7 if "forked child" in str(error) else 1)
-            os._exit(2)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print("child", code)
-    return comm.all_reduce(np.ones(3)).tolist()
-
-print(ring_of_threads(2, work))
-"""
-
-
-def test_forked_child_is_turned_away_and_does_not_close_its_parents_ring():
-    result = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.stdout.splitlines() == ["child 7", "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"]
 
 
 @pytest.mark.full

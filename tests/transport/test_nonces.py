@@ -113,7 +113,7 @@ def test_no_nonce_is_used_twice_with_a_key(tmp_path: Path, monkeypatch: pytest.M
         assert [fact["taken"] for fact in queued] == [1, 1]
         for fact in ring.wait("child"):
             assert fact["kind"] == "ClosedError", fact
-            assert "forked child" in fact["text"]
+            assert "child process" in fact["text"]
         for fact in ring.wait("forked"):
             assert {fact["status"], fact["pairs"]} == {records.KEY_ENDED}
             assert fact["seals"] == 0
