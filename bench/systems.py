@@ -6,8 +6,10 @@ where an option is set, a comment says why.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import random
 import secrets
 import shutil
 import socket
@@ -92,13 +94,17 @@ def ring_processes(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [listener.getsockname()[1] for listener in sockets]
-    finally:
-        for listener in sockets:
-            listener.close()
+    """Ports that nobody listens on, and that stay free until a worker does, seconds later.
+
+    The system gives other processes none of these by chance: its own begin at 32768.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(20000, 29000), 9000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 def _ringreduce(transport: str, *options: str) -> Callable[[Sequence[Host]], list[Process]]:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 
@@ -176,6 +177,15 @@ def test_a_peer_that_is_not_installed_is_listed_and_left_out(monkeypatch, capsys
     code = peers.run(workers=2, size_range=[4096], pace=pace, labels=["gloo"], json_file=None)
     assert code == 0
     assert "# gloo: not installed: pip install torch" in capsys.readouterr().out
+
+
+def test_ports_of_workers_are_free_and_none_that_linux_gives_to_others():
+    """A worker listens seconds after its port was chosen."""
+    ports = systems.free_ports(3)
+    assert len(set(ports)) == 3
+    assert max(ports) < 32768  # /proc/sys/net/ipv4/ip_local_port_range begins there.
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_a_system_that_dies_is_shown_and_does_not_stop_the_others(capsys):
