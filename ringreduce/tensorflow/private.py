@@ -1,6 +1,7 @@
 """All private names of TensorFlow that this package uses, checked on import.
 
-This file replaces nothing in TensorFlow, and changes only a function that it is given.
+This file replaces nothing in TensorFlow. It adds a rule to AutoGraph's, and changes only a function
+that it is given.
 """
 
 import importlib
@@ -28,6 +29,12 @@ def named(module: str, name: str, missing: Callable[[str], ConfigError] = _missi
     except (ImportError, AttributeError) as error:
         raise missing(f"{module}.{name}") from error
 
+
+# AutoGraph must leave our functions in a user's `tf.function` as they are: it does not know all of
+# Python, and what it cannot read it tells users to report to the TensorFlow team.
+_AUTOGRAPH = "tensorflow.python.autograph.core.config"
+_rules = *named(_AUTOGRAPH, "CONVERSION_RULES"), named(_AUTOGRAPH, "DoNotConvert")("ringreduce")
+importlib.import_module(_AUTOGRAPH).CONVERSION_RULES = _rules
 
 _FUNCTIONS = "tensorflow.python.eager.polymorphic_function"
 _ConcreteFunction = named(f"{_FUNCTIONS}.concrete_function", "ConcreteFunction")

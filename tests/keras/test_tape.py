@@ -1,13 +1,16 @@
 """`DistributedGradientTape`: averages what a tape gives, and keeps what the ranks agreed on."""
 
 import gc
+import inspect
 import json
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.impl.conversion import is_allowlisted
 
 import ringreduce
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import run_job
 from tests.scope import in_full
@@ -150,6 +153,37 @@ def test_variables_are_not_kept():
 def test_a_name_that_neither_has_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such"):
         _ = rr.DistributedGradientTape().no_such
+
+
+def test_in_a_function_autograph_leaves_it_as_it_is(monkeypatch):
+    """Else TensorFlow warns of each function that it cannot read, and asks for a report to it."""
+    warned = []
+    monkeypatch.setattr(tf.get_logger(), "warning", lambda *text: warned.append(text))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = value * value
+        return hvd.DistributedGradientTape(tape).gradient(loss, value)
+
+    value = tf.Variable(3.0)
+    hvd.init()
+    try:
+        assert float(step()) == 6.0
+    finally:
+        hvd.shutdown()
+    assert warned == []
+
+
+def test_autograph_leaves_all_public_functions_as_they_are():
+    modules = ringreduce, rr, hvd, rr.callbacks, rr.elastic, rr.parts
+    named = [getattr(module, name) for module in modules for name in module.__all__]
+    found = [each for each in named if inspect.isclass(each) or inspect.isroutine(each)]
+    for each in filter(inspect.isclass, named):
+        methods = inspect.getmembers(each, inspect.isfunction)
+        found += [method for _, method in methods if method.__module__.startswith("ringreduce.")]
+    assert len(found) > 300
+    assert [each for each in found if not is_allowlisted(each)] == []
 
 
 def test_the_custom_loop_learns_and_its_workers_end_alike():
