@@ -24,10 +24,10 @@ def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
             f"this process trains alone: its Slurm job has {tasks} tasks, and srun has not started "
             "it. `srun python ...` starts all; RINGREDUCE_LAUNCHER=none hides this warning",
         )
-    elif place is None and (missing := _missing_of_torch(variables)):
+    elif place is None and (half := _half_of_torch(variables)):
         _log_once(
-            f"this process trains alone: variables of PyTorch are set, but not {missing}. Set RANK "
-            "and WORLD_SIZE in each process; RINGREDUCE_LAUNCHER=none hides this warning",
+            f"this process trains alone: {half}, PyTorch's variables. Unset what is left from "
+            "before, or set both in each process; RINGREDUCE_LAUNCHER=none hides this warning",
         )
     return place
 
@@ -66,13 +66,16 @@ def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str
     _log_once(text, logging.INFO)
 
 
-def _missing_of_torch(variables: Mapping[str, str]) -> str:
-    """The variable without which processes started by hand are no job; empty if that is no lack."""
-    given = [name for name in ("RANK", "WORLD_SIZE") if variables.get(name)]
-    is_started = variables.get("MASTER_ADDR") and not variables.get("RINGREDUCE_LAUNCHER")
-    if not is_started or len(given) != 1 or variables.get("WORLD_SIZE") == "1":
+def _half_of_torch(variables: Mapping[str, str]) -> str:
+    """Which of two variables is set without the other, where they may be meant; or empty."""
+    rank, size = variables.get("RANK", ""), variables.get("WORLD_SIZE", "")
+    # A rank other than 0 is one of several.
+    is_meant = variables.get("MASTER_ADDR") or (rank.isdecimal() and int(rank) > 0)
+    if variables.get("RINGREDUCE_LAUNCHER") or not is_meant or bool(rank) == bool(size):
         return ""
-    return "WORLD_SIZE" if given == ["RANK"] else "RANK"
+    if rank:
+        return f"RANK={rank[:20]} is set, and WORLD_SIZE is not"
+    return "" if size == "1" else f"WORLD_SIZE={size[:20]} is set, and RANK is not"
 
 
 def _idle_tasks(variables: Mapping[str, str]) -> int:

@@ -316,24 +316,27 @@ def test_a_script_that_forgets_srun_is_warned(variables, times, caplog):
 
 
 @pytest.mark.parametrize(
-    ("variables", "missing"),
+    ("variables", "said"),
     [
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "of 4"}, ["RANK"]),
-        ({"RANK": "0", "MASTER_ADDR": "of 0"}, ["WORLD_SIZE"]),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "of 4"}, ["WORLD_SIZE=4 is set, and RANK is not"]),
+        ({"RANK": "0", "MASTER_ADDR": "of 0"}, ["RANK=0 is set, and WORLD_SIZE is not"]),
+        ({"RANK": "1"}, ["RANK=1 is set, and WORLD_SIZE is not"]),
         ({"WORLD_SIZE": "4", "MASTER_ADDR": "none", "RINGREDUCE_LAUNCHER": "none"}, []),
         ({"WORLD_SIZE": "1", "MASTER_ADDR": "alone"}, []),
-        ({"RANK": "3"}, []),
+        ({"RANK": "0"}, []),
+        ({"RANK": "high"}, []),
+        ({"WORLD_SIZE": "4"}, []),
         (seen.SRUN | {"WORLD_SIZE": "2", "MASTER_ADDR": "slurm"}, []),
     ],
 )
-def test_half_of_what_pytorch_sets_is_warned_of(variables, missing, caplog):
+def test_half_of_what_pytorch_sets_is_warned_of(variables, said, caplog):
     launched._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "ringreduce"):
         Config.from_environment(variables)
     assert [record.getMessage() for record in caplog.records] == [
-        f"this process trains alone: variables of PyTorch are set, but not {name}. Set RANK and "
-        "WORLD_SIZE in each process; RINGREDUCE_LAUNCHER=none hides this warning"
-        for name in missing
+        f"this process trains alone: {text}, PyTorch's variables. Unset what is left from before, "
+        "or set both in each process; RINGREDUCE_LAUNCHER=none hides this warning"
+        for text in said
     ]
 
 
