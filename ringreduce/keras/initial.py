@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 
 # AutoGraph must not convert this, nor what it calls.
-@tf.autograph.experimental.do_not_convert
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int = 0, communicator: Communicator | None = None
 ) -> None:

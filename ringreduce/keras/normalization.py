@@ -65,7 +65,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         pass
 
     # The base class calls this in training only; inputs are float32 or float64.
-    @tf.autograph.experimental.do_not_convert
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         ring = self.communicator or default_communicator()
         if ring.size == 1:

@@ -215,7 +215,6 @@ class DistributedOptimizer(Wrapper):
         return self.communicator or default_communicator()
 
     # AutoGraph must not convert this: it is Python that runs while tracing.
-    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Average `grads` over all ranks and apply them with the inner optimizer.
 

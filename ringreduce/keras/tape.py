@@ -93,7 +93,6 @@ class DistributedGradientTape:
         self._tape.__exit__(*exception)
 
     # AutoGraph must not convert this: it is Python that runs while tracing.
-    @tf.autograph.experimental.do_not_convert
     def gradient(
         self,
         target: Any,

@@ -17,7 +17,6 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 _CARRIERS = {"uint16": tf.int32, "bool": tf.uint8}
 
 
-@tf.autograph.experimental.do_not_convert
 def all_reduce(
     tensor: Any, op: ReduceOp | str = ReduceOp.SUM, communicator: Communicator | None = None
 ) -> Any:
@@ -97,7 +96,6 @@ def _moved(tensor: Any, collective: Callable[[Any], Any]) -> Any:
     return _carried(tensor, collective, across=moved_across_ranks)
 
 
-@tf.autograph.experimental.do_not_convert
 def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
     """Join the tensors of all ranks along the first dimension, in rank order; equal on all ranks.
 
@@ -110,7 +108,6 @@ def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
     return _carried(tensor, lambda value: collectives.all_gather(value, ring))
 
 
-@tf.autograph.experimental.do_not_convert
 def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = None) -> Any:
     """The tensor that rank `root` passed, on every rank: new, of the same shape and dtype.
 
@@ -123,7 +120,6 @@ def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = No
     return _carried(tensor, lambda value: collectives.broadcast(value, ring, root))
 
 
-@tf.autograph.experimental.do_not_convert
 def reduce_scatter(
     tensor: Any, op: ReduceOp | str = ReduceOp.SUM, communicator: Communicator | None = None
 ) -> Any:
@@ -138,7 +134,6 @@ def reduce_scatter(
     return _carried(tensor, lambda value: collectives.reduce_scatter(value, ring, op), op)
 
 
-@tf.autograph.experimental.do_not_convert
 def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | None = None) -> Any:
     """Send a part of `tensor` to each rank, and join the parts that all ranks send to this one.
 
@@ -174,7 +169,6 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
     return _moved(tensor, exchange), received
 
 
-@tf.autograph.experimental.do_not_convert
 def gather(tensor: Any, root: int = 0, *, communicator: Communicator | None = None) -> Any:
     """Join the tensors of all ranks along the first dimension, in rank order, on rank `root`.
 
@@ -189,7 +183,6 @@ def gather(tensor: Any, root: int = 0, *, communicator: Communicator | None = No
     return _moved(tensor, lambda value: collectives.gather(value, ring, root))
 
 
-@tf.autograph.experimental.do_not_convert
 def scatter(
     tensor: Any,
     root: int = 0,
@@ -211,7 +204,6 @@ def scatter(
     return _moved(tensor, lambda value: collectives.scatter(value, ring, root, counts))
 
 
-@tf.autograph.experimental.do_not_convert
 def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | None = None) -> Any:
     """Send `tensor` to rank `to`, which calls `recv`; only these two ranks take part.
 
@@ -235,7 +227,6 @@ def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | Non
     return _moved(tensor, lambda value: send_recv.send(value, ring, to, tag))
 
 
-@tf.autograph.experimental.do_not_convert
 def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | None = None) -> Any:
     """The next tensor that rank `source` sends to this one.
 

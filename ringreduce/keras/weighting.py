@@ -109,7 +109,6 @@ def refuse_local(kinds: Sequence[Kind], ring: Communicator) -> None:
         )
 
 
-@tf.autograph.experimental.do_not_convert
 def in_parts(
     function: Callable[..., Any], *tensors: Any, communicator: Communicator | None = None
 ) -> Any:

@@ -60,7 +60,6 @@ class GradientBridge:
         self._routes: dict[tuple[Any, ...], tuple[BucketPlan, _Route]] = {}
 
     # AutoGraph must not convert this: it is Python that runs while tracing, or as an op.
-    @tf.autograph.experimental.do_not_convert
     def mean(
         self,
         ring: Communicator,

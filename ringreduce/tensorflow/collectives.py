@@ -24,7 +24,6 @@ from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 
-@tf.autograph.experimental.do_not_convert
 def all_reduce(
     tensor: Any, ring: Communicator, op: ReduceOp | str = ReduceOp.SUM, of: Any = NONE
 ) -> Any:
@@ -42,7 +41,6 @@ def all_reduce(
     return collective(ring, "reduce a tensor", run, gradient, value, value.shape, of=of)
 
 
-@tf.autograph.experimental.do_not_convert
 def all_gather(
     tensor: Any, ring: Communicator, *, counts: Sequence[int] | None = None, of: Any = NONE
 ) -> Any:

@@ -30,12 +30,6 @@ def named(module: str, name: str, missing: Callable[[str], ConfigError] = _missi
         raise missing(f"{module}.{name}") from error
 
 
-# AutoGraph must leave our functions in a user's `tf.function` as they are: it does not know all of
-# Python, and what it cannot read it tells users to report to the TensorFlow team.
-_AUTOGRAPH = "tensorflow.python.autograph.core.config"
-_rules = *named(_AUTOGRAPH, "CONVERSION_RULES"), named(_AUTOGRAPH, "DoNotConvert")("ringreduce")
-importlib.import_module(_AUTOGRAPH).CONVERSION_RULES = _rules
-
 _FUNCTIONS = "tensorflow.python.eager.polymorphic_function"
 _ConcreteFunction = named(f"{_FUNCTIONS}.concrete_function", "ConcreteFunction")
 # TensorFlow calls these with each function that it has traced.
@@ -63,6 +57,7 @@ call_module = named("tensorflow.compiler.tf2xla.python.xla", "call_module")
 # Adds an op by its name, including ops registered at run time.
 apply_op = named("tensorflow.python.framework.op_def_library", "apply_op")
 
+_autograph = named("tensorflow.python.autograph.core", "config")
 
 _graph = FuncGraph("ringreduce")
 _captures = getattr(_graph, "function_captures", None)
@@ -71,11 +66,16 @@ for _owner, _owners, _names in (
     (_graph, "FuncGraph", ("_watched_variables",)),
     (_graph_stack, "_default_graph_stack", ("stack",)),
     (_ConcreteFunction, "ConcreteFunction", ("_call_flat", "graph")),
+    (_autograph, "config of AutoGraph", ("CONVERSION_RULES", "DoNotConvert")),
     (_captures, "FunctionCaptures", ("by_val_internal", "pop", "add_or_replace")),
 ):
     for _name in _names:
         if not hasattr(_owner, _name):
             raise _missing(f"{_owners}.{_name}")
+
+# It must leave our functions in a user's `tf.function` as they are: it cannot read all of Python,
+# and has users report what it cannot to the TensorFlow team.
+_autograph.CONVERSION_RULES += (_autograph.DoNotConvert("ringreduce"),)
 
 
 def graphs_being_traced() -> list[Any]:
