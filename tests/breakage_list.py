@@ -844,6 +844,14 @@ BREAKAGES = (
         ("tests/keras/test_uneven.py",),
     ),
     Breakage(
+        "evaluation-in-another-order",
+        "ringreduce/keras/data_fingerprint.py",
+        "        if is_reordered or found[:2]",
+        "        if found[:2]",
+        "A test set shuffled without a seed gives a wrong loss where all y are equal.",
+        ("tests/keras/test_evaluation.py",),
+    ),
+    Breakage(
         "callbacks-all-want-to-stop",
         "ringreduce/keras/callbacks/together.py",
         "ring.all_reduce(np.array([own], np.int64), ReduceOp.MAX)",

@@ -22,8 +22,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
-from ringreduce.keras.data_fingerprint import fingerprinted
-from ringreduce.keras.rows import count_of, tensor_of
+from ringreduce.keras.data_fingerprint import FingerprintedPasses, Reads, fingerprinted
+from ringreduce.keras.rows import count_of, element_of, tensor_of
 from ringreduce.keras.shares import Shares
 from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.errors import ConfigError
@@ -32,7 +32,7 @@ BATCH_SIZE = 32
 # So many small batches are copied at a time, since each call of Python costs as much as a step of a
 # small model.
 _GROUP_BATCHES = 64
-_REMEDY = (
+REMEDY = (
     "Give every rank the same data in the same order: pass a seed to shuffle, seed other random "
     "numbers alike, and sort lists of files. check=False leaves this check out."
 )
@@ -70,7 +70,8 @@ class Plan:
     seed: int = 0  # of all shuffling
     class_weight: Any = None  # weights of classes, for what is not a tf.data.Dataset
     deal: bool = False  # give whole batches to ranks in turn, instead of each rank its rows
-    check: bool = True  # compare what ranks read
+    check: bool = True  # compare what ranks read, while they read it
+    reads: Reads | None = None  # notes what this rank reads, all of each pass
     # The number of ranks may change: training gets global batches whole, and validation is dealt
     # among those that there are when it is read.
     is_elastic: bool = False
@@ -86,7 +87,11 @@ class Plan:
         """This rank's part of a tf.data.Dataset of global batches."""
         ring = self.ring
         if self.check:
-            whole = fingerprinted(whole, self.what, _REMEDY, self.readers or ring)
+            whole = fingerprinted(whole, self.what, REMEDY, self.readers or ring)
+        if self.reads is not None:
+            own = self.reads.noted(whole).shard(ring.size, ring.rank)
+            # With one ahead, so that a rank whose batches end has read those of others too.
+            return own.window(2, shift=1).flat_map(partial(element_of, 0))
         if ring.size == 1:
             return whole
         if self.is_elastic:
@@ -239,6 +244,8 @@ class _PyDatasetFeed(Feed):
             whole = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         if not plan.deal:
             whole = plan.divide(whole)
+        elif plan.check and (readers := plan.readers or plan.ring).size > 1:
+            FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
         steps = plan.run_steps or dataset.num_batches
         self.dataset = _counted(whole, lambda: self._ordered.num_batches if plan.deal else steps)
         self._is_new, self._deals = True, plan.deal

@@ -1,5 +1,6 @@
 """Each rank's part of data: of a `tf.data.Dataset`, of arrays, or of a `PyDataset`."""
 
+from functools import partial
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
 from ringreduce.keras.data_fingerprint import FingerprintedPasses, fingerprinted
 from ringreduce.keras.mistakes import note_sharding
-from ringreduce.keras.rows import Rows, as_tensor, is_uneven, map_arrays
+from ringreduce.keras.rows import Rows, as_tensor, element_of, is_uneven, map_arrays
 from ringreduce.vocabulary.errors import ConfigError
 
 _WHAT = "the data given to rr.shard"
@@ -97,13 +98,9 @@ def _rows(array: Any, ring: Communicator, end: int) -> Any:
 def _shard_dataset(dataset: Any, ring: Communicator, even: bool) -> Any:
     size, rank, cardinality = ring.size, ring.rank, int(dataset.cardinality())
 
-    def own(*parts: Any) -> Any:
-        whole = parts if len(parts) > 1 else parts[0]
-        return tf.data.Dataset.zip(tf.nest.map_structure(lambda p: p.skip(rank).take(1), whole))
-
     if even and cardinality == tf.data.UNKNOWN_CARDINALITY:
         # Whole rounds only.
-        return dataset.window(size, drop_remainder=True).flat_map(own)
+        return dataset.window(size, drop_remainder=True).flat_map(partial(element_of, rank))
     if even and cardinality != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.take(cardinality // size * size)
     return dataset.shard(size, rank)

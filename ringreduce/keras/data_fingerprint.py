@@ -8,6 +8,8 @@ never. Reading ahead to find out would change what is read, so elements are look
 
 The last fingerprint stands for all elements before it. Groups of small elements of equal shape are
 compared one by one; of other elements the first 64, then every 64th.
+
+What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
 """
 
 import itertools
@@ -16,11 +18,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.mistakes import users_frame
+from ringreduce.pure.wire import signature_of
+from ringreduce.vocabulary.errors import MismatchError
 
 _PERIOD = 64
 # A group of elements that are handled together has at most this many bytes.
@@ -78,10 +83,15 @@ def _group_length(dataset: Any) -> int:
 
 def _fingerprint(tensor: Any) -> Any:
     """The fingerprint of all bytes of `tensor`, uint8 of shape (8,)."""
-    row = tf.reshape(tensor, [1, -1])
-    if row.dtype.is_bool or row.dtype.is_quantized:
-        row = tf.cast(row, tf.uint8)
-    return tf.raw_ops.Fingerprint(data=row, method="farmhash64")[0]
+    return _fingerprints(tensor, 1)[0]
+
+
+def _fingerprints(tensor: Any, count: Any) -> Any:
+    """Those of the `count` rows of `tensor`, uint8 of shape (count, 8)."""
+    rows = tf.reshape(tensor, [count, tf.size(tensor) // tf.maximum(count, 1)])
+    if rows.dtype.is_bool or rows.dtype.is_quantized:
+        rows = tf.cast(rows, tf.uint8)
+    return tf.raw_ops.Fingerprint(data=rows, method="farmhash64")
 
 
 # How many datasets each line of a program has fingerprinted, by communicator.
@@ -131,3 +141,77 @@ def targets(element: Any) -> Any:
     """What ranks compare of an element: y, since x may be random on purpose; without y all."""
     found = element[1] if isinstance(element, (tuple, list)) and len(element) > 1 else element
     return found if tf.nest.flatten(found) else element
+
+
+class Reads:
+    """What this rank reads of batches that all ranks read; in each pass anew.
+
+    x may be random on purpose. If it only has another order, its rows have the same sum.
+    """
+
+    def __init__(self) -> None:
+        # For each pass and batch: numbers of y (or x), of x, and the sum of those of its rows.
+        self._passes: list[list[Any]] = []
+
+    def noted(self, dataset: Any) -> Any:
+        """`dataset` with the same elements, of which each is noted as it is read."""
+
+        def step(number: Any, element: Any) -> Any:
+            number = tf.numpy_function(self._note, [number, *_numbers_of(element)], tf.int64)
+            return tf.ensure_shape(number, []), element
+
+        return dataset.scan(np.int64(-1), step)
+
+    def note(self, batch: Any) -> None:
+        """Note a batch in a pass of its own."""
+        self._note(np.int64(-1), *(number.numpy() for number in _numbers_of(batch)))
+
+    def _note(self, number: Any, *of_batch: Any) -> Any:
+        if number < 0:
+            number = np.int64(len(self._passes))
+            self._passes.append([])
+        self._passes[number].append(of_batch)
+        return number
+
+    def last(self) -> Any:
+        """Of the last pass what `compare_reads` takes; None without any."""
+        if not self._passes:
+            return None
+        compared, inputs, rows = np.array(self._passes[-1]).T
+        order = signature_of(inputs.tolist())
+        return len(rows), signature_of(compared.tolist()), order, int(rows.sum())
+
+
+def compare_reads(own: Any, what: str, remedy: str, ring: Communicator) -> None:
+    """MismatchError, on all ranks, if some have read other data; the ring stays whole. Collective.
+
+    `own`: what was read, its size first, then what must be equal, the order and the sum of x; None
+    on a rank that has read nothing.
+    """
+    every = zip(ring.members, map(tuple, ring.all_gather_object(own or ())), strict=True)
+    (first, expected), *others = [pair for pair in every if pair[1]] or [(0, ())]
+    for rank, found in others:
+        is_reordered = found[::3] == expected[::3] and found[2] != expected[2]
+        if is_reordered or found[:2] != expected[:2]:
+            which = "the samples of rank {} in another order"
+            which = (which if is_reordered else "other samples than rank {}").format(first)
+            raise MismatchError(
+                f"found different {what}: rank {rank} has read {which}, so that some would be "
+                "used twice or never",
+                **ring.config.who,
+                peer=rank,
+                operation="comparison of data",
+                remedy=remedy,
+            )
+
+
+def _numbers_of(element: Any) -> list[Any]:
+    inputs = keras.utils.unpack_x_y_sample_weight(element)[0]
+    is_dense = all(isinstance(part, tf.Tensor) for part in tf.nest.flatten(inputs))
+    parts = tf.nest.flatten(inputs, expand_composites=True)
+    count = tf.shape(parts[0])[0] if is_dense else 1
+    each = _fingerprints(tf.concat([_fingerprints(part, count) for part in parts], 1), count)
+    compared = tf.nest.flatten(targets(element), expand_composites=True)
+    known = tf.concat([_fingerprint(part) for part in compared], 0)
+    whole = [tf.bitcast(_fingerprint(one), tf.int64) for one in (known, each)]
+    return [*whole, tf.reduce_sum(tf.bitcast(each, tf.int64))]

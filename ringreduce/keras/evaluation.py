@@ -20,7 +20,8 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states, private
 from ringreduce.keras.arrays import Arrays, are_arrays
-from ringreduce.keras.batches import BATCH_SIZE, Feed, Plan, feed_of
+from ringreduce.keras.batches import BATCH_SIZE, REMEDY, Feed, Plan, feed_of
+from ringreduce.keras.data_fingerprint import Reads, compare_reads
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
@@ -29,6 +30,9 @@ from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.wrappable import settle
 from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
+
+_WHAT = "data to evaluate or predict"
+_REMEDY = f"{REMEDY[:-1]}, for x that is random on purpose."
 
 
 def evaluate(
@@ -42,6 +46,7 @@ def evaluate(
     verbose: Any = 0,
     steps: int | None = None,
     callbacks: Any = None,
+    check: bool = True,
 ) -> Any:
     """The result of ``model.evaluate`` on the whole data, of which each rank computes a share.
 
@@ -62,6 +67,9 @@ def evaluate(
         steps: use only this many batches of the whole.
         callbacks: called for this rank's share, and not at all if it is empty. They must not make
             collective calls.
+        check: compare what the ranks have read: arrays by their values, y of all batches (of a
+            PyDataset of the first), and the order of x. x that differs, such as augmented images,
+            is compared only where there is no y.
 
     Returns:
         As ``model.evaluate``, equal on all ranks: the loss, a list, or a dict. A number that a
@@ -69,11 +77,11 @@ def evaluate(
 
     Raises:
         ConfigError: the data are of no such form.
-        MismatchError: the ranks passed different numbers of rows, or compiled different metrics.
+        MismatchError: the ranks read different data, or compiled different metrics.
     """
     ring = communicator or default_communicator()
     settle(model)
-    share = _Share((x, y, sample_weight), batch_size, steps, ring)
+    share = _Share((x, y, sample_weight), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
     own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
@@ -91,6 +99,7 @@ def evaluate(
             # It matters only that the number of batches is not 0.
             states = metric_states.states_of(model, 1)
         answering.finish(with_losses=True)
+    share.compare()
     names = [] if share.is_empty else in_order(model, logs)
     entries = metric_states.entries_of(logs, states.results)
     gathered = ring.all_gather_object([entries, names])
@@ -110,6 +119,7 @@ def predict(
     communicator: Communicator | None = None,
     verbose: Any = 0,
     steps: int | None = None,
+    check: bool = True,
 ) -> Any:
     """The result of ``model.predict`` on the whole data, of which each rank computes a share.
 
@@ -117,7 +127,7 @@ def predict(
 
     Args:
         model: need not be compiled.
-        x, batch_size, steps: as for `evaluate`.
+        x, batch_size, steps, check: as for `evaluate`. With random x pass ``check=False``.
         verbose: shows the progress of rank 0's share of arrays; nothing is shown for datasets.
 
     Returns:
@@ -126,11 +136,11 @@ def predict(
 
     Raises:
         ConfigError: the data are of no such form, or an output does not have rows of equal shape.
-        MismatchError: the ranks passed different numbers of rows, or their models differ.
+        MismatchError: the ranks read different data, or their models differ.
     """
     ring = communicator or default_communicator()
     settle(model)
-    share = _Share((x, None, None), batch_size, steps, ring)
+    share = _Share((x, None, None), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     if share.is_whole:
         return model.predict(x, batch_size=batch_size, verbose=shown, steps=steps)
@@ -138,6 +148,7 @@ def predict(
         answering = Answering(model, ring, share.example)
         batches = _predicted(model, share, batch_size, shown)
         answering.finish(with_losses=False)
+    share.compare()
     flat = [keras.tree.flatten(batch) for batch in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
     return keras.tree.pack_sequence_as(batches[0], outputs)
@@ -182,23 +193,32 @@ class _Share:
     """
 
     def __init__(
-        self, whole: Any, batch_size: int | None, steps: int | None, ring: Communicator
+        self,
+        whole: Any,
+        batch_size: int | None,
+        steps: int | None,
+        ring: Communicator,
+        check: bool,
     ) -> None:
         x = self._x = whole[0]
         self.parts, self.is_empty, self.is_whole = whole, False, True
         self._feed = Feed()  # Which does nothing, for arrays.
+        self._ring, self._reads = ring, Reads() if check else None
         if ring.size == 1:
             return
         if are_arrays(whole):
-            rows = Arrays(*whole).count
+            arrays = Arrays(*whole)
+            rows = arrays.count
             if steps is not None:
                 rows = min(rows, steps * (batch_size or BATCH_SIZE))
             first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
             self.parts, self.is_empty = slice_rows(whole, first, end), first == end
             size = {"rows": str(rows)}
         else:
-            what = "the data to evaluate or predict"
-            feed = feed_of(whole, Plan(ring, what, steps=steps, deal=True, check=False))
+            plan = Plan(
+                ring, f"the {_WHAT}", steps=steps, deal=True, check=False, reads=self._reads
+            )
+            feed = feed_of(whole, plan)
             is_dataset = isinstance(x, tf.data.Dataset)
             known = x.cardinality() if is_dataset else getattr(x, "num_batches", -1)
             self._feed, self.parts = feed, (feed.dataset, None, None)
@@ -206,7 +226,16 @@ class _Share:
             size = {"batches": str(steps or int(known))}
         remedy = "Pass the same whole data on every rank; each takes its own share."
         require_same_settings([Settings("data", size, remedy)], ring)
+        if check and are_arrays(whole):
+            compare_reads((*arrays.digest(), 0, 0), _WHAT, _REMEDY, ring)
+        elif check and isinstance(x, keras.utils.PyDataset):
+            self._reads.note(feed.first)
         self.is_whole = all(ring.all_gather_object(self.is_empty))
+
+    def compare(self) -> None:
+        """Raise if ranks have read different batches. Collective."""
+        if self._reads is not None and not are_arrays(self._x):
+            compare_reads(self._reads.last(), _WHAT, _REMEDY, self._ring)
 
     @contextmanager
     def being_read(self) -> Iterator[None]:

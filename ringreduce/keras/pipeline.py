@@ -184,7 +184,7 @@ class Pipeline:
             raise ConfigError(text, **ring.config.who, remedy=remedy)
         what = "the data given to Pipeline.fit"
         order: Any = {"first": initial_epoch, "shuffle": shuffle, "seed": seed}
-        plan = Plan(replicas, what, batch_size, steps_per_epoch, **order, check=check)
+        plan = Plan(replicas, what, batch_size, steps_per_epoch, **order, check=check, readers=ring)
         training = feed_of((x, y, sample_weight), plan)
         validation = None
         if validation_data is not None:
@@ -192,7 +192,8 @@ class Pipeline:
             parts = (validation_data,) if is_alone else validation_data
             what = "the validation data given to Pipeline.fit"
             rows = batch_size if are_arrays(parts[0]) else None
-            plan = Plan(replicas, what, rows, validation_steps, deal=True, check=check)
+            how: Any = {"deal": True, "check": check, "readers": ring}
+            plan = Plan(replicas, what, rows, validation_steps, **how)
             validation = feed_of(parts, plan)
         given = {
             "epochs": epochs,
@@ -237,23 +238,30 @@ class Pipeline:
         sample_weight: Any = None,
         steps: int | None = None,
         return_dict: bool = False,
+        check: bool = True,
     ) -> Any:
         """As `rr.evaluate`, by all ranks; batches may have any number of rows."""
         self._require_compiled()
         shown = verbose if self._ring.rank == 0 else 0
         given = x, y, sample_weight, batch_size, self.replicas
-        own = evaluate(self.model, *given, return_dict=True, verbose=shown, steps=steps)
+        how: Any = {"verbose": shown, "steps": steps, "check": check}
+        own = evaluate(self.model, *given, return_dict=True, **how)
         self._stage.wait_sent()
         logs = self.whole_logs({name: own[name] for name in in_order(self.model, own)})
         values = list(logs.values())
         return logs if return_dict else values[0] if len(values) == 1 else values
 
     def predict(
-        self, x: Any, batch_size: int | None = None, verbose: Any = 0, steps: int | None = None
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = 0,
+        steps: int | None = None,
+        check: bool = True,
     ) -> Any:
         """As `rr.predict`, by all ranks: the outputs of the last stage, equal on all of them."""
         shown = verbose if self._ring.rank == 0 else 0
-        outputs = predict(self.model, x, batch_size, self.replicas, shown, steps)
+        outputs = predict(self.model, x, batch_size, self.replicas, shown, steps, check)
         self._stage.wait_sent()
         return self._from_last(outputs)
 

@@ -77,6 +77,12 @@ def slice_rows(parts: Any, first: Any, end: Any) -> Any:
     return map_arrays(lambda array: rows_of(array, first, end), parts)
 
 
+def element_of(index: int, *window: Any) -> Any:
+    """A tf.data.Dataset of that element of a window of another, if it has one."""
+    parts = window if len(window) > 1 else window[0]
+    return tf.data.Dataset.zip(tf.nest.map_structure(lambda p: p.skip(index).take(1), parts))
+
+
 class Rows:
     """Rows of a numpy array, not copied, or a ragged or sparse tensor; floats of Keras's type."""
 

@@ -111,6 +111,21 @@ def test_what_is_random_on_purpose_is_no_difference():
         ring_of_threads(2, work)
 
 
+def test_a_py_dataset_that_differs_for_validation_ends_the_job():
+    class Own(Changing):
+        def __getitem__(self, index):
+            return rows(index + self.more)
+
+    def work(comm):
+        batches.feed_of([Own(comm.rank)], batches.Plan(comm, "the data", deal=True))
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            comm.barrier()
+
+    with pytest.raises(MismatchError, match="differs in element 1"):
+        ring_of_threads(2, work)
+
+
 FORMS = {
     "arrays": lambda: (NUMBERS, NUMBERS),
     "dataset": lambda: (tf.data.Dataset.from_tensor_slices((NUMBERS, NUMBERS)).batch(BATCH),),

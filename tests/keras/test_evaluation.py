@@ -267,6 +267,93 @@ def test_data_that_cannot_be_shared_out_are_refused(arguments, text):
     by_all(2, work)
 
 
+def slices(*parts):
+    return tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0])
+
+
+def refused(function, make, y=None):
+    """What all ranks are told of the data that `make` gives each; the ring must stay whole."""
+    x, _ = rows(33)
+
+    def work(model, comm):
+        given = () if y is None else (y,)
+        with pytest.raises(ringreduce.MismatchError) as caught:
+            function(model, make(comm.rank), *given, communicator=comm)
+        assert "check=False" in str(caught.value)
+        assert len(rr.predict(model, x, communicator=comm)) == 33
+        function(model, make(comm.rank), *given, communicator=comm, check=False)
+        return str(caught.value)
+
+    return by_all(2, work)
+
+
+RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+
+
+@RAN_OUT
+@pytest.mark.parametrize(
+    ("function", "known"),
+    [
+        (rr.evaluate, True),
+        (rr.predict, True),
+        pytest.param(rr.evaluate, False, marks=pytest.mark.full),
+    ],
+)
+def test_an_unseeded_shuffle_is_refused_though_all_y_are_equal(function, known):
+    x = np.arange(66, dtype="float32").reshape(33, 2)
+    # Of 11 batches rank 1 has none of the last two.
+    dataset = slices(x, 0 * x[:, :1]).shuffle(33).batch(3)
+    dataset = dataset if known else dataset.filter(lambda *_: True)
+    for text in refused(function, lambda rank: dataset):
+        assert "rank 1 has read the samples of rank 0 in another order" in text
+
+
+class Own(keras.utils.PyDataset):
+    """Batches that each rank has shuffled by itself."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.x, self.y = (np.random.default_rng(rank).permutation(part) for part in rows(33))
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return self.x[3 * index : 3 * index + 3], self.y[3 * index : 3 * index + 3]
+
+
+@RAN_OUT
+@pytest.mark.parametrize(
+    ("make", "y"),
+    [
+        (lambda rank: slices(rows(33)[0], rows(33)[1] + rank).batch(4), None),
+        (lambda rank: Own(rank), None),
+        (lambda rank: (Own(0)[i] for i in range(11 - rank)), None),
+        (lambda rank: rows(33)[0] + rank, rows(33)[1]),
+    ],
+    ids=["other y", "PyDataset", "generator", "arrays"],
+)
+def test_other_data_is_refused(make, y):
+    for text in refused(rr.evaluate, make, y):
+        assert "rank 1 has read other samples than rank 0" in text
+
+
+def test_random_x_is_compared_only_where_there_is_no_y():
+    x, y = rows(33)
+    labelled = slices(x, y).map(lambda x, y: (x + tf.random.uniform([]), y)).batch(4)
+
+    def work(model, comm):
+        losses = rr.evaluate(model, labelled, communicator=comm)
+        return losses, len(rr.predict(model, labelled, communicator=comm))
+
+    first, second = by_all(2, work)
+    assert first == second
+    assert first[1] == 33
+    noisy = slices(x).map(lambda x: x + tf.random.uniform([])).batch(4)
+    for text in refused(rr.predict, lambda rank: noisy):
+        assert "for x that is random on purpose" in text
+
+
 @pytest.mark.parametrize("function", [rr.evaluate, rr.predict])
 def test_ranks_that_pass_unequal_data_get_an_error(function):
     def work(model, comm):
