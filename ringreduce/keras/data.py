@@ -11,7 +11,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
 from ringreduce.keras.data_fingerprint import FingerprintedPasses, fingerprinted
-from ringreduce.keras.mistakes import note_sharding
+from ringreduce.keras.mistakes import DataWarning, note_sharding, warn_at_users_line
 from ringreduce.keras.rows import Rows, as_tensor, element_of, is_uneven, map_arrays
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -29,8 +29,9 @@ def shard(
 
     Elements are those of a `tf.data.Dataset`, rows of arrays, or batches of a
     `keras.utils.PyDataset`. Every rank gets equally many, so that all make equally many steps; up
-    to size - 1 elements at the end are left out. With ``even=False`` none is, and some ranks get
-    one more: pass a dataset, batched, through `rr.join`.
+    to size - 1 elements at the end are left out, of which rank 0 warns where they are more than
+    1 %. With ``even=False`` none is, and some ranks get one more: pass a dataset, batched, through
+    `rr.join`.
 
     `data` must be the same on every rank. Shard a dataset before batching, and batch by the global
     batch size divided by `size`. Of what is already batched each rank gets whole batches, of which
@@ -51,15 +52,19 @@ def shard(
 
     Raises:
         ClosedError: `init` was not called.
-        ConfigError: `data` is something else.
+        ConfigError: `data` is something else, or has fewer elements than there are ranks.
     """
     ring = communicator or default_communicator()
     note_sharding(ring)
     check = check and ring.size > 1
     if isinstance(data, tf.data.Dataset):
+        if even:
+            _look_at_count(int(data.cardinality()), "elements", ring)
         whole = fingerprinted(data, _WHAT, _REMEDY, ring) if check else data
         return data if ring.size == 1 else _shard_dataset(whole, ring, even)
     if isinstance(data, keras.utils.PyDataset):
+        if even:
+            _look_at_count(data.num_batches or 0, "batches", ring)
         return data if ring.size == 1 else _Dealt(data, ring, even, check)
     if not are_arrays(data):
         raise ConfigError(
@@ -70,6 +75,8 @@ def shard(
     arrays = Arrays(data)
     if check:
         compare_arrays(arrays, _WHAT, ring)
+    if even:
+        _look_at_count(arrays.count, "rows", ring)
     end = arrays.count // ring.size * ring.size if even else arrays.count
     return map_arrays(lambda array: _rows(array, ring, end), data)
 
@@ -85,6 +92,24 @@ def permutation(count: int, communicator: Communicator | None = None) -> np.ndar
     order: np.ndarray = np.random.permutation(count).astype(np.int64)
     ring.broadcast(order)
     return order
+
+
+def _look_at_count(count: int, what: str, ring: Communicator) -> None:
+    """ConfigError if no rank gets any of `count` (0 or less: unknown); warn if many are left."""
+    left, size = count % ring.size, ring.size
+    remedy = "divide samples instead of files; or pass even=False and use rr.join, to train on all."
+    if 0 < count < size:
+        raise ConfigError(
+            f"got {count} {what} to shard among {size} ranks, of which none would get any",
+            **ring.config.who,
+            remedy=f"Give every rank one: make more files, or {remedy}",
+        )
+    if count > 0 and left * 100 > count and ring.rank == 0:
+        warn_at_users_line(
+            f"rr.shard leaves out the last {left} of {count} {what}, so that each of {size} ranks "
+            f"gets {count // size}. To use them, {remedy}",
+            DataWarning,
+        )
 
 
 def _rows(array: Any, ring: Communicator, end: int) -> Any:

@@ -273,7 +273,13 @@ def fit(
                 *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                 # Before what exchanges metrics when a rank's own validation ends.
                 *([Answering(model, ring, example)] if validation is not None else []),
-                Together(own_callbacks, communicator, profile=profile, validate=validate),
+                Together(
+                    own_callbacks,
+                    communicator,
+                    profile=profile,
+                    validate=validate,
+                    is_global=not sharded,
+                ),
                 *([VerifyReplicas(None, ring)] if check else []),
                 *([Record(*recording, arguments.found, every)] if recording is not None else []),
                 # Of Keras's own, another rank could not go on with it.

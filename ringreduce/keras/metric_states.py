@@ -33,8 +33,9 @@ class MetricStates:
     results: Mapping[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Of `values`; empty where all are whole numbers, which may be equal by chance."""
-        if all((value % 1 == 0).all() for value in self.values):
+        """Of `values`; empty where some are not finite, or all whole: equal by chance."""
+        is_finite = all(np.isfinite(value).all() for value in self.values)
+        if not is_finite or all((value % 1 == 0).all() for value in self.values):
             return ""
         return hashlib.blake2b(
             b"".join(each.tobytes() for each in self.values), digest_size=8

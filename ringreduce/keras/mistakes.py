@@ -39,7 +39,7 @@ _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
 
 
 class DataWarning(UserWarning):
-    """All ranks may be training on the same data."""
+    """All ranks may be training on the same data, or on less than all of it."""
 
 
 class WeightsWarning(UserWarning):
@@ -87,17 +87,20 @@ def warn_of_whole_data(model: Any, ring: Communicator) -> None:
 def warn_of_same_rows(digests: Sequence[str], ring: Communicator) -> None:
     """Log on rank 0 which ranks have equal `digests` of what metrics hold; "" tells nothing.
 
-    No warning of Python's, which may be ignored since each rank reads data of its own.
+    Also where data was divided: a file may give all ranks the part of one. No warning of Python's,
+    which may be ignored since each rank reads data of its own.
     """
     ranks: dict[str, list[int]] = {}
     for rank, digest in zip(ring.members, digests, strict=True):
         ranks.setdefault(digest, []).append(rank)
     same = [them for digest, them in ranks.items() if digest and len(them) > 1]
-    if same and ring.rank == 0 and not _has_divided(ring):
+    if same and ring.rank == 0:
         _log.warning(
             "[%d/%d] %s have trained on the same rows: their losses and metrics of the first "
             "epoch are equal to the last bit. Call rr.fit(model, ...) with data that are the same "
-            "on all ranks, or give fit rr.shard(data); look at what shards yours by rank.",
+            "on all ranks, or give fit rr.shard(data); look at what shards yours by rank. A file "
+            "that the ranks share after that, of .cache(file) or .save(), has one rank's part: let "
+            'each have its own, .cache(f"name-{rr.rank()}").',
             *ring.config.who.values(),
             " and ".join(named("rank", them) for them in same),
         )

@@ -217,7 +217,7 @@ class Pipeline:
             training,
             validation,
             [
-                Together([_WholeLogs(self), *self._callbacks(callbacks)], replicas),
+                Together([_WholeLogs(self), *self._callbacks(callbacks)], replicas, is_global=True),
                 StopTogether(ring),
                 *([VerifyReplicas(None, replicas)] if check else []),
             ],

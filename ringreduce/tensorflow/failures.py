@@ -18,7 +18,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import FORMED_ANEW
 from ringreduce.tensorflow import private
-from ringreduce.vocabulary.errors import ClosedError, RingReduceError
+from ringreduce.vocabulary.errors import ClosedError, ConfigError, RingReduceError
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # Those being traced, or traced, whose functions end with our errors.
@@ -26,6 +26,7 @@ _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 # An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
 _TELLING = 1000
 _CLOSED, _AFTER = "the communicator was closed", "made a call after close()"
+_CACHING = "cache lockfile already exists"
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
@@ -50,7 +51,7 @@ def _call(call: partial[Any]) -> Any:
     try:
         return call()
     except tf.errors.OpError as error:
-        ours = None if isinstance(error, RingReduceError) else _ours(error.message)
+        ours = None if isinstance(error, RingReduceError) else _ours(error.message or "")
         if ours is None:
             raise
         raise _both(ours) from None
@@ -67,6 +68,13 @@ def _ours(text: str) -> RingReduceError | None:
             return failure
     if FORMED_ANEW in text:
         return ClosedError(FORMED_ANEW, remedy="Make the step again.")
+    if _CACHING in text:
+        lock = text.partition(_CACHING)[2].partition("('")[2].partition("')")[0]
+        return ConfigError(
+            f"reads a dataset of .cache(file) whose file another rank writes: there is {lock}",
+            remedy='Give each rank its own: .cache(f"name-{rr.rank()}"). If no other rank has it, '
+            "a run that was killed has left the lockfile: delete it.",
+        )
     if _CLOSED in text or _AFTER in text:
         return ClosedError(_CLOSED, remedy="Train before shutdown() or close().")
     return None

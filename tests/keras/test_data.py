@@ -1,6 +1,7 @@
 """`rr.shard`: each rank's part of data in every form, and data that differs between ranks."""
 
 import time
+import warnings
 
 import keras
 import numpy as np
@@ -12,7 +13,11 @@ from ringreduce import MismatchError
 from ringreduce.keras import mistakes
 from ringreduce.testing import ring_of_threads
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.tensorflow,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:rr.shard leaves out"),
+]
 SIZE = 3
 COUNT = 70  # more than one group of elements
 
@@ -45,7 +50,7 @@ def ragged(count):
 
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("count", [0, 1, SIZE, COUNT, COUNT + 1])
+@pytest.mark.parametrize("count", [0, SIZE, COUNT, COUNT + 1])
 def test_every_element_goes_to_one_rank(count, known, even):
     def work(comm):
         data = tf.data.Dataset.range(count).shuffle(COUNT, seed=1)
@@ -61,6 +66,52 @@ def test_every_element_goes_to_one_rank(count, known, even):
         else:
             assert found == list(range(count))
             assert max(lengths) - min(lengths) <= 1
+
+
+FEW = {
+    "files": lambda count: tf.data.Dataset.from_tensor_slices([str(n) for n in range(count)]),
+    "rows": np.arange,
+    "batches": lambda count: Batches(count),
+}
+
+
+@pytest.mark.parametrize("make", FEW.values(), ids=FEW)
+def test_fewer_elements_than_ranks_are_refused_unless_some_may_have_none(make):
+    def work(comm):
+        with pytest.raises(rr.ConfigError, match=r"got 2 \w+ to shard among 3 ranks"):
+            rr.shard(make(2), comm)
+        part = rr.shard(make(2), comm, even=False)
+        return part.num_batches if isinstance(part, keras.utils.PyDataset) else len(part)
+
+    assert ring_of_threads(SIZE, work) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("make", FEW.values(), ids=FEW)
+def test_what_is_left_out_is_said_on_rank_0_where_it_is_much(make):
+    def work(comm):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for count, options in ((8, {}), (9, {}), (1000, {}), (8, {"even": False})):
+                rr.shard(make(count), comm, check=False, **options)
+            comm.barrier()
+        return [str(each.message) for each in found if each.category is rr.DataWarning]
+
+    told = next(filter(None, ring_of_threads(SIZE, work)))
+    assert len(told) == 1
+    assert "leaves out the last 2 of 8 " in told[0]
+    assert "each of 3 ranks gets 2" in told[0]
+
+
+def test_a_cache_file_that_another_rank_writes_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "rows_0.lockfile").touch()
+
+    def work(comm):
+        data = iter(tf.data.Dataset.range(4).cache(str(tmp_path / "rows")))
+        step = tf.function(lambda: rr.all_reduce(next(data), communicator=comm))
+        with pytest.raises(rr.ConfigError, match=r"rows_0\.lockfile\. Give each rank"):
+            step()
+
+    ring_of_threads(2, work)
 
 
 def test_arrays_are_divided_in_their_structure():

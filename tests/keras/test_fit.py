@@ -143,10 +143,13 @@ def test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line(case, texts
 
 
 def test_ranks_that_train_on_the_same_rows_are_told_so():
-    [text] = facts_of_all(2, "same rows")[0]["texts"]
-    assert "ranks 0, 1 have trained on the same rows" in text
-    assert not facts_of_all(2, "same rows")[1]["texts"]
+    for case in ("same rows", "rows of a cache"):
+        [text] = facts_of_all(2, case)[0]["texts"]
+        assert "ranks 0, 1 have trained on the same rows" in text
+        assert '.cache(f"name-{rr.rank()}")' in text
+        assert not facts_of_all(2, case)[1]["texts"]
     assert not facts_of_all(2, "own rows")[0]["texts"]
+    assert not facts_of_all(2, "no numbers")[0]["texts"]
 
 
 @pytest.mark.parametrize("case", ["no parity", "once"])

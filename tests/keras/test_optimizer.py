@@ -138,6 +138,7 @@ def test_a_loaded_optimizer_can_be_wrapped_and_goes_on(world_of_one, tmp_path):
         assert (expected == actual).all()
 
 
+@pytest.mark.filterwarnings("ignore:rr.shard leaves out")
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
 def test_shards_are_disjoint_complete_and_equally_long(size, known):

@@ -10,6 +10,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.metric_states import MetricStates, states_of
 from ringreduce.keras.mistakes import warn_of_same_rows
+from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.repeating import repeated
 from ringreduce.tensorflow.agreement import Difference, refuse
 
@@ -38,10 +39,13 @@ class MetricAverage(keras.callbacks.Callback):
         self,
         communicator: Communicator | None = None,
         validate: Callable[[], dict[str, Any]] | None = None,
+        is_global: bool = False,
     ) -> None:
         super().__init__()
         # validate: `fit`'s validation made once more, where the number of ranks may change.
+        # is_global: `fit` divides each batch, so that rows are others if values are equal.
         self._communicator, self._validate = communicator, validate
+        self._is_global = is_global
         self._members: Sequence[int] = ()
         self._latest: dict[str, Any] = {}
         self._is_first = True
@@ -112,10 +116,11 @@ class MetricAverage(keras.callbacks.Callback):
         """Those of `logs` that are equal on all ranks."""
         ring = self._communicator or default_communicator()
         results = {**training.results, **_as_validation(validation.results)}
+        is_telling = self._is_first and not self._is_global and not model_group(self.model.weights)
         own = {
             "entries": metric_states.entries_of(logs, results),
             "validated": validated,
-            "digest": training.digest() if self._is_first else "",
+            "digest": training.digest() if is_telling else "",
         }
         gathered = ring.all_gather_object(own)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")

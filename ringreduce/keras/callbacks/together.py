@@ -272,6 +272,7 @@ class Together(_Forwarding):
         *,
         profile: bool = False,
         validate: Callable[[], dict[str, Any]] | None = None,
+        is_global: bool = False,
     ) -> None:
         super().__init__()
         self._communicator = communicator
@@ -284,7 +285,7 @@ class Together(_Forwarding):
         self._members = [
             # First, so that it measures none of what the others do at the end of an epoch.
             *profiles,
-            MetricAverage(communicator, validate),
+            MetricAverage(communicator, validate, is_global),
             *(OnRankZero(c, communicator) if acts_once(c) else c for c in others),
             StopTogether(communicator),
         ]
