@@ -11,6 +11,7 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -325,7 +326,9 @@ class _StreamFeed(Feed):
         self._all = itertools.chain(first, batches)
         spec = private.spec_of_batches(first)
         whole = tf.data.Dataset.from_generator(self._pass, output_signature=spec)
-        count = len(source) if hasattr(source, "__len__") else None
+        count = None
+        with suppress(TypeError):  # Also torch's loader of an IterableDataset has a `__len__`.
+            count = len(source)
         self.dataset = plan.fed(whole, count, 1)
 
     def _pass(self) -> Iterator[Any]:

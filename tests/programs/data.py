@@ -159,6 +159,9 @@ class Loader:
     def __iter__(self):
         return iter([list(batch) for batch in batches(*self.parts)])
 
+    def __len__(self):
+        raise TypeError("object of type 'Rows' has no len()")
+
 
 class Counted(Loader):
     def __len__(self):
