@@ -5,7 +5,7 @@ https://arxiv.org/abs/1706.02677.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,8 @@ from ringreduce.keras import private
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.wrappable import all_within
-from ringreduce.tensorflow.variables import broadcast_variables
+from ringreduce.tensorflow.agreement import Difference
+from ringreduce.tensorflow.variables import broadcast_variables, differing
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -168,8 +169,7 @@ class LearningRateWarmup(LearningRateSchedule):
 
 def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
     """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
-    variables = getattr(model.optimizer, "variables", ())
-    rates = [variable for variable in variables if variable.name == "learning_rate"]
+    rates = _rates_of(model)
 
     def agree() -> list[float]:
         broadcast_variables(rates, communicator)
@@ -177,6 +177,35 @@ def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
 
     for rate, value in zip(rates, repeated(communicator, agree), strict=True):
         rate.assign(value)
+
+
+def kept_rates(model: Any) -> list[float]:
+    """The learning rates that a `DistributedOptimizer` keeps equal on all ranks in each step."""
+    equal_now = getattr(model.optimizer, "equal_now", lambda variables: [])
+    return list(map(float, equal_now(_rates_of(model))))
+
+
+def diverged(model: Any, rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
+    """Which ranks, of whose `kept_rates` some differ, have other weights by now. Collective."""
+    (first, ours), *others = zip(ring.members, rates, strict=True)
+    found = [(rank, theirs) for rank, theirs in others if theirs != ours]
+    trained = model.optimizer.equal_now(model.trainable_variables) if found else []
+    if not found or not differing(trained, ring):
+        return None  # A callback may have set them just now, at the end of the epoch.
+    rank, theirs = found[0]
+    here, there = (", ".join(f"{rate:g}" for rate in one) for one in (ours, theirs))
+    return Difference(
+        rank,
+        f"found that weights have gone apart: the learning rate is {here} on rank {first} and "
+        f"{there} on rank {rank}",
+        "Set the learning rate alike on all ranks; or in a callback in rr.callbacks.Together when "
+        "an epoch ends, after which rank 0's is that of all.",
+    )
+
+
+def _rates_of(model: Any) -> list[Any]:
+    variables = getattr(model.optimizer, "variables", ())
+    return [variable for variable in variables if variable.name == "learning_rate"]
 
 
 def _momenta_of(optimizer: Any) -> list[Any]:

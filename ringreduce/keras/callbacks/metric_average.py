@@ -8,6 +8,7 @@ import keras
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
+from ringreduce.keras.callbacks.learning_rate import diverged, kept_rates
 from ringreduce.keras.metric_states import MetricStates, states_of
 from ringreduce.keras.mistakes import warn_of_same_rows
 from ringreduce.keras.parts.replicas import model_group
@@ -32,7 +33,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     Raises:
         MismatchError: the ranks log under different names, because only some validate or have a
-            metric; on all ranks.
+            metric; or have trained with different learning rates. On all ranks.
     """
 
     def __init__(
@@ -120,10 +121,13 @@ class MetricAverage(keras.callbacks.Callback):
         own = {
             "entries": metric_states.entries_of(logs, results),
             "validated": validated,
+            "rates": kept_rates(self.model),
             "digest": training.digest() if is_telling else "",
         }
         gathered = ring.all_gather_object(own)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
+        apart = diverged(self.model, [theirs["rates"] for theirs in gathered], ring)
+        refuse(ring, apart, "comparison of learning rates")
         warn_of_same_rows([theirs["digest"] for theirs in gathered], ring)
         together = metric_states.combined_results(self.model, training, ring)
         if any(theirs["validated"] for theirs in gathered):
