@@ -279,6 +279,7 @@ def fit(
                     profile=profile,
                     validate=validate,
                     is_global=not sharded,
+                    check=False,  # It does so itself, as `VerifyReplicas`.
                 ),
                 *([VerifyReplicas(None, ring)] if check else []),
                 *([Record(*recording, arguments.found, every)] if recording is not None else []),

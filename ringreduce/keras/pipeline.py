@@ -212,12 +212,13 @@ class Pipeline:
         what = "batch, since each micro-batch is computed by itself: "
         warn_of_differences(self.model, replicas, f"stage {self.stage}", what)
         self.model.optimizer.build(self.model.trainable_variables)
+        own = [_WholeLogs(self), *self._callbacks(callbacks)]
         history = fit_on(
             self.model,
             training,
             validation,
             [
-                Together([_WholeLogs(self), *self._callbacks(callbacks)], replicas, is_global=True),
+                Together(own, replicas, is_global=True, check=False),
                 StopTogether(ring),
                 *([VerifyReplicas(None, replicas)] if check else []),
             ],

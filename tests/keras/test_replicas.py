@@ -170,3 +170,63 @@ def test_weights_that_one_rank_has_changed_end_training_on_all(
         assert [len(ring.said(rank, "batch")) for rank in range(3)] == [6] * 3
         assert {fact["kind"] for fact in ring.wait("again")} == {"MismatchError"}
         ring.release()
+
+
+class Sets(keras.callbacks.Callback):
+    """Changes something on rank 1 at a given hook."""
+
+    def __init__(self, rank: int, hook: str, change: Any) -> None:
+        super().__init__()
+        if rank == 1:
+            setattr(self, hook, lambda *_, logs=None: change(self.model))
+
+
+def set_rate(model: Any) -> None:
+    model.optimizer.learning_rate = 0.5
+
+
+def set_weights(model: Any) -> None:
+    model.layers[0].kernel.assign_add([[1e-7]])
+
+
+def said_in_fit(hook: str, change: Any, *, is_inside: bool = True, **options: Any) -> list[str]:
+    """What `model.fit` with `Together` raises on each rank, or nothing."""
+
+    def work(comm: Communicator) -> str:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.01), comm, **options)
+        model.compile(optimizer, loss="mse", run_eagerly=True)
+        optimizer.build(model.trainable_variables)
+        sets, x = Sets(comm.rank, hook, change), rr.shard(np.arange(8.0)[:, None], comm)
+        inside, before = ([sets], []) if is_inside else ([], [sets])
+        together = rr.callbacks.Together(inside, comm)
+        try:
+            model.fit(x, x, 2, epochs=2, verbose=0, callbacks=[*before, together], shuffle=False)
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+    return ring_of_threads(2, work)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_end"])
+def test_weights_set_on_one_rank_are_told_when_fit_ends(hook):
+    for text in said_in_fit(hook, set_weights):
+        assert "rank 1 has its own value of" in text
+        assert "dense" in text
+        assert "kernel" in text
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_train_batch_begin"])
+def test_another_learning_rate_on_one_rank_is_told_at_the_end_of_the_epoch(hook):
+    for text in said_in_fit(hook, set_rate):
+        assert "weights have gone apart: the learning rate is 0.01 on rank 0 and 0.5" in text
+
+
+@pytest.mark.tensorflow
+def test_nothing_is_said_where_ranks_stay_equal_or_may_differ():
+    assert said_in_fit("on_epoch_end", set_rate) == ["", ""]
+    assert said_in_fit("on_epoch_end", set_rate, is_inside=False) == ["", ""]
+    assert said_in_fit("on_epoch_begin", set_rate, strategy=rr.LocalSGD(2)) == ["", ""]

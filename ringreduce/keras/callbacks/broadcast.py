@@ -103,25 +103,27 @@ class VerifyReplicas(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches += 1
         if self._every is not None and self._batches % self._every == 0:
-            self._verify()
+            self.on_train_end()
         elif self._batches == 1:
             # Where a layer that needs all units has got this rank's, weights differ at once.
-            self._verify_group()
+            _verify_group(self.model)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._verify()
+        verify_model(self.model, self._communicator or default_communicator())
 
-    def _verify(self) -> None:
-        state = shared_state(self.model, self.model.trainable_variables)
-        equal_now = getattr(self.model.optimizer, "equal_now", lambda every: every)
-        ring = self._communicator or default_communicator()
-        repeated(ring, lambda: verify_replicas(equal_now(state), ring))
-        self._verify_group()
 
-    def _verify_group(self) -> None:
-        state = shared_state(self.model, self.model.trainable_variables)
-        if (group := model_group(state)) is not None:
-            verify_replicas(alike(state), group)
+def verify_model(model: Any, ring: Communicator) -> None:
+    """As `VerifyReplicas` does, now. Collective."""
+    state = shared_state(model, model.trainable_variables)
+    equal_now = getattr(model.optimizer, "equal_now", lambda every: every)
+    repeated(ring, lambda: verify_replicas(equal_now(state), ring))
+    _verify_group(model)
+
+
+def _verify_group(model: Any) -> None:
+    state = shared_state(model, model.trainable_variables)
+    if (group := model_group(state)) is not None:
+        verify_replicas(alike(state), group)
 
 
 def broadcast_state(

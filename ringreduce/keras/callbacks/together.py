@@ -17,7 +17,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
 from ringreduce.keras.backup import skip, steps_made
-from ringreduce.keras.callbacks.broadcast import broadcast_state
+from ringreduce.keras.callbacks.broadcast import broadcast_state, verify_model
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.profile import Profile
@@ -30,6 +30,7 @@ from ringreduce.keras.wrappable import (
     refuse_other_ring,
     settle,
     warn_of_plain_optimizer,
+    wrappers_in,
 )
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
@@ -246,6 +247,8 @@ class Together(_Forwarding):
       get other seeds (`fold_seeds`), so that dropout differs between ranks.
     - At the end of an epoch and before validation ranks that step alone (`LocalSGD`) meet.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
+    - At the end of training the weights are compared, if a `DistributedOptimizer` has trained them
+      (`VerifyReplicas`); ``check=False`` leaves that out.
     - `Profile`, if there is one, comes before all others. ``ringreduce run --profile`` adds one,
       unless `communicator` is a group; `profile` does too.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
@@ -262,7 +265,7 @@ class Together(_Forwarding):
     Raises:
         ConfigError: something in `callbacks` is no Keras callback; when training begins, there is a
             BackupAndRestore and the model is not built on every rank.
-        MismatchError: as `MetricAverage`.
+        MismatchError: as `MetricAverage`; at the end ranks have different weights.
     """
 
     def __init__(
@@ -273,9 +276,10 @@ class Together(_Forwarding):
         profile: bool = False,
         validate: Callable[[], dict[str, Any]] | None = None,
         is_global: bool = False,
+        check: bool = True,
     ) -> None:
         super().__init__()
-        self._communicator = communicator
+        self._communicator, self._check, self._has_trained = communicator, check, False
         self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
         profiles = [c for c in self.callbacks if isinstance(c, Profile)]
         is_group = communicator is not None and communicator.parent is not None
@@ -292,6 +296,7 @@ class Together(_Forwarding):
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         """Call a hook of each, in order; weights are equal where callbacks look at them."""
+        self._has_trained |= hook == "on_train_batch_end"
         if hook in ("on_epoch_end", "on_test_begin", "on_train_end"):
             settle(self.model)
         for member in self._members:
@@ -335,6 +340,15 @@ class Together(_Forwarding):
         for member in self._members if is_repeating(ring) else ():
             if isinstance(member, OnRankZero):
                 member.share_state()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
+        super().on_train_end(logs)
+        ring = self._communicator or default_communicator()
+        rings = [one.communicator or default_communicator() for one in wrappers_in(self.model)]
+        is_shared = bool(rings) and all(one.members == ring.members for one in rings)
+        if self._check and self._has_trained and is_shared:
+            verify_model(self.model, ring)
 
     def _all_are_ready_to_restore(self, ring: Communicator) -> bool:
         """Whether rank 0 may restore something, and the model is built on all ranks."""
