@@ -1004,6 +1004,22 @@ BREAKAGES = (
         ("tests/keras/test_groups.py",),
     ),
     Breakage(
+        "optimizer-passes-by-apply-gradients",
+        "ringreduce/keras/optimizer.py",
+        "self._inner.apply_gradients(pairs, **options)",
+        "self._inner.apply(means, variables)",
+        "An optimizer of the user's that overrides `apply_gradients` is passed by.",
+        ("tests/keras/test_optimizer.py",),
+    ),
+    Breakage(
+        "optimizer-noise-unequal",
+        "ringreduce/keras/optimizer.py",
+        "*self.shared(self._inner.variables), *states_in(self._inner)]",
+        "*self.shared(self._inner.variables)]",
+        "An optimizer that draws noise draws other numbers on each rank.",
+        ("tests/keras/test_optimizer.py",),
+    ),
+    Breakage(
         "optimizer-averages-over-all-groups",
         "ringreduce/keras/wrappable.py",
         "        if one.communicator is None:\n            name",

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.part import is_own_piece
-from ringreduce.keras.wrappable import all_within, state_for
+from ringreduce.keras.wrappable import all_within, own_step_in, state_for
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -21,6 +21,8 @@ def joint_in(optimizer: Any) -> str | None:
             return f"{one.name} with a loss scale"
         if getattr(one, "global_clipnorm", None):
             return f"{one.name} with global_clipnorm"
+        if own := own_step_in(one):
+            return f"{one.name} with its own {own}"
     return None
 
 

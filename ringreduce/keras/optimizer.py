@@ -3,8 +3,8 @@
 It holds the optimizer it wraps and forwards to it; a subclass of the user's class would lose the
 state of one that is already built. Three facts of Keras 3 shape it:
 
-- A training step calls only `apply_gradients`, which calls `apply`. Gradients are reduced there,
-  before the inner optimizer clips or decays them.
+- A training step calls only `apply_gradients`, which calls `apply`; a class of the user's may have
+  either. Gradients are reduced before the inner one's is called, so before it clips or decays them.
 - Saving records the class of `model.optimizer`. The wrapper's class has the name and module of the
   inner one; its configuration, its variables and what `dir` lists are the inner one's. So a saved
   model loads without ringreduce, as the plain optimizer.
@@ -13,7 +13,7 @@ state of one that is already built. Three facts of Keras 3 shape it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -40,19 +40,29 @@ from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, sav
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import check_parts, joint, mark_state
 from ringreduce.keras.repeating import is_repeating
+from ringreduce.keras.seeds import refuse_update, refused_draws, states_in
 from ringreduce.keras.strategies import Strategy, StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
-from ringreduce.keras.wrappable import all_within, refuse_scales, refuse_unusable
+from ringreduce.keras.wrappable import (
+    all_within,
+    is_of_user,
+    refuse_scales,
+    refuse_unusable,
+)
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
+from ringreduce.tensorflow.variables import differing
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
+
+# Updates variables with gradients.
+_Apply = Callable[[Sequence[Any], Sequence[Any]], None]
 
 
 class DistributedOptimizer(Wrapper):
@@ -185,7 +195,8 @@ class DistributedOptimizer(Wrapper):
             mark_state(inner)
         self._local = LocalVariables()
         self._initial = InitialValues()
-        self._deferred: list[tuple[list[Any], Any]] | None = None
+        self._has_updated = False
+        self._deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
         for variable in local_variables:
             self.register_local_var(variable)
 
@@ -229,12 +240,15 @@ class DistributedOptimizer(Wrapper):
             RingReduceError: eagerly, when the reduction fails. From a `tf.function` the same error,
                 which is a `tf.errors.UnknownError` too.
         """
-        grads = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        self._take(list(grads), variables, self._inner.apply)
+
+    def _take(self, grads: list[Any], variables: list[Any] | None, apply: _Apply) -> None:
+        """Use this rank's gradients of a step; `apply` is the inner optimizer's, for means."""
         if not grads:
             return
-        variables = None if trainable_variables is None else list(trainable_variables)
         if self._deferred is not None:
-            self._deferred.append((grads, variables))
+            self._deferred.append((grads, lambda given: self._take(given, variables, apply)))
             return
         if not self.built and variables is not None:
             # As the inner `apply` would, so that variables get the same names.
@@ -259,7 +273,7 @@ class DistributedOptimizer(Wrapper):
             every = [*private.trained_variables(self._inner), *known]
             refuse_scales(every, ring)
             check_parts(self._inner, every, ring)
-            state = self.shared(self._inner.variables)
+            state = [*self.shared(self._inner.variables), *states_in(self._inner)]
             shared = self.shared(every)
             grads = self._initial.give(shared, grads, kinds, ring, state, self.settings)
             if self._initial.are_given:
@@ -272,7 +286,8 @@ class DistributedOptimizer(Wrapper):
         weight = weighting.current()
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options)
-        step = strategies.Step(grads, known, kinds, weight, reducer, self._apply_means)
+        applied = partial(self._apply_means, apply)
+        step = strategies.Step(grads, known, kinds, weight, reducer, applied)
         self._running.take(step)
 
     def _require_repeating(self, ring: Communicator) -> None:
@@ -284,17 +299,39 @@ class DistributedOptimizer(Wrapper):
                 "RINGREDUCE_ELASTIC out.",
             )
 
-    def _apply_means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        touched = self._touched
-        apply = self._inner.apply if touched is None else partial(touched.apply, self._inner)
+    def _apply_means(
+        self, apply: _Apply, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        if self._touched is not None:
+            apply = partial(self._touched.apply, self._inner)
 
         def update(means: Sequence[Any]) -> None:
-            joint(self._inner, means, variables, apply)
+            with self._equal_updates(variables):
+                joint(self._inner, means, variables, apply)
 
         if self.commit_point is None:
             update(gradients)
         else:
             self.commit_point.passed(gradients, update)
+
+    @contextmanager
+    def _equal_updates(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Raise ConfigError if a class of the user's makes something else of means on each rank."""
+        ring, own = self._ring(), [v for v in all_within(self._inner) if is_of_user(type(v))]
+        if not own or ring.size == 1 or self.is_alone:
+            yield
+            return
+        name = type(own[0]).__name__
+        if not tf.executing_eagerly():
+            with refused_draws(name, states_in(self._inner), ring):
+                yield
+            return
+        yield
+        # Of a step that is repeated some ranks may have come here before.
+        if not self._has_updated and elastic_minimum() is None:
+            self._has_updated = True
+            if differing(self.equal_now(variables), ring):
+                refuse_update(name, "made other weights of equal gradients on each rank", ring)
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """As `Wrapper.build_inner`; state for parts is in pieces too."""
@@ -399,8 +436,8 @@ class DistributedOptimizer(Wrapper):
                 warn_of_different_weights(model, trained, self._ring())
 
     @contextmanager
-    def deferred(self) -> Iterator[list[tuple[list[Any], Any]]]:
-        """Within the block `apply` only adds its arguments to the list that this yields."""
+    def deferred(self) -> Iterator[list[tuple[list[Any], Callable[[list[Any]], None]]]]:
+        """Within the block gradients only join the list that this yields, with what uses them."""
         self._deferred = []
         try:
             yield self._deferred
@@ -429,11 +466,27 @@ class DistributedOptimizer(Wrapper):
             raise ConfigError(text, remedy="Call register_local_var before training.")
         self._local.add(variable)
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
-        """`apply` for pairs, as Keras's training step calls it; returns the step counter."""
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **options: Any) -> Any:
+        """`apply` for pairs, by the inner optimizer's `apply_gradients`, which may be its own.
+
+        Keras's training step calls this. Returns what that returns, or the step counter where it
+        was not called.
+        """
         gradients, variables = zip(*grads_and_vars, strict=True)
-        self.apply(gradients, variables)
-        return self._inner._iterations
+        returned: list[Any] = []
+
+        def apply(means: Sequence[Any], variables: Sequence[Any]) -> None:
+            pairs = list(zip(means, variables, strict=True))
+            returned.append(self._inner.apply_gradients(pairs, **options))
+
+        self._take(list(gradients), list(variables), apply)
+        return returned[0] if returned else self._inner._iterations
+
+    def stateless_apply(self, *_: Any, **__: Any) -> Any:
+        """Raises ConfigError: it would average nothing."""
+        text = "got a call of stateless_apply, which would average nothing"
+        raise ConfigError(text, **self._ring().config.who, remedy="Call apply or apply_gradients.")
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables and give all ranks rank 0's values."""

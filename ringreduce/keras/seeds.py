@@ -3,21 +3,27 @@
 A program seeds all ranks alike, for equal weights and shuffling. Then all draw the same masks, too.
 So a generator in the same state on several ranks gets another seed on all but the first. States are
 compared, not their origin: repeating it repairs what a checkpoint has made equal again.
+
+An optimizer's noise must be equal on all ranks instead, or their weights would differ.
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.parts.replicas import make_alike, model_group
+from ringreduce.keras.wrappable import all_within
 from ringreduce.pure.wire import signature_of
-from ringreduce.tensorflow.private import graphs_being_traced
+from ringreduce.tensorflow.private import graphs_being_traced, traced_ops
 from ringreduce.tensorflow.variables import path_of
+from ringreduce.vocabulary.errors import ConfigError
 
 
 def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
@@ -67,3 +73,44 @@ def seed_states_in_use() -> list[Any]:
     watched = [v for graph in graphs_being_traced() for v in graph._watched_variables]
     found = {id(variable): variable for variable in watched if is_seed_state(variable)}
     return sorted(found.values(), key=path_of)
+
+
+def states_in(optimizer: Any) -> list[Any]:
+    """Of random generators that an optimizer, or one in it, has as attributes."""
+    kinds = keras.random.SeedGenerator, tf.random.Generator
+    held = [value for one in all_within(optimizer) for value in vars(one).values()]
+    return [value.state for value in held if isinstance(value, kinds)]
+
+
+@contextmanager
+def refused_draws(name: str, equal: Sequence[Any], ring: Communicator) -> Iterator[None]:
+    """ConfigError if what is traced in the block draws from states other than those in `equal`.
+
+    Those from which the same function has drawn before it are not noticed.
+    """
+    known = {id(getattr(state, "_value", state)) for state in (*seed_states_in_use(), *equal)}
+    with traced_ops() as kinds:
+        yield
+    has_generator = not all(map(is_seed_state, equal))
+    # Ops with a state of their own, or with that of a `tf.random.Generator`.
+    own = (
+        "Random",
+        "Truncated",
+        "Parameterized",
+        "Multinomial",
+        *(() if has_generator else ("Rng",)),
+    )
+    unequal = [kind for kind in kinds if kind.startswith(own)]
+    unequal += [path_of(state) for state in seed_states_in_use() if id(state) not in known]
+    if unequal:
+        refuse_update(name, f"draws other random numbers on each rank, by {unequal[0]}", ring)
+
+
+def refuse_update(name: str, what: str, ring: Communicator) -> NoReturn:
+    """ConfigError: the optimizer class `name` makes weights differ between ranks."""
+    raise ConfigError(
+        f"updates weights with {name}, which {what}",
+        **ring.config.who,
+        remedy="Draw by keras.random, with seed=self.seed, where self.seed = "
+        "keras.random.SeedGenerator(1) is an attribute of the optimizer: ranks get rank 0's.",
+    )

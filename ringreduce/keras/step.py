@@ -75,7 +75,7 @@ def _divided(model: Any, step: Step, data: Any) -> Any:
     if tf.executing_eagerly():
         return step(data)  # With run_eagerly=True nothing is compiled.
     _require_wrapped(model)  # It may have been compiled again.
-    applied: list[tuple[Any, Any]] = []
+    applied: list[tuple[Any, Callable[[Any], None]]] = []
 
     # A new one in each trace of the function around it, which is traced again for any change.
     @tf.function(jit_compile=True, autograph=False)
@@ -92,5 +92,5 @@ def _divided(model: Any, step: Step, data: Any) -> Any:
             remedy="rr.compile_gradients is for one that does so once: compile a function of "
             "your own that computes gradients, and apply them outside of it.",
         )
-    model.optimizer.apply(gradients[0], applied[0][1])
+    applied[0][1](gradients[0])
     return logs

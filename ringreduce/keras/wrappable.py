@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 # Each element's step depends on that element's gradients alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Nadam")
 _KNOWN = (*ELEMENTWISE, "Lion", "Ftrl")
+# Methods that see all gradients of a step.
+_STEPS_OF_ALL = ("apply", "apply_gradients", "_backend_apply_gradients", "_clip_gradients")
 _STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
 
 
@@ -74,8 +76,20 @@ def state_for(optimizer: Any, variable: Any) -> list[Any]:
     return found
 
 
+def is_of_user(what: Any) -> bool:
+    """Whether a class or function is the user's, neither Keras's nor ours."""
+    return not str(getattr(what, "__module__", "")).startswith(("keras.", "ringreduce."))
+
+
+def own_step_in(optimizer: Any) -> str | None:
+    """The method of the user's own, if there is one, that sees all of a step's gradients."""
+    return next((name for name in _STEPS_OF_ALL if is_of_user(getattr(optimizer, name))), None)
+
+
 def works_by_element(optimizer: Any) -> bool:
     """Whether each element's step is known to depend on that element's gradients alone."""
+    if own_step_in(optimizer):
+        return False
     # A LossScaleOptimizer does what the one in it does.
     is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return is_wrapper or getattr(type(optimizer), "update_step", None) in _STEPS

@@ -6,7 +6,8 @@ that it is given.
 
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,10 @@ is_compiled_by_xla = named("tensorflow.python.ops.control_flow_util", "GraphOrPa
 call_module = named("tensorflow.compiler.tf2xla.python.xla", "call_module")
 # Adds an op by its name, including ops registered at run time.
 apply_op = named("tensorflow.python.framework.op_def_library", "apply_op")
+# Functions that are called with each op that this thread adds or runs.
+_CALLBACKS = "tensorflow.python.framework.op_callbacks"
+_add_op_callback = named(_CALLBACKS, "add_op_callback")
+_remove_op_callback = named(_CALLBACKS, "remove_op_callback")
 
 _autograph = named("tensorflow.python.autograph.core", "config")
 
@@ -86,6 +91,22 @@ def graphs_being_traced() -> list[Any]:
         found.append(graph)
         graph = graph.outer_graph
     return found
+
+
+@contextmanager
+def traced_ops() -> Iterator[list[str]]:
+    """The kinds of ops that are added in the block to the graph being traced, or to one in it."""
+    kinds: list[str] = []
+
+    def note(kind: Any, *_: Any, graph: Any = None, **__: Any) -> None:
+        if graph is not None:
+            kinds.append(kind)
+
+    _add_op_callback(note)
+    try:
+        yield kinds
+    finally:
+        _remove_op_callback(note)
 
 
 def call_through(function: Any, around: Callable[[partial[Any]], Any]) -> None:

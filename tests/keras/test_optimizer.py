@@ -109,6 +109,130 @@ def test_unknown_attributes_are_the_inner_ones(world_of_one):
         _ = optimizer.no_such_thing
 
 
+class Halved(keras.optimizers.SGD):
+    """A user's own class, which overrides what Keras's training step calls."""
+
+    def apply_gradients(self, grads_and_vars, factor=0.5):
+        self.seen = [(gradient * factor, variable) for gradient, variable in grads_and_vars]
+        super().apply_gradients(self.seen)
+        return "seen"
+
+
+@pytest.mark.parametrize("way", ["eagerly", "graph", "compile_gradients"])
+def test_apply_gradients_of_ones_own_is_called(world_of_one, way):
+    plain = fit(make_model(), Halved(0.1), compile=EAGERLY)
+    model = make_model()
+    model.compile(rr.DistributedOptimizer(Halved(0.1)), loss="mse", run_eagerly=way == "eagerly")
+    if way == "compile_gradients":
+        rr.compile_gradients(model)
+    fit(model)
+    for expected, actual in zip(plain.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "seen"),
+    [
+        # Ranks have gradients 1 and 3 in the first step, 3 and 5 in the second.
+        (rr.EveryStep(), [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]),
+        (rr.Accumulate(2), [[None, 1.5, None], [None, 1.5, None]]),
+        (rr.LocalSGD(3), [[0.5, 1.5, 2.0], [1.5, 2.5, 2.0]]),
+    ],
+    ids=["EveryStep", "Accumulate", "LocalSGD"],
+)
+def test_apply_gradients_of_ones_own_gets_means_and_options(strategy, seen):
+    def work(comm):
+        inner, variable, found = Halved(0.25), keras.Variable([8.0]), []
+        optimizer = rr.DistributedOptimizer(inner, comm, strategy=strategy)
+        optimizer.build([variable])
+        ones = 1.0 + 2 * comm.rank, 3.0 + 2 * comm.rank, 1.0
+        for one, options in zip(ones, ({}, {}, {"factor": 2.0}), strict=True):
+            returned = optimizer.apply_gradients([(tf.constant([one]), variable)], **options)
+            is_applied = isinstance(returned, str)  # Else it is the step counter.
+            found.append(float(inner.seen[0][0][0]) if is_applied else None)
+        return found
+
+    assert ring_of_threads(2, work) == seen
+
+
+class Noisy(keras.optimizers.SGD):
+    """Of which each rank may draw other noise."""
+
+    def __init__(self, source):
+        super().__init__(0.5)
+        self.source = source
+        if source == "own":
+            self.seed = keras.random.SeedGenerator()
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = {
+            "own": lambda: keras.random.normal(variable.shape, seed=self.seed),
+            "of keras": lambda: keras.random.normal(variable.shape),
+            "of tensorflow": lambda: tf.random.normal(variable.shape),
+            "by step": lambda: tf.random.stateless_normal(
+                variable.shape, [1, tf.cast(self.iterations, "int32")]
+            ),
+        }[self.source]()
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
+def of_two_noisy_ranks(source, wrap, compile, strategy=None):
+    """Each rank's weights after two steps, or its error's text."""
+
+    def work(comm):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = rr.DistributedOptimizer(wrap(Noisy(source)), comm, strategy=strategy)
+        model.compile(optimizer, loss="mse", **compile)
+        optimizer.build(model.trainable_variables)
+        try:
+            for _ in range(2):
+                model.train_on_batch(np.ones((2, 2), "float32"), np.ones((2, 1), "float32"))
+        except ringreduce.ConfigError as error:
+            return str(error)
+        return [weight.tolist() for weight in model.get_weights()]
+
+    return ring_of_threads(2, work)
+
+
+def plain(optimizer):
+    return optimizer
+
+
+@pytest.mark.parametrize("source", ["own", "by step"])
+@pytest.mark.parametrize("compile", [EAGERLY, {}], ids=["eagerly", "graph"])
+def test_noise_of_an_optimizer_is_equal_on_all_ranks(source, compile):
+    first, second = of_two_noisy_ranks(source, plain, compile)
+    assert not isinstance(first, str), first
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("source", "wrap", "compile", "words"),
+    [
+        ("of keras", plain, EAGERLY, "made other weights of equal gradients"),
+        ("of keras", plain, {}, "seed_generator_state"),
+        ("of tensorflow", plain, EAGERLY, "made other weights of equal gradients"),
+        ("of tensorflow", keras.optimizers.LossScaleOptimizer, {}, "RandomStandardNormal"),
+    ],
+)
+def test_noise_that_would_differ_between_ranks_is_refused(source, wrap, compile, words):
+    for text in of_two_noisy_ranks(source, wrap, compile):
+        assert words in text
+        assert "Noisy" in text
+        assert "self.seed = keras.random.SeedGenerator(1)" in text
+
+
+def test_ranks_that_step_alone_may_draw_other_noise():
+    first, second = of_two_noisy_ranks("of tensorflow", plain, EAGERLY, rr.LocalSGD(2))
+    assert first == second, "after a meeting"
+
+
+def test_what_would_average_nothing_is_refused(world_of_one):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    with pytest.raises(ringreduce.ConfigError, match=r"stateless_apply.*Call apply"):
+        optimizer.stateless_apply([], [], [])
+
+
 def test_wrapping_twice_is_refused():
     once = rr.DistributedOptimizer(keras.optimizers.SGD())
     with pytest.raises(ringreduce.ConfigError, match="already distributed"):
@@ -259,6 +383,7 @@ def trained_with_local(optimizer, variable=None):
     [
         (lambda: keras.optimizers.SGD(0.5, global_clipnorm=1.0), "global_clipnorm"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)), "loss scale"),
+        (lambda: Halved(0.5), "its own apply_gradients"),
     ],
 )
 def test_local_variables_beside_what_joins_all_gradients_are_refused(world_of_one, inner, word):

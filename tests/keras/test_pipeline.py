@@ -101,6 +101,7 @@ def test_callbacks_act_alike_and_save_each_stage_as_plain_keras(size):
         ("any length", "it gives rows of shape (None, 2), which is not fixed"),
         ("not compiled", "Call pipeline.compile(optimizer, loss) first"),
         ("norm", "with global_clipnorm"),
+        ("own step", "with its own apply_gradients"),
         ("scale", "with a loss scale"),
         ("arrays", "Use a batch_size, and a number of rows, that are multiples of"),
         ("short", "which cannot be divided into 4 equal micro-batches"),

@@ -409,6 +409,16 @@ class Own(keras.optimizers.SGD):
         self.assign_sub(variable, gradient - tf.reduce_mean(gradient))
 
 
+class OfAll(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients(grads_and_vars)
+
+
+class Clipping(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -420,6 +430,8 @@ class Own(keras.optimizers.SGD):
             "Lamb",
         ),
         (lambda: touched(Own(0.1)), "Own.*or is not known"),
+        (lambda: touched(OfAll(0.1)), "OfAll.*or is not known"),
+        (lambda: touched(Clipping(0.1)), "Clipping.*or is not known"),
         (lambda: touched(keras.optimizers.SGD(0.1, use_ema=True)), "use_ema"),
         (lambda: touched(keras.optimizers.SGD(0.1), sparse_as_dense=True), "sparse_as_dense"),
         (

@@ -263,6 +263,8 @@ def refused():
     say("not compiled", **error_of(lambda: pipeline.fit(x, y)))
     by_norm = keras.optimizers.SGD(0.1, global_clipnorm=1.0)
     say("norm", **error_of(lambda: pipeline.compile(by_norm, "mse")))
+    by_all = type("Own", (keras.optimizers.SGD,), {"apply_gradients": lambda *_: None})(0.1)
+    say("own step", **error_of(lambda: pipeline.compile(by_all, "mse")))
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     say("scale", **error_of(lambda: pipeline.compile(scaled, "mse")))
     pipeline.compile("sgd", "mse")
