@@ -1004,6 +1004,14 @@ BREAKAGES = (
         ("tests/keras/test_groups.py",),
     ),
     Breakage(
+        "saving-options-forgotten",
+        "ringreduce/keras/saving.py",
+        "options_in(file, options) if compile else options",
+        "dict(options)",
+        "A loaded model averages in every step, whatever it was trained with.",
+        ("tests/keras/test_saving.py",),
+    ),
+    Breakage(
         "optimizer-passes-by-apply-gradients",
         "ringreduce/keras/optimizer.py",
         "self._inner.apply_gradients(pairs, **options)",

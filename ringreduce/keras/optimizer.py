@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any
 
 import keras
@@ -29,6 +30,7 @@ from ringreduce.keras import private, settings, strategies, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
+from ringreduce.keras.kept_options import KeptOptions
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import (
     model_in_fit,
@@ -342,6 +344,20 @@ class DistributedOptimizer(Wrapper):
     def strategy_state(self) -> StrategyState | None:
         """What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's."""
         return self._state
+
+    @property
+    def kept_options(self) -> KeptOptions | None:
+        """What Keras saves of the options, where some are not those by default."""
+        defaults = signature(DistributedOptimizer.__init__).parameters
+        found = {
+            name: value
+            for name, value in self._options.items()
+            if value not in (defaults[name].default, strategies.EveryStep())
+        }
+        trained = private.trained_variables(self._inner) if self.built else []
+        if local := [number for number, each in enumerate(trained) if each in self._local]:
+            found["local_variables"] = local
+        return KeptOptions(found) if found else None
 
     def _state_now(self) -> dict[str, np.ndarray]:
         thin, found = self._bridge.low_rank, dict(self._running.state())

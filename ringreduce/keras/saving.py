@@ -1,7 +1,7 @@
 """Loads a model and wraps its optimizer, so that training continues over the ring.
 
-Files of models trained under `DistributedOptimizer` hold the wrapped optimizer, and nothing of
-ours: they load where ringreduce is not installed, and those of plain Keras load here.
+Files of models trained under `DistributedOptimizer` hold the wrapped optimizer, and beside it what
+plain Keras passes over: they load where ringreduce is not installed, and those of Keras load here.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ from typing import Any
 import keras
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.kept_options import options_in, weights_in
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.parts.layer import PartLayer
@@ -45,26 +47,40 @@ def load_model(
             communicator=model_group)``. With parts, all ranks must load the file: each takes its
             pieces.
         communicator: of the optimizer, and of the layers in `replace` that say no other.
-        options: further arguments of `DistributedOptimizer`.
+        options: further arguments of `DistributedOptimizer`; those left out are as in training, if
+            the file is no ``.h5``, which keeps none.
 
     Returns:
         The model. Its optimizer is a `DistributedOptimizer`, or None where the file has none.
 
     Raises:
         ValueError: Keras's, for a file that holds no model.
-        ConfigError: as `DistributedOptimizer`; the file has no layer that `replace` names.
+        ConfigError: as `DistributedOptimizer`; the file has no layer that `replace` names; the
+            model was trained with an option that a file cannot keep, such as a `Strategy` of one's
+            own, and none is passed.
     """
     replaced = dict(replace or {})
     if sync_batch_normalization:
         replaced[keras.layers.BatchNormalization] = SyncBatchNormalization
-    loading = _Loading(replaced, communicator, options)
-    objects = {**loading.stand_ins(), **(custom_objects or {})}
-    model = keras.models.load_model(path, objects, compile, safe_mode)
-    loading.require_all()
-    optimizer = getattr(model, "optimizer", None)
-    # A model's own `compile_from_config` may have wrapped it.
-    if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-        model.optimizer = DistributedOptimizer(optimizer, communicator, **options)
+    with weights_in(str(path)) as file:
+        options = options_in(file, options) if compile else options
+        # In a file they are numbers, since the variables are made only now.
+        local = options.pop("local_variables", ())
+        loading = _Loading(replaced, communicator, options)
+        objects = {**loading.stand_ins(), **(custom_objects or {})}
+        model = keras.models.load_model(path, objects, compile, safe_mode)
+        loading.require_all()
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None:
+            return model
+        # A model's own `compile_from_config` may have wrapped it.
+        if not isinstance(optimizer, DistributedOptimizer):
+            model.optimizer = DistributedOptimizer(optimizer, communicator, **options)
+            if (state := model.optimizer.strategy_state) is not None:
+                state.load_own_variables(file.get("optimizer/strategy_state/vars", {}))
+    for one in local:
+        trained = private.trained_variables(model.optimizer)
+        model.optimizer.register_local_var(trained[one] if isinstance(one, int) else one)
     return model
 
 
@@ -96,9 +112,8 @@ class _Loading:
             exported = {name for name in dir(keras.layers) if getattr(keras.layers, name) is plain}
             found.update(dict.fromkeys({plain.__name__, *exported}, _making(plain, self._layer)))
         has_parts = any(issubclass(one, PartLayer) for one, _ in self._replaced.values())
-        if has_parts or {"strategy", "compression"} & self._options.keys():
-            # It may have state of its own, or its state is in pieces, so it is wrapped before that
-            # is loaded.
+        if has_parts:
+            # Its state is in pieces, so it is wrapped before that is loaded.
             for name, one in vars(keras.optimizers).items():
                 is_class = isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
                 if is_class and name not in ("Optimizer", "LossScaleOptimizer"):

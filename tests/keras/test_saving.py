@@ -414,6 +414,92 @@ def test_options_are_those_of_the_wrapper(tmp_path):
         rr.load_model(tmp_path / "model.keras", bucket_bytes=0)
 
 
+def trained_with(inner=None, **options):
+    wrap = partial(rr.DistributedOptimizer, inner or KINDS["adam"](), **options)
+    model = fit(make_model(), wrap())
+    model.optimizer.settle()
+    return model
+
+
+def test_accumulation_goes_on_in_a_loaded_model(tmp_path):
+    trained_with(accumulate_steps=2).save(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras")
+    assert int(fit(loaded, epochs=2).optimizer.iterations) == 1 + 2
+    again = rr.load_model(tmp_path / "model.keras", accumulate_steps=1)
+    assert int(fit(again, epochs=2).optimizer.iterations) == 1 + 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        in_full({"strategy": rr.LocalSGD(3, overlap=1)}),
+        {"strategy": rr.DiLoCo(1), "compression": "int8"},
+        {"compression": rr.PowerSGD(2, exclude=["bias"])},
+        {"compression": rr.Compression.fp16, "op": "sum", "bucket_bytes": 64},
+        {"update_rows": "touched", "check_numerics": "warn", "scale_local_gradients": True},
+        in_full({"sparse_as_dense": True}),
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.filterwarnings("ignore::ringreduce.keras.mistakes.RowsWarning")
+def test_options_stay_in_a_loaded_model(options, tmp_path):
+    model = trained_with(**options)
+    model.save(tmp_path / "first.keras")
+    loaded = rr.load_model(tmp_path / "first.keras")
+    assert loaded.optimizer.settings() == model.optimizer.settings()
+    assert_equal_state(model, loaded)
+    # Every option is in the file, so nothing is left out where it is saved again.
+    loaded.save(tmp_path / "second.keras")
+    assert names_in(tmp_path / "first.keras") == names_in(tmp_path / "second.keras")
+    plain_again = keras.models.load_model(tmp_path / "second.keras")
+    assert_equal_state(model, plain_again)
+    assert type(plain_again.optimizer) is optimizers.Adam
+
+
+@pytest.mark.parametrize("inner", [in_full(Doubled), Tripled, in_full("several")])
+def test_momentum_of_the_outer_optimizer_stays_in_a_loaded_model(inner, tmp_path):
+    """Also with a class of the user's, or several optimizers in one."""
+    plain_one = KINDS[inner]() if isinstance(inner, str) else inner(0.125)
+    model = trained_with(plain_one, strategy=rr.DiLoCo(2))
+    model.save(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras", custom_objects={"Doubled": Doubled})
+    assert_equal_state(fit(model), fit(loaded))
+
+
+def test_local_variables_stay_so_in_a_loaded_model(tmp_path):
+    model = make_model()
+    model.compile(rr.DistributedOptimizer(optimizers.SGD(0.5)), loss="mse", run_eagerly=True)
+    model.optimizer.register_local_var(model.trainable_variables[1])
+    fit(model).save(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras")
+    first, _, *others = loaded.trainable_variables
+    shared = loaded.optimizer.shared(loaded.trainable_variables)
+    assert [id(each) for each in shared] == [id(each) for each in (first, *others)]
+
+
+class Whole(rr.EveryStep):
+    """A strategy of the user's, which a file cannot restore."""
+
+
+@pytest.mark.parametrize(
+    "strategy", [Whole(), rr.DiLoCo(1, outer=optimizers.SGD(0.5))], ids=["own", "outer"]
+)
+def test_what_a_file_cannot_restore_is_asked_for(strategy, tmp_path):
+    trained_with(strategy=strategy).save(tmp_path / "model.keras")
+    with pytest.raises(ringreduce.ConfigError, match=r"rr\.load_model\(path, strategy=\.\.\.\)"):
+        rr.load_model(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras", strategy=strategy)
+    assert isinstance(loaded.optimizer, rr.DistributedOptimizer)
+    rr.load_model(tmp_path / "model.keras", compile=False)
+
+
+def test_options_are_found_in_a_folder_too(tmp_path):
+    model = trained_with(accumulate_steps=2)
+    keras.saving.save_model(model, tmp_path / "folder", zipped=False)
+    loaded = rr.load_model(tmp_path / "folder")
+    assert loaded.optimizer.settings() == model.optimizer.settings()
+
+
 def test_a_model_without_optimizer_stays_without(tmp_path):
     make_model().save(tmp_path / "bare.keras")
     trained("adam").save(tmp_path / "model.keras")
