@@ -51,6 +51,7 @@ from ringreduce.keras.wrappable import (
     is_of_user,
     refuse_scales,
     refuse_unusable,
+    refuse_wrapped,
 )
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
@@ -338,6 +339,7 @@ class DistributedOptimizer(Wrapper):
     def build_inner(self, variables: Sequence[Any]) -> None:
         """As `Wrapper.build_inner`; state for parts is in pieces too."""
         super().build_inner(variables)
+        refuse_wrapped(self._inner)  # A MultiOptimizer may make those in it only now.
         mark_state(self._inner)
 
     @property

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -27,9 +27,7 @@ _STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
 
 def refuse_unusable(inner: Any) -> None:
     """Raise ConfigError unless gradients can be reduced for `inner`: see `DistributedOptimizer`."""
-    if isinstance(inner, Wrapper):
-        text = f"got an optimizer that is already distributed ({inner.name})"
-        raise ConfigError(text, remedy="Wrap it once: a second average would only cost time.")
+    refuse_wrapped(inner)
     if not isinstance(inner, keras.optimizers.Optimizer):
         text = f"got {inner!r} to wrap, which is no Keras 3 optimizer"
         raise ConfigError(text, remedy="Pass one, such as keras.optimizers.SGD(0.01).")
@@ -45,6 +43,15 @@ def refuse_unusable(inner: Any) -> None:
     if replicas > 1:
         text = f"is used inside a tf.distribute strategy of {replicas} replicas"
         raise ConfigError(text, remedy="Use one or the other; a ringreduce worker is one replica.")
+
+
+def refuse_wrapped(inner: Any) -> None:
+    """ConfigError if `inner` is distributed, or something that it or one in it has."""
+    nested = [inner, *itertools.chain(*(_held_by(one) for one in all_within(inner)))]
+    for one in nested:
+        if isinstance(one, Wrapper):
+            text = f"got an optimizer that is already distributed ({one.name})"
+            raise ConfigError(text, remedy="Wrap it once, the outermost one.")
 
 
 def refuse_scales(variables: Sequence[Any], ring: Communicator) -> None:
@@ -122,10 +129,16 @@ def is_distributed(model: Any) -> bool:
 
 def wrappers_in(model: Any) -> list[Any]:
     """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
-    held = [getattr(model, "optimizer", None), *vars(model).values()]
-    lists = [one for one in held if isinstance(one, (list, tuple))]
-    every = (*held, *itertools.chain(*lists))
+    every = (getattr(model, "optimizer", None), *_held_by(model))
     return list({id(one): one for one in every if isinstance(one, Wrapper)}.values())
+
+
+def _held_by(owner: Any) -> list[Any]:
+    """The attributes of an object, and what is in those that are lists or tables."""
+    held = list(getattr(owner, "__dict__", {}).values())
+    lists = [one for one in held if isinstance(one, (list, tuple))]
+    tables = [list(one.values()) for one in held if isinstance(one, Mapping)]
+    return [*held, *itertools.chain(*lists, *tables)]
 
 
 def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:

@@ -239,6 +239,47 @@ def test_wrapping_twice_is_refused():
         rr.DistributedOptimizer(once)
 
 
+class Around(keras.optimizers.SGD):
+    """A user's own, with others in attributes."""
+
+    def __init__(self, **held):
+        super().__init__(0.5)
+        vars(self).update(held)
+
+
+needs_several = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras has no MultiOptimizer yet"
+)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda once: Around(slow=once),
+        lambda once: keras.optimizers.LossScaleOptimizer(Around(those=[once])),
+        lambda once: Around(those={"a": once}),
+        pytest.param(lambda once: keras.optimizers.MultiOptimizer(once), marks=needs_several),
+        pytest.param(
+            lambda once: keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(once)),
+            marks=needs_several,
+        ),
+    ],
+)
+def test_wrapping_twice_with_something_in_between_is_refused(around):
+    once = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(ringreduce.ConfigError, match="already distributed"):
+        rr.DistributedOptimizer(around(once))
+
+
+@needs_several
+def test_wrapping_twice_is_refused_where_it_shows_only_later(world_of_one):
+    several = keras.optimizers.MultiOptimizer(
+        lambda variable: rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    )
+    with pytest.raises(ringreduce.ConfigError, match="already distributed"):
+        rr.DistributedOptimizer(several).build(make_model().trainable_variables)
+
+
 @pytest.mark.parametrize("inner", ["adam", None, keras.layers.Dense(1)])
 def test_what_is_no_optimizer_is_refused(inner):
     with pytest.raises(ringreduce.ConfigError, match="no Keras 3 optimizer"):
