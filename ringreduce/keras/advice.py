@@ -35,6 +35,7 @@ _PROVIDED = {
     "grouped_reducescatter": 'use reduce_scatter(tensor, op="mean") of each',
     "local_rank_op": "use local_rank()",
     "local_size_op": "use local_size()",
+    "process_set_included_op": _GROUPS,
     "rank_op": "use rank()",
     "reducescatter": 'use reduce_scatter(tensor, op="mean")',
     "remove_process_set": "use close() of the communicator that split returned",

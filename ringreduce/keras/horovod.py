@@ -32,7 +32,7 @@ __all__ = [
     *("allgather", "allgather_object", "allreduce", "alltoall", "barrier", "reducescatter"),
     *("broadcast", "broadcast_", "broadcast_object", "broadcast_object_fn", "broadcast_variables"),
     *("grouped_allgather", "grouped_allreduce", "grouped_reducescatter"),
-    *("local_rank_op", "local_size_op", "rank_op", "size_op"),
+    *("local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"),
 ]
 
 Average, Sum = ReduceOp.MEAN, ReduceOp.SUM
@@ -109,6 +109,7 @@ class _GlobalProcessSet(ProcessSet):
 
 global_process_set = _GlobalProcessSet()
 _numbers = itertools.count(1)
+_added: dict[int | None, ProcessSet] = {0: global_process_set}
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -131,6 +132,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     one._group = ring.split(0 if ring.rank in one.ranks else None)
     one._ring = ring
     one.process_set_id = next(_numbers)
+    _added[one.process_set_id] = one
     return one
 
 
@@ -139,6 +141,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set._ring is None:
         return False
     group = process_set._group
+    _added.pop(process_set.process_set_id, None)
     process_set.process_set_id = process_set._ring = process_set._group = None
     if group is not None:
         group.close()
@@ -213,7 +216,8 @@ def SyncBatchNormalization(*, process_set: ProcessSet = global_process_set, **op
 def allreduce(
     tensor: Any,
     *,
-    op: ReduceOp | str = Average,
+    average: bool | None = None,
+    op: ReduceOp | str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
@@ -222,16 +226,20 @@ def allreduce(
     """Reduce a tensor over all ranks, by default to the mean; `ringreduce.keras.all_reduce`.
 
     Args:
-        tensor: as there; `tf.IndexedSlices` stay sparse.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`; of `tf.IndexedSlices` the rows of all ranks
-            are joined whatever it is, and divided for `Average`.
-        prescale_factor, postscale_factor: multiply each rank's tensor, and the result; for integers
-            in float64. What is no integer then, a mean too, is rounded towards zero.
+        tensor: as there; `tf.IndexedSlices` stay sparse, and means of integers in them become
+            floats.
+        average: Horovod's old argument; True for `Average`, False for `Sum`.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`; of `tf.IndexedSlices` the first two.
+        prescale_factor, postscale_factor: multiply each rank's tensor, and the result; 16-bit ones
+            in float32, and integers in float64. What is no integer then, a mean too, is rounded
+            towards zero.
     """
     ring = process_set.communicator
-    scaled, how = _scaled(tensor, prescale_factor), reduce_op(op)
-    if isinstance(scaled, tf.IndexedSlices) and how is not Average:
-        how = Sum
+    if average is not None and op is not None:
+        text = f"got average={average} and op={op!r}"
+        raise ConfigError(text, **ring.config.who, remedy="Pass op alone.")
+    default = Sum if average is False else Average
+    scaled, how = _scaled(tensor, prescale_factor), default if op is None else reduce_op(op)
     return _reduced(rr.all_reduce, scaled, how, postscale_factor, ring)
 
 
@@ -373,8 +381,25 @@ def _as_op(number: Callable[[], int]) -> Callable[..., Any]:
     return op
 
 
-rank_op, size_op = _as_op(rr.rank), _as_op(rr.size)
+rank_op = _as_op(rr.rank)
 local_rank_op, local_size_op = _as_op(rr.local_rank), _as_op(rr.local_size)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """The number of ranks in a process set, by default of the job, as a scalar int32 tensor."""
+    return tf.constant(_with_id(process_set_id).size(), name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """1 on the ranks in a process set, 0 on others, as a scalar int32 tensor."""
+    return tf.constant(int(_with_id(process_set_id).included()), name=name)
+
+
+def _with_id(number: int) -> ProcessSet:
+    if number not in _added:
+        text = f"got process_set_id={number}; those added are {list(_added)}"
+        raise ConfigError(text, remedy="Pass process_set.process_set_id of one that is added.")
+    return _added[number]
 
 
 def __getattr__(name: str) -> Any:
@@ -407,7 +432,7 @@ def _reduced(
     collective: Callable[..., Any], own: Any, op: ReduceOp, factor: float, ring: Communicator
 ) -> Any:
     """`own` reduced by `collective`, times `factor`; a mean of integers is rounded once, to 0."""
-    if op is not Average or own.dtype.is_floating:
+    if op is not Average or isinstance(own, tf.IndexedSlices) or own.dtype.is_floating:
         return _scaled(collective(own, op, ring), factor)
     total = collective(own, Sum, ring)
     if factor == 1.0:
@@ -421,9 +446,10 @@ def _scaled(tensor: Any, factor: float) -> Any:
     tensor = tf.convert_to_tensor(tensor)
     if factor == 1.0:
         return tensor
-    if tensor.dtype.is_floating:
-        return tensor * tf.cast(factor, tensor.dtype)
-    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+    is_half = tensor.dtype in (tf.float16, tf.bfloat16)
+    narrow = tensor.dtype if tensor.dtype.is_floating else tf.float64
+    wide = tf.cast(tensor, tf.float32 if is_half else narrow)
+    return tf.cast(wide * factor, tensor.dtype)
 
 
 def _with_gradient_times(tensor: Any, factor: float) -> Any:

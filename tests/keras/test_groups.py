@@ -153,6 +153,7 @@ def test_process_sets_do_what_horovods_do():
             "by_source": [(first + 1) * 4.0 * first],
             "normalized": [total / 2] * 2,
             "own": [own, 2, [first, last], True, False],
+            "counted": [[2, 2, 4], [1, 0, 1]],
             "ids": [first + 1, 2 - first, 0],
         }
 

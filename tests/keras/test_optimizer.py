@@ -559,3 +559,34 @@ def test_horovods_passes_are_accumulated_as_a_mean():
 def test_other_values_of_horovods_options_say_what_to_do(make, option, advice):
     with pytest.raises(ringreduce.ConfigError, match=advice):
         make(None, **option)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_horovods_factors_are_not_rounded_to_half(world_of_one, dtype):
+    value, factor = tf.cast(tf.range(1, 128), dtype), 0.3
+    expected = tf.cast(tf.cast(value, tf.float32) * factor, dtype).numpy().tolist()
+    assert expected != (value * tf.cast(factor, dtype)).numpy().tolist()
+    for reduce in (hvd.allreduce, hvd.reducescatter):
+        for name in ("prescale_factor", "postscale_factor"):
+            assert reduce(value, **{name: factor}).numpy().tolist() == expected
+
+
+def test_horovods_old_argument_means_what_it_meant(world_of_one):
+    value = tf.constant([2.0])
+    for average in (True, False):
+        assert hvd.allreduce(value, average=average).numpy().tolist() == [2.0]
+    with pytest.raises(ringreduce.ConfigError, match=r"average=False and op=.*Pass op alone"):
+        hvd.allreduce(value, average=False, op=hvd.Sum)
+    with pytest.raises(ringreduce.ArrayError, match="IndexedSlices with op='max'"):
+        hvd.allreduce(tf.IndexedSlices(value, tf.constant([0])), op=hvd.Max)
+
+
+def test_horovods_process_sets_have_numbers(world_of_one):
+    own = hvd.add_process_set([0])
+    for number in (0, own.process_set_id):
+        assert int(hvd.size_op(number)) == 1
+        assert int(hvd.process_set_included_op(number)) == 1
+    number = own.process_set_id
+    hvd.remove_process_set(own)
+    with pytest.raises(ringreduce.ConfigError, match=f"process_set_id={number}"):
+        hvd.size_op(process_set_id=number)

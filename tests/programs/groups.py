@@ -206,7 +206,7 @@ def process_sets():
     say(
         "process sets",
         mean=plain(hvd.allreduce(rows[:1], **of_set)),
-        several=plain(hvd.grouped_allreduce([rows[:1], rows[:1]], op=hvd.Sum, **of_set)),
+        several=plain(hvd.grouped_allreduce([rows[:1], rows[:1]], average=False, **of_set)),
         gathered=plain(gathered),
         by_gathered=plain(tape.gradient(gathered, rows)),
         exchanged=plain(hvd.alltoall(rows, [1, 2], **of_set)),
@@ -220,6 +220,10 @@ def process_sets():
         by_source=plain(by_source),
         normalized=plain(layer.moving_mean),
         own=[own.rank(), own.size(), own.ranks, own.included(), other.included()],
+        counted=[
+            [int(op(one.process_set_id)) for one in (own, other, hvd.global_process_set)]
+            for op in (hvd.size_op, hvd.process_set_included_op)
+        ],
         ids=[own.process_set_id, other.process_set_id, hvd.global_process_set.process_set_id],
     )
     say("outside", **error_of(lambda: hvd.allreduce(rows, process_set=other)))

@@ -488,8 +488,10 @@ def as_horovod_does():
     slices = tf.IndexedSlices(tf.constant([[2.0 * size]]), tf.constant([rank]), tf.constant([4, 1]))
     both = hvd.allreduce(slices), rr.all_reduce(slices)
     say("slices", sparse=[isinstance(one, tf.IndexedSlices) for one in both], both=plain(both))
-    least = hvd.allreduce(slices, op=hvd.Min)
-    say("least of slices", sparse=isinstance(least, tf.IndexedSlices), values=plain(least))
+    say("least of slices", **error_of(lambda: hvd.allreduce(slices, op=hvd.Min)))
+    whole = tf.IndexedSlices(tf.fill((1, 1), rank + 1), tf.constant([rank]))
+    means = [hvd.grouped_allreduce([whole])[0], hvd.allreduce(whole, postscale_factor=2.0)]
+    say("whole slices", values=[[plain(one.values), plain(one.indices)] for one in means])
     all_ways({"horovod alltoall": own_parts, "copied flags": copied_flags}, jit=False)
     odd = tf.ones((2 * size + 1, 2))
     say("horovod odd rows", **error_of(lambda: hvd.alltoall(odd)))

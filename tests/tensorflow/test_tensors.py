@@ -447,11 +447,19 @@ def test_rows_that_a_rank_cannot_divide_are_refused(size):
 
 
 @every_size
-def test_rows_of_slices_are_joined_whatever_the_operator_as_horovods(size):
-    rows = [[2.0 * size] if row < size else [0.0] for row in range(4)]
+def test_slices_have_no_least_rows_as_horovods(size):
     for fact in facts_of(size)["least of slices"]:
-        assert fact["sparse"]
-        assert fact["values"] == rows
+        assert "cannot reduce tf.IndexedSlices with op='min'" in fact["text"]
+
+
+@every_size
+def test_means_of_whole_numbers_in_slices_are_no_whole_numbers(size):
+    """Also where their shape is not known."""
+    ranks = list(range(size))
+    means = [[(rank + 1) / size] for rank in ranks]
+    twice = [[2 * mean] for [mean] in means]
+    for fact in facts_of(size)["whole slices"]:
+        assert fact["values"] == [[means, ranks], [twice, ranks]]
 
 
 @every_size
