@@ -1022,7 +1022,7 @@ BREAKAGES = (
     Breakage(
         "horovod-half-factors",
         "ringreduce/keras/horovod.py",
-        "return tf.cast(wide * factor, tensor.dtype)",
+        "return tf.cast(tf.cast(tensor, wide) * factor, tensor.dtype)",
         "return tensor * tf.cast(factor, tensor.dtype)",
         "A mean of 16-bit gradients is scaled by a factor that was rounded before.",
         ("tests/keras/test_optimizer.py",),

@@ -226,21 +226,19 @@ def allreduce(
     """Reduce a tensor over all ranks, by default to the mean; `ringreduce.keras.all_reduce`.
 
     Args:
-        tensor: as there; `tf.IndexedSlices` stay sparse, and means of integers in them become
-            floats.
+        tensor: as there; `tf.IndexedSlices` stay sparse, and means of integers there are floats.
         average: Horovod's old argument; True for `Average`, False for `Sum`.
         op: `Average`, `Sum`, `Min`, `Max` or `Product`; of `tf.IndexedSlices` the first two.
-        prescale_factor, postscale_factor: multiply each rank's tensor, and the result; 16-bit ones
-            in float32, and integers in float64. What is no integer then, a mean too, is rounded
-            towards zero.
+        prescale_factor, postscale_factor: multiply each rank's tensor, and the result, integers in
+            float64. What is no integer then, a mean too, is rounded towards zero.
     """
     ring = process_set.communicator
-    if average is not None and op is not None:
-        text = f"got average={average} and op={op!r}"
-        raise ConfigError(text, **ring.config.who, remedy="Pass op alone.")
-    default = Sum if average is False else Average
-    scaled, how = _scaled(tensor, prescale_factor), default if op is None else reduce_op(op)
-    return _reduced(rr.all_reduce, scaled, how, postscale_factor, ring)
+    if op is None:
+        op = Sum if average is False else Average
+    elif average is not None:
+        raise ConfigError(f"got average={average} and op={op!r}", remedy="Pass op alone.")
+    scaled = _scaled(tensor, prescale_factor)
+    return _reduced(rr.all_reduce, scaled, reduce_op(op), postscale_factor, ring)
 
 
 def allgather(
@@ -396,10 +394,10 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
 
 def _with_id(number: int) -> ProcessSet:
-    if number not in _added:
-        text = f"got process_set_id={number}; those added are {list(_added)}"
-        raise ConfigError(text, remedy="Pass process_set.process_set_id of one that is added.")
-    return _added[number]
+    if number in _added:
+        return _added[number]
+    text = f"got process_set_id={number}; those added are {list(_added)}"
+    raise ConfigError(text, remedy="Pass process_set.process_set_id of one that is added.")
 
 
 def __getattr__(name: str) -> Any:
@@ -446,10 +444,8 @@ def _scaled(tensor: Any, factor: float) -> Any:
     tensor = tf.convert_to_tensor(tensor)
     if factor == 1.0:
         return tensor
-    is_half = tensor.dtype in (tf.float16, tf.bfloat16)
-    narrow = tensor.dtype if tensor.dtype.is_floating else tf.float64
-    wide = tf.cast(tensor, tf.float32 if is_half else narrow)
-    return tf.cast(wide * factor, tensor.dtype)
+    wide = tf.float32 if tensor.dtype.is_floating and tensor.dtype.size < 8 else tf.float64
+    return tf.cast(tf.cast(tensor, wide) * factor, tensor.dtype)
 
 
 def _with_gradient_times(tensor: Any, factor: float) -> Any:

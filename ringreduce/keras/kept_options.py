@@ -17,7 +17,6 @@ import h5py
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.keras import private
 from ringreduce.keras.meetings import DiLoCo, LocalSGD
 from ringreduce.keras.strategies import Accumulate, EveryStep
 from ringreduce.tensorflow.low_rank import PowerSGD
@@ -27,33 +26,22 @@ from ringreduce.vocabulary.types import ReduceOp
 _CLASSES = {one.__name__: one for one in (Accumulate, EveryStep, DiLoCo, LocalSGD, PowerSGD)}
 
 
-class KeptOptions(private.KerasSaveable):
-    """`options`, which are not those by default, as Keras saves them beside the optimizer."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        values = {n: v.name.lower() if isinstance(v, ReduceOp) else v for n, v in options.items()}
-        texts = {n: re.sub(" object at 0x[0-9a-f]+", "", repr(v)) for n, v in values.items()}
-        self._text = json.dumps(texts)
-
-    def _obj_type(self) -> str:
-        # By which Keras knows attributes that it need not look at.
-        return "Loss"
-
-    def save_own_variables(self, store: Any) -> None:
-        """Write them."""
-        store["text"] = np.frombuffer(self._text.encode(), np.uint8)
+def as_array(options: Mapping[str, Any]) -> np.ndarray:
+    """`options`, with their values as text, in bytes: Keras's files keep arrays."""
+    values = {n: v.name.lower() if isinstance(v, ReduceOp) else v for n, v in options.items()}
+    texts = {n: re.sub(" object at 0x[0-9a-f]+", "", repr(v)) for n, v in values.items()}
+    return np.frombuffer(json.dumps(texts).encode(), np.uint8)
 
 
 @contextlib.contextmanager
 def weights_in(path: str) -> Iterator[Mapping[str, Any]]:
     """What is in the file of a saved model beside its configuration; empty where that is none."""
+    file: Mapping[str, Any] = {}
     with contextlib.ExitStack() as opened:
-        file: Mapping[str, Any] = {}
         # Of an error on the way Keras says what is wrong.
         with contextlib.suppress(KeyError, OSError, zipfile.BadZipFile, tf.errors.OpError):
-            if tf.io.gfile.isdir(path):
-                weights: Any = f"{path}/model.weights.h5"
-            else:
+            weights: Any = f"{path}/model.weights.h5"
+            if not tf.io.gfile.isdir(path):
                 whole = opened.enter_context(tf.io.gfile.GFile(path, "rb"))
                 archive = opened.enter_context(zipfile.ZipFile(whole))
                 weights = opened.enter_context(archive.open("model.weights.h5"))
@@ -65,10 +53,10 @@ def options_in(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     """`given`, and what else the file of a model keeps; ConfigError where that cannot be made."""
     text = file.get("optimizer/kept_options/vars/text")
     kept: dict[str, str] = {} if text is None else json.loads(bytes(text[()]))
+    if "accumulate_steps" in given:
+        kept.pop("strategy", None)
     found = dict(given)
-    for name, each in kept.items():
-        if name in given or (name == "strategy" and "accumulate_steps" in given):
-            continue
+    for name, each in ((name, kept[name]) for name in kept if name not in given):
         try:
             found[name] = _value_of(each)
         except (KeyError, SyntaxError, TypeError, ValueError) as error:

@@ -30,7 +30,7 @@ from ringreduce.keras import private, settings, strategies, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
-from ringreduce.keras.kept_options import KeptOptions
+from ringreduce.keras.kept_options import as_array
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import (
     model_in_fit,
@@ -285,13 +285,13 @@ class DistributedOptimizer(Wrapper):
                 self._look_at_fit(every)
         if self._touched is not None:
             self._touched.look_at(self._inner, grads, known, self._ring())
+            apply = partial(self._touched.apply, self._inner)
         weighting.refuse_local(kinds, self._ring())
         weight = weighting.current()
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options)
         applied = partial(self._apply_means, apply)
-        step = strategies.Step(grads, known, kinds, weight, reducer, applied)
-        self._running.take(step)
+        self._running.take(strategies.Step(grads, known, kinds, weight, reducer, applied))
 
     def _require_repeating(self, ring: Communicator) -> None:
         if not is_repeating(ring):
@@ -302,12 +302,7 @@ class DistributedOptimizer(Wrapper):
                 "RINGREDUCE_ELASTIC out.",
             )
 
-    def _apply_means(
-        self, apply: _Apply, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> None:
-        if self._touched is not None:
-            apply = partial(self._touched.apply, self._inner)
-
+    def _apply_means(self, apply: _Apply, gradients: Sequence[Any], variables: list[Any]) -> None:
         def update(means: Sequence[Any]) -> None:
             with self._equal_updates(variables):
                 joint(self._inner, means, variables, apply)
@@ -320,21 +315,20 @@ class DistributedOptimizer(Wrapper):
     @contextmanager
     def _equal_updates(self, variables: Sequence[Any]) -> Iterator[None]:
         """Raise ConfigError if a class of the user's makes something else of means on each rank."""
-        ring, own = self._ring(), [v for v in all_within(self._inner) if is_of_user(type(v))]
+        ring, is_first = self._ring(), not self._has_updated
+        own = [type(one) for one in all_within(self._inner) if is_of_user(type(one))]
         if not own or ring.size == 1 or self.is_alone:
             yield
-            return
-        name = type(own[0]).__name__
-        if not tf.executing_eagerly():
-            with refused_draws(name, states_in(self._inner), ring):
+        elif not tf.executing_eagerly():
+            with refused_draws(own[0], states_in(self._inner), ring):
                 yield
-            return
-        yield
-        # Of a step that is repeated some ranks may have come here before.
-        if not self._has_updated and elastic_minimum() is None:
-            self._has_updated = True
-            if differing(self.equal_now(variables), ring):
-                refuse_update(name, "made other weights of equal gradients on each rank", ring)
+        else:
+            yield
+            # Of a step that is repeated some ranks may have come here before.
+            if is_first and elastic_minimum() is None:
+                self._has_updated = True
+                if differing(self.equal_now(variables), ring):
+                    refuse_update(own[0], "made other weights of equal gradients", ring)
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """As `Wrapper.build_inner`; state for parts is in pieces too."""
@@ -348,18 +342,15 @@ class DistributedOptimizer(Wrapper):
         return self._state
 
     @property
-    def kept_options(self) -> KeptOptions | None:
+    def kept_options(self) -> StrategyState | None:
         """What Keras saves of the options, where some are not those by default."""
         defaults = signature(DistributedOptimizer.__init__).parameters
-        found = {
-            name: value
-            for name, value in self._options.items()
-            if value not in (defaults[name].default, strategies.EveryStep())
-        }
-        trained = private.trained_variables(self._inner) if self.built else []
-        if local := [number for number, each in enumerate(trained) if each in self._local]:
-            found["local_variables"] = local
-        return KeptOptions(found) if found else None
+        usual = {name: (defaults[name].default, strategies.EveryStep()) for name in self._options}
+        found = {n: value for n, value in self._options.items() if value not in usual[n]}
+        trained = private.trained_variables(self._inner) if self._local and self.built else []
+        if trained:
+            found["local_variables"] = [n for n, each in enumerate(trained) if each in self._local]
+        return StrategyState(lambda: {"text": as_array(found)}, lambda _: None) if found else None
 
     def _state_now(self) -> dict[str, np.ndarray]:
         thin, found = self._bridge.low_rank, dict(self._running.state())
@@ -486,10 +477,9 @@ class DistributedOptimizer(Wrapper):
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **options: Any) -> Any:
-        """`apply` for pairs, by the inner optimizer's `apply_gradients`, which may be its own.
+        """`apply` for pairs, by the inner optimizer's `apply_gradients`, as Keras's training does.
 
-        Keras's training step calls this. Returns what that returns, or the step counter where it
-        was not called.
+        Returns what that returns, or the step counter where it was not called.
         """
         gradients, variables = zip(*grads_and_vars, strict=True)
         returned: list[Any] = []

@@ -25,6 +25,9 @@ from ringreduce.tensorflow.private import graphs_being_traced, traced_ops
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
+# Ops of `tf.random.Generator`, and those with a state of their own.
+_DRAWING = ("Rng", "Random", "Truncated", "Parameterized", "Multinomial")
+
 
 def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     """Make the random numbers of `source` differ between ranks, where they do not.
@@ -83,33 +86,25 @@ def states_in(optimizer: Any) -> list[Any]:
 
 
 @contextmanager
-def refused_draws(name: str, equal: Sequence[Any], ring: Communicator) -> Iterator[None]:
+def refused_draws(kind: type, equal: Sequence[Any], ring: Communicator) -> Iterator[None]:
     """ConfigError if what is traced in the block draws from states other than those in `equal`.
 
     Those from which the same function has drawn before it are not noticed.
     """
     known = {id(getattr(state, "_value", state)) for state in (*seed_states_in_use(), *equal)}
-    with traced_ops() as kinds:
+    with traced_ops() as ops:
         yield
     has_generator = not all(map(is_seed_state, equal))
-    # Ops with a state of their own, or with that of a `tf.random.Generator`.
-    own = (
-        "Random",
-        "Truncated",
-        "Parameterized",
-        "Multinomial",
-        *(() if has_generator else ("Rng",)),
-    )
-    unequal = [kind for kind in kinds if kind.startswith(own)]
-    unequal += [path_of(state) for state in seed_states_in_use() if id(state) not in known]
-    if unequal:
-        refuse_update(name, f"draws other random numbers on each rank, by {unequal[0]}", ring)
+    found = [op for op in ops if op.startswith(_DRAWING[has_generator:])]
+    found += [path_of(state) for state in seed_states_in_use() if id(state) not in known]
+    if found:
+        refuse_update(kind, f"draws other random numbers, by {found[0]},", ring)
 
 
-def refuse_update(name: str, what: str, ring: Communicator) -> NoReturn:
-    """ConfigError: the optimizer class `name` makes weights differ between ranks."""
+def refuse_update(kind: type, what: str, ring: Communicator) -> NoReturn:
+    """ConfigError: an optimizer of the class `kind` makes weights differ between ranks."""
     raise ConfigError(
-        f"updates weights with {name}, which {what}",
+        f"updates weights with {kind.__name__}, which {what} on each rank",
         **ring.config.who,
         remedy="Draw by keras.random, with seed=self.seed, where self.seed = "
         "keras.random.SeedGenerator(1) is an attribute of the optimizer: ranks get rank 0's.",

@@ -27,10 +27,10 @@ _STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
 
 def refuse_unusable(inner: Any) -> None:
     """Raise ConfigError unless gradients can be reduced for `inner`: see `DistributedOptimizer`."""
-    refuse_wrapped(inner)
     if not isinstance(inner, keras.optimizers.Optimizer):
         text = f"got {inner!r} to wrap, which is no Keras 3 optimizer"
         raise ConfigError(text, remedy="Pass one, such as keras.optimizers.SGD(0.01).")
+    refuse_wrapped(inner)
     for one in all_within(inner):
         if steps := getattr(one, "gradient_accumulation_steps", None):
             raise ConfigError(
@@ -47,8 +47,7 @@ def refuse_unusable(inner: Any) -> None:
 
 def refuse_wrapped(inner: Any) -> None:
     """ConfigError if `inner` is distributed, or something that it or one in it has."""
-    nested = [inner, *itertools.chain(*(_held_by(one) for one in all_within(inner)))]
-    for one in nested:
+    for one in (inner, *itertools.chain(*(_held_by(one) for one in all_within(inner)))):
         if isinstance(one, Wrapper):
             text = f"got an optimizer that is already distributed ({one.name})"
             raise ConfigError(text, remedy="Wrap it once, the outermost one.")
@@ -135,10 +134,10 @@ def wrappers_in(model: Any) -> list[Any]:
 
 def _held_by(owner: Any) -> list[Any]:
     """The attributes of an object, and what is in those that are lists or tables."""
-    held = list(getattr(owner, "__dict__", {}).values())
-    lists = [one for one in held if isinstance(one, (list, tuple))]
-    tables = [list(one.values()) for one in held if isinstance(one, Mapping)]
-    return [*held, *itertools.chain(*lists, *tables)]
+    held = list(vars(owner).values())
+    several = [one for one in held if isinstance(one, (list, tuple, Mapping))]
+    each = (list(one.values()) if isinstance(one, Mapping) else one for one in several)
+    return [*held, *itertools.chain(*each)]
 
 
 def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:

@@ -95,13 +95,9 @@ def graphs_being_traced() -> list[Any]:
 
 @contextmanager
 def traced_ops() -> Iterator[list[str]]:
-    """The kinds of ops that are added in the block to the graph being traced, or to one in it."""
+    """The kinds of ops that are added in the block to the graph being traced, and those in it."""
     kinds: list[str] = []
-
-    def note(kind: Any, *_: Any, graph: Any = None, **__: Any) -> None:
-        if graph is not None:
-            kinds.append(kind)
-
+    note = lambda kind, *_, **__: kinds.append(kind)  # noqa: E731
     _add_op_callback(note)
     try:
         yield kinds
