@@ -238,7 +238,10 @@ def fit(
     if ring.size > 1:
         note_sharding(ring)
     if ring.size > 1 or recording is not None:
-        build(model, empty_batch(training.dataset))
+        spec = training.dataset.element_spec
+        if is_graph and class_weight is not None:  # Of which Keras makes weights of samples.
+            spec = (*spec[:2], tf.TensorSpec([None], keras.config.floatx()))
+        build(model, spec)
     make_alike(model.weights, model_group(model.weights))
     every = training_ranks(model.weights, ring)
     if every.size > 1:

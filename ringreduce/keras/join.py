@@ -8,8 +8,10 @@ empty step runs the same graph on a sample of zeros: its gradients have weight 0
 metrics and moving averages are undone.
 """
 
+import contextlib
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import keras
@@ -25,7 +27,7 @@ from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.step import WEIGHTED, Step, put_around
+from ringreduce.keras.step import WEIGHTED, Step, own_step, put_around
 from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -89,7 +91,7 @@ def join(
     note_sharding(ring)
     longest = _longest(count, ring)
     wrappable.warn_of_plain_optimizer(model, "rr.join", ring)
-    build(model, empty)
+    build(model, dataset.element_spec)
     fold_seeds(model, ring)
     weigh_steps(model, weighting, ring, is_counted=longest is not None)
     padded = _without_names(dataset).concatenate(tf.data.Dataset.from_tensors(empty).repeat())
@@ -181,19 +183,21 @@ def empty_batch(dataset: Any) -> Any:
             ".batch(n) makes one of arrays.",
         )
 
-    def like(spec: Any) -> Any:
+    for spec in tf.nest.flatten(dataset.element_spec):
         if spec.shape.rank in (None, 0):
             text = f"got a dataset with elements {spec}"
             raise ConfigError(text, remedy="Batch it, and give it tensors of known rank.")
-        shape = [0, *(1 if n is None else n for n in spec.shape[1:])]
-        if isinstance(spec, tf.RaggedTensorSpec):
-            ends = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
-            flat = tf.zeros([0, *shape[spec.ragged_rank + 1 :]], spec.dtype)
-            return tf.RaggedTensor.from_nested_row_splits(flat, ends)
-        zeros = tf.zeros(shape, spec.dtype)
-        return tf.sparse.from_dense(zeros) if isinstance(spec, tf.SparseTensorSpec) else zeros
+    return tf.nest.map_structure(_empty, dataset.element_spec)
 
-    return tf.nest.map_structure(like, dataset.element_spec)
+
+def _empty(spec: Any) -> Any:
+    shape = [0, *(1 if n is None else n for n in spec.shape[1:])]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        ends = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+        flat = tf.zeros([0, *shape[spec.ragged_rank + 1 :]], spec.dtype)
+        return tf.RaggedTensor.from_nested_row_splits(flat, ends)
+    zeros = tf.zeros(shape, spec.dtype)
+    return tf.sparse.from_dense(zeros) if isinstance(spec, tf.SparseTensorSpec) else zeros
 
 
 def filled(batch: Any) -> Any:
@@ -201,20 +205,52 @@ def filled(batch: Any) -> Any:
     return map_arrays(at_least_one, batch)
 
 
-def build(model: Any, empty: Any) -> None:
-    """Create the variables of model, metrics and optimizer now, for batches like `empty`."""
+def build(model: Any, spec: Any) -> None:
+    """Create the variables of model, metrics and optimizer, for batches like `spec`; runs no step.
+
+    `spec` is a dataset's ``element_spec``; a batch may have any number of rows.
+    """
     # TensorFlow creates none where they would depend on the exchange at a step's beginning. A loss
     # has metrics of its own, one for each output.
     compiled = [getattr(model, name, None) for name in ("_compile_metrics", "_compile_loss")]
-    if type(model).call is keras.Model.call:
-        # Only its train_step knows how its parts are called, such as a generator and a
-        # discriminator with an optimizer each. Traced and not run, it creates all variables.
-        tf.function(model.train_step).get_concrete_function(filled(empty))
-    elif not model.built or not all(part is None or part.built for part in compiled):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled(empty))
-        model.test_on_batch(x, y, sample_weight)
-        model.reset_metrics()
+    is_callable = type(model).call is not keras.Model.call
+    if not (is_callable and model.built and all(part is None or part.built for part in compiled)):
+        _build_by_tracing(model, spec, is_callable)
     wrappable.build_optimizer_here(model)
+
+
+def _build_by_tracing(model: Any, spec: Any, is_callable: bool) -> None:
+    def call(data: Any) -> Any:
+        return model(keras.utils.unpack_x_y_sample_weight(data)[0], training=False)
+
+    own = own_step(model)
+    steps: list[Step] = [partial(keras.Model.test_step, model), call]
+    # Only its train_step knows what it needs of compile and data, or how its parts are called. An
+    # eager one may keep numbers in lists, where a trace would leave tensors.
+    if own is not None and not (model.run_eagerly and is_callable):
+        steps.insert(0, own)
+    problems = []
+    for step in steps:
+        try:
+            return _trace(model, step, spec)
+        except Exception as error:  # It may need what a callback sets, or works eagerly only.
+            problems.append(error)
+    if not model.built and not model.run_eagerly:
+        raise problems[0]
+    if not model.built and is_callable:
+        call(filled(tf.nest.map_structure(_empty, spec)))
+    return None
+
+
+def _trace(model: Any, step: Step, spec: Any) -> None:
+    """Create what `step` does when it is traced; what optimizers do at first waits for training."""
+    with contextlib.ExitStack() as stack:
+        held = [(w, stack.enter_context(w.deferred())) for w in wrappable.wrappers_in(model)]
+        tf.function(lambda data: step(filled(data)), autograph=False).get_concrete_function(spec)
+    for wrapper, calls in held:
+        for _, variables in calls:
+            if variables is not None and not wrapper.built:
+                wrapper.build_inner(variables)
 
 
 # The last logs of each model, by position, dtype and shape.

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ringreduce.keras.optimizer import DistributedOptimizer
@@ -31,6 +32,12 @@ def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) 
     model.train_step = whole
     # Functions traced before do not have it.
     model.train_function = None
+
+
+def own_step(model: Any) -> Step | None:
+    """The innermost training step of `model`, if it is not Keras's."""
+    step = getattr(model.train_step, _WRAPS, (model.train_step, {}))[0]
+    return None if getattr(step, "__func__", None) is keras.Model.train_step else step
 
 
 def _around(step: Step, around: Callable[[Any, Step, Any], Any], owner: weakref.ref[Any]) -> Step:

@@ -30,8 +30,10 @@ RARE = [
     *("uneven samples", "uneven workers", "class weights", "several steps"),
     *("class weights of a dataset", "short epochs of arrays", "jit"),
     "shuffled py dataset",
+    *("own step and callback", "own eager step"),
     *("shares jit", "shares of batches", "shares of a generator"),
 ]
+OWN = ["own step", "own step and callback", "own eager step", "own loss"]
 SHUFFLED = ["shuffled arrays", "shuffled py dataset"]
 
 
@@ -50,7 +52,7 @@ def facts_of_all(size, case):
 
 
 @pytest.mark.parametrize(
-    ("size", "case"), on_1_to_3_ranks(*dict.fromkeys([*EXACT, *SAME, *SHUFFLED, "jit"]))
+    ("size", "case"), on_1_to_3_ranks(*dict.fromkeys([*EXACT, *SAME, *SHUFFLED, *OWN, "jit"]))
 )
 def test_ranks_end_bit_identical_with_one_history(size, case):
     first, *others = facts_of_all(size, case)
@@ -75,6 +77,15 @@ def test_every_form_gives_the_same_bits(size, case):
     for name, values in fact["history"].items():
         assert values == pytest.approx(expected["history"][name], rel=1e-5)
     assert ("val_loss" in fact["history"]) == ("validated" in case or SAME[case] == case)
+
+
+@pytest.mark.parametrize(("size", "case"), on_1_to_3_ranks(*OWN))
+def test_what_a_user_has_written_runs_in_training_alone(size, case):
+    for fact in facts_of_all(size, case):
+        assert fact["difference"] < 2e-6
+        assert all(type(value) is float for value in fact["seen"])
+        # A model that is built by a step with made-up data sees more.
+        assert len(fact["seen"]) == (0 if case.startswith("own step") else 2 * 6)
 
 
 @pytest.mark.parametrize(("size", "case"), on_1_to_3_ranks(*SHUFFLED))

@@ -38,6 +38,8 @@ RARE = {
     "short epochs of arrays",
     "jit",
     "shuffled py dataset",
+    "own step and callback",
+    "own eager step",
     "shares of batches",
     "shares of a generator",
     "shares jit",
@@ -164,6 +166,73 @@ def compiled():
     fitted("several steps", given, steps_per_execution=2)
     fitted("eager", given, {"x": x, "y": y, "batch_size": BATCH}, run_eagerly=True)
     fitted("jit", given, jit_compile=True)
+
+
+class Own(keras.Model):
+    """Its loss is in its own step, or in `compute_loss`; compile() gets none."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.seen, self.factor = keras.layers.Dense(2), [], None
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+    def train_step(self, data):
+        factor = 1.0 if self.factor is None else self.factor + 0.0  # Which a callback has set.
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = factor * tf.reduce_mean(tf.square(self(x, training=True) - y))
+        if self.run_eagerly:
+            self.seen.append(float(loss.numpy()))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class OwnLoss(Own):
+    train_step = keras.Model.train_step
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        tf.py_function(lambda: self.seen.append(1.0), [], [])
+        return tf.reduce_mean(tf.square(y_pred - y))
+
+
+class SetsFactor(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.model.factor = tf.Variable(1.0)
+
+
+def own_steps():
+    """Nothing but training runs what a user has written, on nothing but the user's data."""
+    x, y = arrays(81)
+    for case, kind, eager, callbacks in (
+        ("own step", Own, False, []),
+        ("own step and callback", Own, False, [SetsFactor()]),
+        ("own eager step", Own, True, []),
+        ("own loss", OwnLoss, False, []),
+    ):
+        if is_left_out(case):
+            continue
+        models = []
+        for wrap in rr.DistributedOptimizer, lambda optimizer: optimizer:
+            keras.utils.set_random_seed(5)
+            model = kind()
+            model.compile(wrap(keras.optimizers.SGD(0.01)), run_eagerly=eager or bool(models))
+            if models:
+                model(x)
+                model.optimizer.build(model.trainable_variables)
+            models.append(model)
+        options = {"batch_size": BATCH, "shuffle": False, "epochs": EPOCHS, "verbose": 0}
+        history = rr.fit(models[0], x, y, callbacks=callbacks, **options)
+        models[1].fit(x, y, callbacks=callbacks, **options)
+        say(
+            case,
+            digest=digest(models[0].get_weights()),
+            history=history_of(history),
+            difference=difference(*models),
+            seen=models[0].seen,
+        )
 
 
 def shuffled():
@@ -409,6 +478,7 @@ def main():
         forms("", 93)
     weights_and_splits()
     compiled()
+    own_steps()
     shuffled()
     shares()
     with tempfile.TemporaryDirectory() as folder:
