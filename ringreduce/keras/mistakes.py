@@ -25,6 +25,7 @@ from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import is_seed_state
+from ringreduce.keras.settings import saved_beside_weights
 from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.words import named
 
@@ -118,11 +119,15 @@ def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communic
         return
     known = {id(variable) for variable in trained}
     others = {id(v): v for v in model.weights if id(v) not in known and not is_seed_state(v)}
-    found = differing(list(others.values()), ring)
+    found = [path_of(variable) for variable in differing(list(others.values()), ring)]
+    layers = [model, *private.layers_of(model)]  # Of Keras's own that is an error.
+    saved = [saved_beside_weights(layer, by_keras=False) for layer in layers]
+    columns = zip(layers, *ring.all_gather_object(saved), strict=False)
+    found += [f"what {one.name} saves" for one, *each in columns if each != each[:1] * ring.size]
     if not found or ring.rank != 0:
         return
     warn_at_users_line(
-        f"the ranks have different values of {_first_of(map(path_of, found))}, which training does "
+        f"the ranks have different values of {_first_of(found)}, which training does "
         "not change or make equal: each rank goes on with its own. Call "
         "rr.broadcast_variables(model.variables) after building the model (and after "
         "Normalization.adapt, which sees only its rank's data), or seed all ranks alike with "

@@ -4,6 +4,8 @@ import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from inspect import isfunction
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import keras
@@ -25,7 +27,8 @@ _SHOWN = 3
 _LISTED_MAX = 64
 _SAME = "Pass the same on every rank."
 _SAME_MODEL = (
-    "Build the same model on every rank; leave out of a layer's get_config what is to differ."
+    "Build the same model on every rank, and adapt layers to the same data; leave out of a layer's "
+    "get_config what is to differ."
 )
 
 
@@ -117,8 +120,32 @@ def _settings_of_layer(layer: Any) -> Settings:
     if not any(map(_is_unwieldy, (layer, *private.layers_of(layer)))):
         with contextlib.suppress(Exception):  # A user's class may have none that works.
             found |= settings_in(layer.get_config())
+    found |= saved_beside_weights(layer, by_keras=True)
     kept = {name: text for name, text in found.items() if "seed" not in name.rpartition(".")[2]}
     return Settings(f"models: layer {layer.name!r}", kept, _SAME_MODEL)
+
+
+def saved_beside_weights(layer: Any, *, by_keras: bool) -> dict[str, str]:
+    """A hash of each file and array that `layer` saves and that is no variable, by name.
+
+    Such as an adapted vocabulary. Of Keras's own layers, where it must be equal, or of others.
+    """
+    kind = type(layer)
+    methods = [getattr(kind, "save_assets", None), kind.save_own_variables]
+    is_known = all(m is None or m.__module__.startswith(("keras.", "ringreduce.")) for m in methods)
+    # Known ones that have variables save these alone.
+    is_plain = methods == [None, keras.Layer.save_own_variables] or (is_known and layer.variables)
+    if is_plain or is_known != by_keras:
+        return {}
+    store: dict[str, Any] = {}
+    with contextlib.suppress(Exception), TemporaryDirectory() as folder:  # It may not be adapted.
+        layer.save_own_variables(store)
+        store = {n: np.asarray(v).tobytes() for n, v in store.items() if not hasattr(v, "path")}
+        if methods[0] is not None:
+            layer.save_assets(folder)
+        files = [file for file in Path(folder).rglob("*") if file.is_file()]
+        store |= {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    return {name: f"{len(data)} bytes ({signature_of(data):x})" for name, data in store.items()}
 
 
 def _is_unwieldy(layer: Any) -> bool:

@@ -143,6 +143,7 @@ def test_a_file_that_all_ranks_save_is_whole_and_ranks_other_than_0_are_told():
         ("parity", ["norm: each rank normalizes", "drop: each rank draws"]),
         ("frozen", ["/frozen/kernel", "rr.broadcast_variables(model.variables)"]),
         ("adapted", ["adapted/mean", "Normalization.adapt"]),
+        ("table", ["what table saves", "each rank goes on with its own"]),
         ("whole data", ["nothing has divided the data", "rr.fit(model, ...)", "rr.shard(data)"]),
     ],
 )

@@ -102,6 +102,12 @@ def recurrent(activation):
     return layers.Bidirectional(layers.SimpleRNN(2, activation=activation))
 
 
+def adapted(layer, numbers):
+    is_text = not isinstance(layer, layers.IntegerLookup)
+    layer.adapt(np.array([f"w{n}" for n in numbers] if is_text else numbers))
+    return layer
+
+
 # A model, or another if 1 is given, and the first difference between the two.
 DIFFERENT = {
     "activation": (
@@ -122,6 +128,19 @@ DIFFERENT = {
         ),
         ("layer 'string_lookup", "vocabulary", "200 values (", "201 values ("),
     ),
+    **{
+        f"adapted {kind.__name__}": (
+            lambda other, kind=kind, options=options: keras.Sequential(
+                [adapted(kind(**options), [1, 1, 2, 2 - other])]
+            ),
+            ("lookup", "vocabulary.txt", "", ""),
+        )
+        for kind, options in (
+            (layers.IntegerLookup, {}),
+            (layers.StringLookup, {"output_mode": "tf_idf"}),
+            (layers.TextVectorization, {"output_mode": "tf_idf"}),
+        )
+    },
     "a layer of a layer": (
         lambda other: sequential(layers.Reshape((3, 1)), recurrent("relu" if other else "tanh")),
         ("layer 'simple_rnn_cell", "activation", "'tanh'", "'relu'"),
@@ -161,6 +180,8 @@ EQUAL = {
         layers.Lambda([lambda x: x + 1, lambda x: x + 2][other], output_shape=(3,))
     ),
     "no configuration": lambda other: sequential(Unwritten(object())),
+    "vocabularies that are not adapted": lambda _: keras.Sequential([layers.StringLookup()]),
+    "vocabularies": lambda _: keras.Sequential([adapted(layers.StringLookup(), [1, 1, 2])]),
     "sizes of batches": lambda other: sequential(layers.Dense(2), batch_size=4 + other),
 }
 

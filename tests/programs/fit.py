@@ -383,6 +383,16 @@ def warned(case, action):
     say(case, warnings=texts, file=[w.filename for w in found if w.category.__name__ in ours])
 
 
+class Table(keras.layers.Layer):
+    """What it saves is no variable."""
+
+    def call(self, inputs):
+        return inputs
+
+    def save_own_variables(self, store):
+        store["rows"] = self.rows
+
+
 def warnings_of_differences():
     x, y = arrays(93)
     layers = keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.5, name="drop")
@@ -398,6 +408,9 @@ def warnings_of_differences():
     adapted = keras.layers.Normalization(name="adapted")
     adapted.adapt(x + comm.rank * one)
     warned("adapted", lambda: rr.fit(model_of(adapted), x, y, verbose=0))
+    table = Table(name="table")
+    table.rows = np.full(3, comm.rank)
+    warned("table", lambda: rr.fit(model_of(table), x, y, verbose=0))
 
 
 def refusals():
