@@ -852,6 +852,22 @@ BREAKAGES = (
         ("tests/keras/test_settings.py",),
     ),
     Breakage(
+        "losses-are-means",
+        "ringreduce/keras/probe.py",
+        "return abs(mean - whole) <= _TOLERANCE * max(abs(one), abs(two))",
+        "return True",
+        "A loss that is a mean over what is not masked trains differently without a word.",
+        ("tests/keras/test_parity_warnings.py",),
+    ),
+    Breakage(
+        "metrics-are-sums",
+        "ringreduce/keras/probe.py",
+        "and not np.allclose(together[name]",
+        "and False and not np.allclose(together[name]",
+        "EarlyStopping acts on the sum of the ranks' largest errors.",
+        ("tests/keras/test_parity_warnings.py",),
+    ),
+    Breakage(
         "join-before-anybody-has-data",
         "ringreduce/keras/join.py",
         "with tf.control_dependencies([weight.mean]), weighting_module.using(weight):",

@@ -22,10 +22,12 @@ from ringreduce.keras import metric_states, private
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.batches import BATCH_SIZE, REMEDY, Feed, Plan, feed_of
 from ringreduce.keras.data_fingerprint import Reads, compare_reads
+from ringreduce.keras.mistakes import warn_of_metrics
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
-from ringreduce.keras.rows import map_arrays, slice_rows, tensor_of
+from ringreduce.keras.probe import FIRST_ROWS, FirstBatch, names_apart, try_metrics
+from ringreduce.keras.rows import components, map_arrays, slice_rows, tensor_of
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.wrappable import settle
 from ringreduce.tensorflow.variables import broadcast_variables
@@ -73,7 +75,8 @@ def evaluate(
 
     Returns:
         As ``model.evaluate``, equal on all ranks: the loss, a list, or a dict. A number that a
-            custom `test_step` returns beside metrics is the mean over ranks that had data.
+            custom `test_step` returns beside metrics is the mean over ranks that had data. A
+            metric of your own whose states do not combine is NaN in a list, and not in a dict.
 
     Raises:
         ConfigError: the data are of no such form.
@@ -87,6 +90,9 @@ def evaluate(
     own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
     if share.is_whole:
         return run(**own, steps=steps, verbose=shown, return_dict=return_dict)
+    first = FirstBatch()
+    if isinstance(own["x"], tf.data.Dataset):
+        own["x"] = first.noted(own["x"])
     logs: dict[str, Any] = {}
     states = metric_states.MetricStates()
     if share.is_empty:
@@ -98,16 +104,25 @@ def evaluate(
             logs = run(**own, verbose=shown, return_dict=True)
             # It matters only that the number of batches is not 0.
             states = metric_states.states_of(model, 1)
+            spec = getattr(own["x"], "element_spec", None)
+            if spec is None:
+                arrays = Arrays(*share.parts)
+                rows = arrays.take(np.arange(min(FIRST_ROWS, arrays.count)))
+                spec, first.parts = arrays.spec, components(rows)
+            try_metrics(model, spec, first.parts, ring)
         answering.finish(with_losses=True)
     share.compare()
     names = [] if share.is_empty else in_order(model, logs)
     entries = metric_states.entries_of(logs, states.results)
-    gathered = ring.all_gather_object([entries, names])
+    gathered = ring.all_gather_object([entries, names, names_apart(model)])
+    apart = {name for *_, theirs in gathered for name in theirs}
+    warn_of_metrics(apart, ring)
     together = metric_states.combined_results(model, states, ring)
-    result = {**logs, **metric_states.merged([theirs for theirs, _ in gathered], together)}
+    result = {**logs, **metric_states.merged([theirs for theirs, *_ in gathered], together)}
+    result |= dict.fromkeys(apart & result.keys(), math.nan)
     if return_dict:
-        return {name: result[name] for name in sorted(result)}
-    names = next((theirs for _, theirs in gathered if theirs), [])
+        return {name: result[name] for name in sorted(result.keys() - apart)}
+    names = next((theirs for _, theirs, _ in gathered if theirs), [])
     values = [result[name] for name in names if name in result]
     return values[0] if len(values) == 1 else values
 
@@ -267,10 +282,7 @@ def _inputs_of(element: Any) -> Any:
 
 def in_order(model: Any, logs: dict[str, Any]) -> list[str]:
     """The names in `logs` as `evaluate` lists their values: by metric, others by name."""
-    names: list[str] = []
-    for metric in model.metrics:
-        # The metrics given to `compile` are in one that holds them.
-        names += [m.name for m in getattr(metric, "metrics", ())] or [metric.name]
+    names = [metric.name for metric in metric_states.metrics_in(model)]
     known = [name for name in names if name in logs]
     return known + sorted(logs.keys() - known)
 

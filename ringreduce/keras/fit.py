@@ -23,6 +23,7 @@ from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike, model_group, training_ranks
+from ringreduce.keras.probe import Probe
 from ringreduce.keras.recovery import ending_together
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import (
@@ -243,7 +244,7 @@ def fit(
             spec = (*spec[:2], tf.TensorSpec([None], keras.config.floatx()))
         build(model, spec)
     make_alike(model.weights, model_group(model.weights))
-    every = training_ranks(model.weights, ring)
+    every, probe = training_ranks(model.weights, ring), []
     if every.size > 1:
         if model.run_eagerly and model.optimizer is not None:
             # In a graph the first step does it before it computes gradients.
@@ -253,6 +254,8 @@ def fit(
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
         warn_of_differences(model, every)
+        probe = [Probe(model, training.dataset.element_spec, every)]
+        training.dataset = probe[0].noting(training.dataset)
         if ring.size > 1 and not training.is_even and least is None:
             is_counted = int(training.dataset.cardinality()) >= 0
             weigh_steps(model, "samples", ring, is_counted)
@@ -273,6 +276,7 @@ def fit(
             validation,
             [
                 *place,
+                *probe,
                 *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                 # Before what exchanges metrics when a rank's own validation ends.
                 *([Answering(model, ring, example)] if validation is not None else []),

@@ -3,7 +3,8 @@
 Ranks see different amounts of different data, so the mean of results is not the result on all data.
 But states (total and count, say) add up: one all-reduce sums them, each rank puts the sums into its
 metrics, reads the results, and restores its own values. Each variable's `aggregation` says how its
-values combine.
+values combine; or the metric's ``merge_states(states)``, of which each rank's are a list of arrays,
+in the order of its variables: it returns such a list.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow.agreement import Difference, refuse
 from ringreduce.vocabulary.types import ReduceOp
 
+_MERGED = "merged"  # instead of an aggregation: by the metric itself
 # For each name in logs: whether it is a metric's, and its value if that is a float, else None.
 Entries = Mapping[str, tuple[bool, Any]]
 
@@ -53,6 +55,19 @@ def states_of(model: Any, batches: int) -> MetricStates:
     return MetricStates(batches, variables, values, numbers_in(model.get_metrics_result()))
 
 
+def combined(values: Sequence[np.ndarray], aggregation: str) -> np.ndarray:
+    """The value of a variable from those of ranks, as `combined_results` combines them."""
+    if aggregation == "only_first_replica":
+        return values[0]
+    total = np.sum(values, 0, np.float64)
+    return np.asarray(total / len(values) if aggregation == "mean" else total, values[0].dtype)
+
+
+def metrics_in(model: Any) -> list[Any]:
+    """The metrics of `model`, those given to `compile` too, which are in one that holds them."""
+    return [one for each in model.metrics for one in getattr(each, "metrics", ()) or [each]]
+
+
 def combined_results(model: Any, states: MetricStates, ring: Communicator) -> dict[str, Any]:
     """The results by name of `model`'s metrics on all ranks' batches, equal on all; none without.
 
@@ -62,7 +77,12 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
     before. MismatchError, on all ranks, if their metrics differ.
     """
     pairs = zip(states.variables, states.values, strict=True)
-    own_layout = [[v.path, n.dtype.name, list(n.shape), v.aggregation] for v, n in pairs]
+    merging = [metric for metric in metrics_in(model) if hasattr(metric, "merge_states")]
+    merged_here = {id(v) for metric in merging for v in metric.variables}
+    own_layout = [
+        [v.path, n.dtype.name, list(n.shape), _MERGED if id(v) in merged_here else v.aggregation]
+        for v, n in pairs
+    ]
     gathered = ring.all_gather_object([states.batches, own_layout])
     refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
     counted = [rank for rank, (batches, _) in enumerate(gathered) if batches]
@@ -85,18 +105,27 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
         if aggregation == "mean":
             part /= len(counted)
     results: dict[str, Any] = {}
+    every: list[dict[str, Any]] = []
+    if _MERGED in aggregations:
+        every = gathered_numbers({str(n): v for n, v in enumerate(states.values)}, ring)
     if states.batches:
         together = [
             value if aggregation == "none" else part.reshape(value.shape).astype(value.dtype)
             for part, value, aggregation in zip(parts, states.values, aggregations, strict=True)
         ]
+        places = {id(variable): place for place, variable in enumerate(states.variables)}
+        for metric in merging if every else ():
+            own_places = [places[id(variable)] for variable in metric.variables]
+            each = [[np.asarray(one[str(n)]) for n in own_places] for one in every if one]
+            for n, value in zip(own_places, metric.merge_states(each), strict=True):
+                together[n] = np.asarray(value, together[n].dtype)
         with restored(states.variables):
             for variable, value in zip(states.variables, together, strict=True):
                 variable.assign(value)
             results = numbers_in(model.get_metrics_result())
-    every = gathered_numbers(results, ring)
-    names = dict.fromkeys(name for theirs in every for name in theirs)
-    return {name: _agreed([theirs[name] for theirs in every if name in theirs]) for name in names}
+    found = gathered_numbers(results, ring)
+    names = dict.fromkeys(name for theirs in found for name in theirs)
+    return {name: _agreed([theirs[name] for theirs in found if name in theirs]) for name in names}
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:

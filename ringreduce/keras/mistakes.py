@@ -148,6 +148,29 @@ def warn_of_differences(
         )
 
 
+def warn_of_losses(names: Sequence[str], rows: int, ring: Communicator) -> None:
+    """Warn that losses reduce by themselves, and not to a mean over samples."""
+    warn_at_users_line(
+        f"{ring.size} ranks will not train exactly as one process does with the same global batch: "
+        f"the loss {', '.join(names)} is no mean over samples. Its value for the first {rows} rows "
+        "is not the mean of those for two parts of them, as the ranks' gradients are averaged. "
+        "Let it return a value for each sample; mask by sample_weight.",
+        ParityWarning,
+    )
+
+
+def warn_of_metrics(names: Iterable[str], ring: Communicator) -> None:
+    """Warn on rank 0 of metrics whose states do not combine; they are left out of logs."""
+    if ring.rank == 0 and (found := sorted(names)):
+        warn_at_users_line(
+            f"the metric {', '.join(found)} is left out of what the ranks show: its state, summed "
+            "over two halves of the first rows, does not give the result of both. Make its "
+            "variables with another aggregation; or give its class merge_states(self, states), "
+            "which returns one list of arrays, in the order of its variables, of the ranks' lists.",
+            ParityWarning,
+        )
+
+
 def differences(model: Any) -> list[str]:
     """What in a built and compiled model sees its rank's rows only, by name and with a remedy."""
     layers = [layer for layer in private.layers_of(model) if layer.trainable]

@@ -27,6 +27,8 @@ KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missi
 # Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
 adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
 
+_CompileLoss = named("keras.src.trainers.compile_utils", "CompileLoss", _missing)
+
 
 def _has(owner: type, name: str) -> bool:
     """Whether instances have `name`: as a member of the class, or set by one of its methods."""
@@ -48,7 +50,8 @@ for _owner, _names in (
     (keras.layers.MultiHeadAttention, ("_output_dense", "_dropout_layer")),
     (keras.layers.GroupQueryAttention, ("_output_dense", "_dropout_layer")),
     (keras.callbacks.BackupAndRestore, ("_weights_path", "_training_metadata_path")),
-    (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch")),
+    (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch", "_compile_loss")),
+    (_CompileLoss, ("_flat_losses",)),
 ):
     for _name in _names:
         if not _has(_owner, _name):
@@ -66,6 +69,11 @@ initial_epoch_of: Callable[[Any], int | None] = attrgetter("_initial_epoch")
 # Where BackupAndRestore keeps weights, and as JSON the epoch.
 files_of_backup: Callable[[Any], tuple[str, str]]
 files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
+
+
+def losses_of(model: Any) -> list[Any]:
+    """For each loss of a built model where its output is, itself, its weight and its name."""
+    return getattr(model._compile_loss, "_flat_losses", None) or []
 
 
 def key_of(optimizer: Any, variable: Any) -> Any:

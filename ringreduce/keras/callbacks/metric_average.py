@@ -10,8 +10,9 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.callbacks.learning_rate import diverged, kept_rates
 from ringreduce.keras.metric_states import MetricStates, states_of
-from ringreduce.keras.mistakes import warn_of_same_rows
+from ringreduce.keras.mistakes import warn_of_metrics, warn_of_same_rows
 from ringreduce.keras.parts.replicas import model_group
+from ringreduce.keras.probe import names_apart
 from ringreduce.keras.repeating import repeated
 from ringreduce.tensorflow.agreement import Difference, refuse
 
@@ -107,14 +108,17 @@ class MetricAverage(keras.callbacks.Callback):
                 logs.update(anew)
             return self._combined(logs, training, validation, validated)
 
-        logs.update(repeated(ring, together))
+        found = repeated(ring, together)
+        logs.update(found)
+        for name in [name for name, value in found.items() if value is None]:
+            del logs[name]
         self._is_first = False
         self._latest = dict(logs)
 
     def _combined(
         self, logs: Any, training: MetricStates, validation: MetricStates, validated: int | None
     ) -> dict[str, Any]:
-        """Those of `logs` that are equal on all ranks."""
+        """Those of `logs` that are equal on all ranks; None for what is to be left out."""
         ring = self._communicator or default_communicator()
         results = {**training.results, **_as_validation(validation.results)}
         is_telling = self._is_first and not self._is_global and not model_group(self.model.weights)
@@ -123,6 +127,7 @@ class MetricAverage(keras.callbacks.Callback):
             "validated": validated,
             "rates": kept_rates(self.model),
             "digest": training.digest() if is_telling else "",
+            "apart": names_apart(self.model),
         }
         gathered = ring.all_gather_object(own)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
@@ -133,7 +138,11 @@ class MetricAverage(keras.callbacks.Callback):
         if any(theirs["validated"] for theirs in gathered):
             others = metric_states.combined_results(self.model, validation, ring)
             together.update(_as_validation(others))
-        return metric_states.merged([theirs["entries"] for theirs in gathered], together)
+        apart = {name for theirs in gathered for name in theirs["apart"]}
+        if self._is_first:
+            warn_of_metrics(apart, ring)
+        found = metric_states.merged([theirs["entries"] for theirs in gathered], together)
+        return found | {n: None for n in {**logs, **found} if n.removeprefix(_VALIDATION) in apart}
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Replace the values here too: Keras passes those from before the last `on_epoch_end`."""
