@@ -109,6 +109,7 @@ def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
     answers, until this is called again, `reform` is, or the communicator is closed.
     """
     job = communicator._session.job
+    communicator._session.lasting.trains = not has_ended
     if job is not None and all(job.standbys):
         job.standby.answering.close()
         if has_ended or job.has_left_out:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
-from ringreduce.commands.launch.handover import note_failure
+from ringreduce.commands.launch import handover
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
@@ -259,7 +259,7 @@ class Session:
             error.host = None if is_said else hosts[peer]
         is_first = self._life.fail(error)
         if is_first:
-            note_failure(error)
+            handover.note_failure(error)
         self.calls.use_python()
         return is_first
 
@@ -341,7 +341,9 @@ class Session:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
         self._close_standby()
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.leave("")  # The usual end of a program.
+            # The usual end of a program, unless others still train with it.
+            trains = "a call of close() in training" if self.lasting.trains else ""
+            self.leave(described(error) if error else handover.noted_exit() or trains)
             return
         if self.failure is None and not self.is_closed and not self.is_inherited:
             self._record(error)

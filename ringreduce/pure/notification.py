@@ -33,12 +33,14 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingRedu
     was none). `where` has fields of the error: rank and size at least.
     """
     where = {**where, "peer": peer}
+    after = f" after {calls} call{'' if calls == 1 else 's'}"
+    less_data = "it had less data (ringreduce.keras has shard and join for that)"
     if why:
-        return errors.PeerLostError(
-            f"was left by rank {peer}, which ended with {why.removesuffix('.')}",
-            **where,
-            remedy=f"Read rank {peer}'s log first.",
-        )
+        remedy = f"Read rank {peer}'s log first."
+        if why.startswith("SystemExit"):
+            remedy += f" Its program ended alone, as by a handler of SIGTERM, or {less_data}."
+        text = f"was left by rank {peer}, which ended with {why.removesuffix('.')}{after}"
+        return errors.PeerLostError(text, **where, remedy=remedy)
     if (operation := where.get("operation")) in _MESSAGES:
         return errors.MismatchError(
             f"was left by rank {peer}, which has closed its communicator",
@@ -46,11 +48,10 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingRedu
             remedy=f"Let rank {peer} call {_MESSAGES[operation]} before it closes: every send "
             "needs a recv.",
         )
-    after = f" after {calls} call{'' if calls == 1 else 's'}"
     remedy = (
-        f"All ranks must make equally many calls, and rank {peer} has made fewer: it had less data "
-        "(ringreduce.keras has shard and join for that), or something has ended its training alone "
-        "(callbacks.Together ends it on all)."
+        f"All ranks must make equally many calls, and rank {peer} has made fewer: {less_data}, or "
+        "something has ended its program, or its training, alone (callbacks.Together ends that on "
+        "all)."
     )
     if operation == "split":
         remedy = "All ranks must call split, with None as color on those that take no part."

@@ -28,6 +28,9 @@ from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.communicator.reforming import reform
 
+def bad(how):
+    raise ValueError(how)
+
 failing = dict(each.split(":") for each in sys.argv[2:])
 ring, number = ringreduce.init(), 0
 for step in range(1, int(sys.argv[1])):
@@ -35,10 +38,12 @@ for step in range(1, int(sys.argv[1])):
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how:
-        raise ValueError(how)
+        sys.exit(int(how)) if how.isdecimal() else bad(how)
     try:
         ring.all_reduce(numpy.ones(3))
     except ringreduce.PeerLostError as error:
+        if "RINGREDUCE_ELASTIC" not in os.environ:
+            raise
         reform(ring, [error.peer])
         number += 1
         members = ring._session.membership.members
@@ -85,17 +90,39 @@ def said(text: str) -> list[str]:
 
 
 def test_others_go_on_without_ranks_that_are_lost(tmp_path: Path) -> None:
-    options = ("-n", "3", "--output", "rank0", "--elastic")
-    done = run(tmp_path, *options, script(tmp_path, TRAINS), "9", "0@3:kill", "2@5:bad")
+    options = ("-n", "5", "--output", "rank0", "--elastic")
+    failing = ("0@3:kill", "2@5:bad", "3@6:143", "4@8:143")
+    done = run(tmp_path, *options, script(tmp_path, TRAINS), "9", *failing)
     assert done.returncode == 0, done.stderr
     assert said(done.stderr) == [
-        "rank 0 was lost in step 3 (killed by signal 9 (SIGKILL)): ranks 1, 2 went on after 0.4 s",
-        "rank 2 was lost in step 5 (exit code 1): rank 1 went on after 0.4 s",
-        "ended well without ranks 0, 2",
+        "rank 0 was lost in step 3 (killed by signal 9 (SIGKILL)): ranks 1, 2, 3, 4 went on after "
+        "0.4 s",
+        "rank 2 was lost in step 5 (exit code 1): ranks 1, 3, 4 went on after 0.4 s",
+        "rank 3 was lost in step 6 (exit code 143): ranks 1, 4 went on after 0.4 s",
+        "rank 4 was lost in step 8 (exit code 143): rank 1 went on after 0.4 s",
+        "ended well without ranks 0, 2, 3, 4",
     ]
     assert done.stderr.count("[2] ValueError: bad") == 1
     # The lowest rank that is left is shown in place of rank 0.
     assert "[1] ended with 1" in done.stdout
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path: Path, elastic: bool) -> None:
+    options = ("--elastic",) * elastic
+    done = run(tmp_path, "-n", "2", *options, script(tmp_path, TRAINS), "9", "1@3:0")
+    if elastic:
+        assert said(done.stderr)[0].startswith("rank 1 was lost in step 3 (exit code 0): rank 0")
+        assert done.returncode == 0
+    else:
+        assert "rank 1 held up or left the others and did not fail itself" in done.stderr
+        assert "left by rank 1, which ended with SystemExit: 0 after 3 calls" in done.stderr
+
+
+def test_ranks_that_all_exit_end_the_job_with_their_exit_code(tmp_path: Path) -> None:
+    done = play(tmp_path, 3, "raise SystemExit(3)", "--elastic")
+    assert done.wait() == 3
+    assert "rank 0 failed first (exit code 3)" in done.stderr
 
 
 def test_what_ends_two_ranks_ends_the_job(tmp_path: Path) -> None:
@@ -220,7 +247,10 @@ def test_an_exception_that_several_ranks_had_is_found() -> None:
     own = [failure(rank, "ValueError", text) for rank, text in enumerate("aba")]
     lost = [failure(rank, "PeerLostError", "the same") for rank in (3, 4)]
     killed = [Failure(rank, -9, 0.0) for rank in (5, 6)]
-    failures = [*own, *lost, *killed, own[1]]
+    exits = [
+        failure(rank, kind, "") for kind in ("SystemExit", "KeyboardInterrupt") for rank in (7, 8)
+    ]
+    failures = [*own, *lost, *killed, *exits, own[1]]
     assert find_repeated(failures, by_text=True) == [own[0], own[2]]
     assert find_repeated(failures, by_text=False) == [*own, own[1]]
 

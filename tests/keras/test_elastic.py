@@ -80,7 +80,7 @@ def test_each_sample_is_used_once_in_each_epoch(tmp_path, data, way):
     assert found[0]["history"]["seen"] == [48.0, 48.0 - lost, 48.0]
 
 
-# Where a rank is lost, how often it has come by there, and how many units the others have ended.
+# Where a rank is lost, how often it has come by there, and how if it is not killed.
 POINTS = {
     "before a step": ("begin", 6),
     "before a bucket": ("bucket", 10),
@@ -88,6 +88,7 @@ POINTS = {
     "before the commit": ("commit", 6),
     "among the updates": ("update", 12),
     "after a step": ("end", 5),
+    "by sys.exit": ("end", 5, "leave"),
     "after the last step of an epoch": ("end", 4),
     "at an epoch's end": ("epoch end", 1),
     "after validation": ("validated", 2),
@@ -96,11 +97,11 @@ POINTS = {
 
 @pytest.mark.parametrize(
     ("point", "victim"),
-    some([(p, v) for p in POINTS for v in (0, 2)], [("after validation", 0), ("after a step", 2)]),
+    some([(p, v) for p in POINTS for v in (0, 2)], [("after validation", 0), ("by sys.exit", 2)]),
 )
 def test_a_rank_may_be_lost_anywhere(tmp_path, point, victim):
-    where, number = POINTS[point]
-    faults = [[victim, where, number, "kill"]]
+    where, number, how = (*POINTS[point], "kill")[:3]
+    faults = [[victim, where, number, how]]
     found, _ = trained(tmp_path, 3, [victim], way="eager", faults=faults, validates=True)
     assert_exactly_once(found)
     assert all(fact["history"]["val_seen"] == [21.0] * EPOCHS for fact in found.values())

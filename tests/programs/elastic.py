@@ -46,6 +46,8 @@ def pass_by(point):
         if (rank, where, number) == (RANK, point, hits[point]):
             if how == "exit":
                 os._exit(3)
+            if how == "leave":
+                sys.exit(0)
             if how == "raise":
                 raise ValueError("a sample that cannot be used")
             if how == "cut":  # this host off from the others

@@ -17,6 +17,8 @@ from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.errors import WorkerError
 from ringreduce.vocabulary.words import named
 
+_EXITS = ("SystemExit", "KeyboardInterrupt")
+
 
 class Failure(NamedTuple):
     """A worker that ended with an exit code other than 0, or is about to.
@@ -65,7 +67,7 @@ class Failure(NamedTuple):
             return self.how
         if self.has_left:
             return "exit code 0, before it joined the ring for which others wait"
-        if self.returncode > 0:
+        if self.returncode >= 0:
             return f"exit code {self.returncode}"
         try:
             name = signal.Signals(-self.returncode).name
@@ -130,12 +132,12 @@ def find_cause(failures: Sequence[Failure], ranks: Iterable[int]) -> Cause | Non
 def find_repeated(failures: Sequence[Failure], *, by_text: bool) -> list[Failure]:
     """Those by exceptions of the program that have ended several ranks, and would end all in turn.
 
-    Without `by_text` those of one class count as equal.
+    Without `by_text` those of one class count as equal. An exit is no error, nor is a signal.
     """
     own = {
         failure.rank: f"{failure.raised.kind} {failure.returncode} {failure.exception * by_text}"
         for failure in failures
-        if failure.raised is not None and failure.raised.kind not in errors.__all__
+        if failure.raised is not None and failure.raised.kind not in {*errors.__all__, *_EXITS}
     }
     ranks = Counter(own.values())
     return [failure for failure in failures if ranks[own.get(failure.rank, "")] > 1]

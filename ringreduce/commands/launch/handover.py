@@ -26,6 +26,7 @@ _lock = threading.Lock()
 # The pipe, and the process that has it; a forked child must not speak for its parent.
 _pipe: tuple[int, int] | None = None
 _failures: deque[RingReduceError] = deque(maxlen=_KEPT_FAILURES)
+_exit = ""  # the SystemExit that ends the program, which atexit does not see
 
 
 def use_pipe(descriptor: int) -> None:
@@ -54,6 +55,17 @@ def note_failure(error: RingReduceError) -> None:
     _failures.append(error)
 
 
+def note_exit(error: SystemExit) -> None:
+    """Remember what ends the program, for other ranks that wait for this one."""
+    global _exit
+    _exit = f"SystemExit: {error.code or 0}"
+
+
+def noted_exit() -> str:
+    """What `note_exit` was told; empty for nothing."""
+    return _exit
+
+
 def described(error: BaseException) -> Raised:
     """What is to be said of an exception that ends a program, or a function."""
     ring = next((one for one in _chain(error) if isinstance(one, RingReduceError)), None)
@@ -63,8 +75,9 @@ def described(error: BaseException) -> Raised:
     if ring is not None:
         peer, origin = ring.peer, ring.origin
     if isinstance(error, SystemExit):
-        # Of a number, the exit code says it all.
-        return Raised(kind, peer, origin, _named(error) if isinstance(error.code, str) else "")
+        if isinstance(error.code, int):  # Which says it all.
+            return Raised(kind, peer, origin, code=error.code & 255)
+        return Raised(kind, peer, origin, _named(error))
     if not isinstance(error, RingReduceError):
         return Raised(kind, peer, origin, _named(error), _lines(error))
     return Raised(kind, peer, origin, _named(error), _lines(error, hides=_PACKAGE), _lines(error))

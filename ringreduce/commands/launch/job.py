@@ -274,6 +274,8 @@ class Job:
         """Take a ring that was formed anew for the present one, once, though several tell of it."""
         if self._plan.elastic is None or ring.number <= self._ring.number:
             return
+        if self._stop_s is not None:
+            return  # Ranks that are told to end do not do so at one moment.
         if lost := [rank for rank in self._ring.members if rank not in ring.members]:
             self._unsaid.append((ring, lost))
         self._ring, self._ring_s = ring, time.monotonic()
@@ -289,15 +291,14 @@ class Job:
             self._forget(self._workers)
         while self._unsaid:
             ring, lost = self._unsaid[0]
-            failures = [failure for failure in self._all_failures() if failure.rank in lost]
-            ended = {failure.rank for failure in failures if failure.has_ended}
-            if running and not has_settled and len(ended) < len(lost):
+            if not has_settled and running & {*lost}:
                 return
             self._unsaid.popleft()
+            losses = [loss for rank in lost if (loss := self._workers[rank].loss())]
             for rank in lost:
                 self._display.reveal(rank)
                 self._show_error(self._workers[rank])
-            self._lost.append(conclusion.lost(lost, failures, ring.step))
+            self._lost.append(conclusion.lost(lost, losses, ring.step))
             went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
             self._screen.say(f"{self._lost[-1]}: {went_on}")
 

@@ -79,7 +79,8 @@ class Meeting:
         """Send the other launchers what a rank does, without texts: nothing is encrypted."""
         if isinstance(event, Told) and isinstance(event.record, Raised):
             raised = event.record
-            event = Told(event.rank, Raised(raised.kind, raised.peer, raised.origin))
+            told = Raised(raised.kind, raised.peer, raised.origin, code=raised.code)
+            event = Told(event.rank, told)
         for peer in self._peers:
             if peer is not but and not peer.is_gone:
                 peer.send(event)

@@ -47,6 +47,7 @@ def main(descriptor: int, program: list[str]) -> None:
     try:
         _run(program)
     except SystemExit as error:
+        handover.note_exit(error)
         if error.code:
             _tell(error)
         raise

@@ -84,14 +84,19 @@ class Worker:
 
         Others wait for a ring of `ring_of` ranks; 0: they do not.
         """
+        code = 1 if self.raised is None else self.raised.code
         if self._stopped_s is not None:
             is_late = self.raised is None or self.raised_s > self._stopped_s
-            return None if is_late else self._failure(1, was_stopped=True)
+            return None if is_late else self._failure(code, was_stopped=True)
         if self._returncode or (self.raised is not None and self.alive):
-            return self._failure(self._returncode or 1)
+            return self._failure(self._returncode or code)
         if not self.alive and ring_of > 1 and ring_of not in self.joins:
             return self._failure(1, has_left=True)
         return None
+
+    def loss(self) -> Failure | None:
+        """How it ended, well too: if others have lost it, that was too early."""
+        return self.failure() or (self._failure(0) if self.has_ended_well else None)
 
     def _failure(self, code: int, *, was_stopped: bool = False, has_left: bool = False) -> Failure:
         return Failure(

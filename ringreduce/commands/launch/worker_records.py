@@ -37,6 +37,7 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     # Its lines; of an error of ringreduce, without ringreduce's own frames.
     traceback: list[str] = []
     whole: list[str] = []  # with them, for the logs; empty if `traceback` has all
+    code: int = 1  # the exit code that follows
 
 
 WorkerRecord = Joins | Reformed | ImportedKeras | Raised
