@@ -20,6 +20,7 @@ from typing import Any
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Joined
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
@@ -96,7 +97,10 @@ class Session:
         if form is not None:
             try:
                 self._form(form(self._waiting))
+                self._tell_joined(is_formed=True)
             except BaseException as error:
+                if isinstance(error, Exception):
+                    self._tell_joined(is_formed=False)
                 if self.failure is None:  # Else `broke` has dumped it.
                     self._record(error)
                 self._close_flight()
@@ -106,6 +110,10 @@ class Session:
             lasting.engine.follow(self)
         self._life.advance(State.OPEN)
         _opened.add(self)
+
+    def _tell_joined(self, *, is_formed: bool) -> None:
+        if self.membership.group == self.membership.epoch == 0:
+            handover.tell(Joined(self.size, is_formed))
 
     def _open_flight(self, job: Job | None) -> FlightFile:
         """The flight record of this rank, which is the whole job's."""

@@ -58,7 +58,7 @@ import time
 from pathlib import Path
 from ringreduce import RendezvousError
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joins, Reformed
+from ringreduce.commands.launch.worker_records import Joined, Joins, Reformed
 
 def wait_for(name):
     while not Path(__file__).with_name(name).exists():
@@ -66,6 +66,8 @@ def wait_for(name):
 
 Path(__file__).with_name(f"pid{rank}").write_text(str(os.getpid()))
 handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"])))
+if not os.environ.get("FORMS"):
+    handover.tell(Joined(int(os.environ["RINGREDUCE_SIZE"])))
 print("pid", os.getpid(), flush=True)
 wait_for("all have told")
 """
@@ -168,6 +170,26 @@ def test_a_rank_lost_before_the_ring_forms_ends_the_job(tmp_path: Path) -> None:
     done = run(tmp_path, "--elastic", "-n", "2", name)
     assert done.returncode == 3
     assert said(done.stderr) == ["rank 1 failed first (exit code 3); all workers were stopped"]
+
+
+@pytest.mark.parametrize("options", [(), ("--elastic",)])
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)"),
+        ("exit()", "exit code 0, before it joined the ring for which others wait"),
+    ],
+)
+def test_so_does_one_lost_while_it_forms(
+    tmp_path: Path, ends: str, how: str, options: tuple[str, ...]
+) -> None:
+    done = play(tmp_path, 2, f"if rank == 1:\n    {ends}\n{WAITS}", *options, FORMS="1")
+    assert said(done.stderr)[0] == f"rank 1 failed first ({how}); all workers were stopped"
+
+
+def test_a_program_may_go_on_without_a_ring_that_did_not_form(tmp_path: Path) -> None:
+    goes_on = "handover.tell(Joined(2, is_formed=False))\nif rank == 1:\n    exit()"
+    assert play(tmp_path, 2, goes_on, FORMS="1").wait() == 0
 
 
 def test_ranks_that_were_left_out_end_with_the_others(tmp_path: Path) -> None:

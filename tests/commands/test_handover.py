@@ -15,11 +15,22 @@ from hypothesis import strategies as st
 from ringreduce.commands.launch import handover, start
 from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.handover import described
-from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
+from ringreduce.commands.launch.worker_records import (
+    ImportedKeras,
+    Joined,
+    Joins,
+    Raised,
+    WorkerRecord,
+)
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeoutError
 
-RECORDS = [Joins(4), ImportedKeras(), Raised("ValueError", None, 3, "ValueError: x", ["a", "b"])]
+RECORDS = [
+    Joins(4),
+    Joined(4),
+    ImportedKeras(),
+    Raised("ValueError", None, 3, "ValueError: x", ["a", "b"]),
+]
 LOST = PeerLostError("lost the connection with rank 1", rank=0, size=2, peer=1, origin=2)
 
 

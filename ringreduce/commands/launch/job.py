@@ -343,7 +343,8 @@ class Job:
     def _failures(self) -> list[Failure]:
         """Those that end the job: none while the ranks that are left may go on by themselves."""
         plan, meeting, failures = self._plan, self._plan.meeting, self._all_failures()
-        if plan.elastic is None or self._joined < plan.size:
+        has_formed = all(plan.size in worker.formed for worker in self._workers.values())
+        if plan.elastic is None or not (has_formed or self._ring.number > 0):
             return failures
         if repeated := find_repeated(failures, by_text=meeting is None):
             return repeated

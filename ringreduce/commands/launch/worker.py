@@ -7,7 +7,7 @@ from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised
+from ringreduce.commands.launch.worker_records import ImportedKeras, Joined, Joins, Raised
 
 Host = LocalHost | RemoteHost
 
@@ -24,7 +24,8 @@ class Worker:
         self._returncode = 0
         self._how, self._is_final = "", False
         self._stopped_s: float | None = None
-        self.joins: set[int] = set()  # the sizes of the rings that it has begun to form
+        # The sizes of the rings that it has begun to form, waits for, and was in.
+        self.joins, self.awaits, self.formed = set[int](), set[int](), set[int]()
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
         # The exception that ends it, once it has said so, and when that was.
         self.raised: Raised | None = None
@@ -36,9 +37,13 @@ class Worker:
         """Whether it is not known to have ended."""
         return self.exit_s is None
 
-    def note(self, record: Joins | ImportedKeras | Raised) -> None:
+    def note(self, record: Joins | Joined | ImportedKeras | Raised) -> None:
         if isinstance(record, Joins):
             self.joins.add(record.size)
+            self.awaits.add(record.size)
+        elif isinstance(record, Joined):
+            self.awaits.discard(record.size)
+            self.formed |= {record.size} if record.is_formed else set()
         elif isinstance(record, ImportedKeras):
             self.keras_s = time.monotonic()
         else:
@@ -90,7 +95,8 @@ class Worker:
             return None if is_late else self._failure(code, was_stopped=True)
         if self._returncode or (self.raised is not None and self.alive):
             return self._failure(self._returncode or code)
-        if not self.alive and ring_of > 1 and ring_of not in self.joins:
+        has_left = ring_of not in self.joins or ring_of in self.awaits
+        if not self.alive and ring_of > 1 and has_left:
             return self._failure(1, has_left=True)
         return None
 

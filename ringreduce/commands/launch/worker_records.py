@@ -13,6 +13,13 @@ class Joins(msgspec.Struct, tag=True, frozen=True):
     size: int
 
 
+class Joined(msgspec.Struct, tag=True, frozen=True):
+    """It waits no more: the ring was formed, or the program has got an error."""
+
+    size: int
+    is_formed: bool = True
+
+
 class Reformed(msgspec.Struct, tag=True, frozen=True):
     """The ring was formed anew after a failure; each of its ranks says so."""
 
@@ -40,4 +47,4 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     code: int = 1  # the exit code that follows
 
 
-WorkerRecord = Joins | Reformed | ImportedKeras | Raised
+WorkerRecord = Joins | Joined | Reformed | ImportedKeras | Raised
