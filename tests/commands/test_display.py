@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
+import types
 from pathlib import Path
 
 import pytest
 
+from ringreduce.commands.launch import display
+from ringreduce.commands.launch.display import Display, Logs
+from ringreduce.commands.launch.exchange import Output
+from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.screen import Screen
+from ringreduce.vocabulary.config import TIMES
 from tests.launching import RANK, Terminal, run, script
 from tests.processes import clean_environment, launcher
 
@@ -127,6 +135,29 @@ def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
         assert job.stderr == "[1]  from rank 1\n"
     kept = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
     assert kept == ["Epoch 1/1", "1/3 loss: 0.5", "2/3 loss: 0.4", "3/3 loss: 0.3"]
+
+
+def test_a_line_that_comes_in_parts_is_shown_and_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(display, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+    screens = io.StringIO(), io.StringIO()
+    logs = Logs(tmp_path, range(1))
+    shows = Display(Screen(["0"], *screens), logs, Plan([], 1))
+    for wait, text in [
+        *[(1, "start\n"), (11, "loss 0.5"), (0.3, "\n")],  # begun late, and soon whole
+        *[(11, "loads "), (11, "weights"), (11, " done\nsaves"), (11, "\n")],
+        *[(0, "\r1/2"), (11, "\r2/2"), (11, "\n"), (11, "at the end"), (11, "")],
+    ]:
+        now_s += wait * TIMES.partial_line_s / 10
+        shows.tick()
+        shows.take(Output(0, False, text.encode()))
+    shows.end_lines()
+    expected = ["start", "loss 0.5", "loads ", "weights", " done", "saves", "1/2", "2/2"]
+    expected.append("at the end")
+    assert (tmp_path / "rank-0.log").read_text().splitlines() == expected
+    assert screens[0].getvalue().splitlines() == [f"[0] {line}" for line in expected]
 
 
 # --- Whose lines ----------------------------------------------------------------------------

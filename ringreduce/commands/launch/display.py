@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce.commands.launch.exchange import Output
-from ringreduce.commands.launch.output import LineBuffer, last_state, without_colors
+from ringreduce.commands.launch.output import LineBuffer, added, last_state, without_colors
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.screen import Screen, Source
 from ringreduce.vocabulary.config import TIMES
@@ -39,7 +39,8 @@ class Display:
     """What the workers of one attempt write.
 
     Lines that are not whole yet are shown of one rank alone. On a terminal they are the live line;
-    elsewhere, and in the logs, what they have become is a line of its own every ten seconds.
+    elsewhere, and in the logs, what they have become in ten seconds is a line of its own, and later
+    what was added.
     """
 
     def __init__(self, screen: Screen, logs: Logs | None, plan: Plan) -> None:
@@ -60,9 +61,9 @@ class Display:
             stream = _Stream(source, LineBuffer(), time.monotonic())
             self._streams[output.rank, output.is_error] = stream
         lines = stream.buffer.feed(output.data)
-        self._add(stream.source, lines)
-        if lines:
-            stream.since_s, stream.shown = time.monotonic(), ""
+        self._add(stream, lines)
+        if lines or not stream.partial:
+            stream.since_s = time.monotonic()
         stream.partial = stream.buffer.partial
         if self._is_live(stream.source):
             self._screen.show_live(stream.source, stream.partial)
@@ -79,17 +80,18 @@ class Display:
         now_s = time.monotonic()
         for stream in self._streams.values():
             is_due = now_s - stream.since_s >= TIMES.partial_line_s
-            if is_due and stream.partial and stream.partial != stream.shown:
-                self.keep(stream.source.rank, [stream.partial])
+            if is_due and stream.partial and stream.partial != stream.kept:
+                self.keep(stream.source.rank, added([stream.partial], stream.kept))
                 if stream.source.rank == self._live_rank and not self._is_live(stream.source):
-                    self._show(stream.source, [stream.partial])
-                stream.shown, stream.since_s = stream.partial, now_s
+                    self._show(stream.source, added([stream.partial], stream.shown))
+                    stream.shown = stream.partial
+                stream.kept, stream.since_s = stream.partial, now_s
 
     def end_lines(self) -> None:
         """Show as lines what workers have not ended, as when a child holds an output open."""
         for stream in self._streams.values():
             if stream.partial:
-                self._add(stream.source, [stream.partial])
+                self._add(stream, [stream.partial])
         self._streams.clear()
 
     def reveal(self, rank: int) -> None:
@@ -112,9 +114,12 @@ class Display:
             self._screen.say(f"no longer keeps the workers' output: {error}")
             self._logs = None
 
-    def _add(self, source: Source, lines: Sequence[str]) -> None:
-        self.keep(source.rank, lines)
-        self._show(source, lines)
+    def _add(self, stream: _Stream, lines: Sequence[str]) -> None:
+        """Keep and show whole lines; of the first, a part may have been before."""
+        if lines:
+            self.keep(stream.source.rank, added(lines, stream.kept))
+            self._show(stream.source, added(lines, stream.shown))
+            stream.kept = stream.shown = ""
 
     def _show(self, source: Source, lines: Sequence[str]) -> None:
         if source.rank in self._hidden:
@@ -157,6 +162,8 @@ class _Stream:
 
     source: Source
     buffer: LineBuffer
-    since_s: float  # when the last whole line came, or the state of the next was last written
-    partial: str = ""  # the line that is not whole yet
-    shown: str = ""  # its state that was written
+    since_s: float  # when the line that is not whole yet began, or its state was last written
+    partial: str = ""  # that line
+    # Its states that were written last: to the logs, to the screen.
+    kept: str = ""
+    shown: str = ""

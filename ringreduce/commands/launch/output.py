@@ -7,6 +7,7 @@ counts. Keras draws so into a pipe too.
 import codecs
 import re
 import unicodedata
+from collections.abc import Sequence
 
 _LINE_MAX = 1 << 16  # a longer line is cut, so that it does not fill memory
 _COLOR = r"\x1b\[[\d;:]*m"
@@ -51,6 +52,14 @@ def last_state(line: str) -> str:
         elif kept:
             kept.pop()
     return "".join(kept)
+
+
+def added(lines: Sequence[str], written: str) -> Sequence[str]:
+    """`lines` without the beginning of the first that was `written`, if it was not redrawn."""
+    if not written or not lines[0].startswith(written):
+        return lines
+    rest = lines[0].removeprefix(written)
+    return [rest, *lines[1:]] if rest else lines[1:]
 
 
 def without_colors(text: str) -> str:
