@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringreduce.commands.launch.conclusion import conclude
+from ringreduce.commands.launch.conclusion import conclude, others
 from ringreduce.commands.launch.failure import Cause, Failure
 from ringreduce.commands.launch.worker_records import Raised
 
@@ -22,6 +22,34 @@ def test_the_cause_is_shown_in_full_and_a_consequence_in_one_line() -> None:
     ]
     kept = conclude(CAUSE, [CONSEQUENCE, FIRST], log_dir="logs")
     assert kept == [*shown[:-1], "logs has the tracebacks of all ranks"]
+
+
+def test_ranks_that_say_the_same_get_one_line() -> None:
+    left = "of 4 was left by rank 1, which ended. Read rank 1's log first."
+    texts = [f"rank 2 {left}", f"rank 0 of 4 was told by rank 2: rank 2 {left}", f"rank 3 {left}"]
+    them = [
+        Failure(rank, 1, at, Raised("PeerLostError", exception=f"PeerLostError: {text}"))
+        for rank, at, text in zip((2, 0, 3), (6.0, 7.0, 8.0), texts, strict=True)
+    ]
+    them[1] = them[1]._replace(was_stopped=True)
+    assert others(FIRST, [*them, FIRST]) == [
+        f"then ranks 0, 2, 3 (exit code 1): PeerLostError: rank 2 {left}"
+    ]
+    hosts = [failure._replace(host="b" if failure.rank else "a") for failure in them]
+    assert others(FIRST, hosts) == [
+        f"then ranks 2, 3 on b (exit code 1): PeerLostError: rank 2 {left}",
+        f"then rank 0 on a: PeerLostError: {texts[1]}",
+    ]
+
+
+def test_a_cause_that_was_stopped_is_named_by_its_exception_and_shown_once() -> None:
+    stopped = FIRST._replace(returncode=1, was_stopped=True)
+    title = "rank 1 failed first (ValueError); all workers were stopped"
+    assert conclude(Cause(stopped), [stopped]) == [title, "  Traceback:", "", "    x"]
+    shown = conclude(Cause(stopped), [stopped], was_shown=True)
+    assert shown == [title, "  ValueError: bad data"]
+    left = Failure(1, 143, 5.0, Raised("SystemExit", code=143), was_stopped=True)
+    assert left.describe() == "exit code 143"
 
 
 def test_what_a_program_ended_itself_with_is_shown_without_a_traceback() -> None:

@@ -259,6 +259,34 @@ def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
         assert job.stderr.count("ValueError: bad data") == 1
 
 
+def test_a_traceback_that_several_ranks_have_is_shown_once(tmp_path: Path) -> None:
+    text = """
+import atexit, pathlib, time
+pathlib.Path(f"raises{rank}").touch()
+while len(list(pathlib.Path().glob("raises*"))) < 3:
+    pass
+def hold():
+    while not pathlib.Path("end").exists():
+        pass
+atexit.register(hold)
+raise ValueError("bad data")
+"""
+    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.05")
+    name = script(tmp_path, RANK + text)
+    with launcher(tmp_path, "run", "-n", "3", name, environment=environment) as job:
+        job.wait_error("(the same on ranks 0, 1, 2)")
+        (tmp_path / "end").touch()
+        job.wait()
+        assert job.stderr.count("Traceback (most recent call last):") == 1
+        assert re.search(
+            r"^ringreduce: rank \d failed first \(.*\n"
+            r"ringreduce:   ValueError: bad data\n"
+            r"ringreduce: then ranks \d, \d.*: ValueError: bad data\n",
+            job.stderr,
+            flags=re.MULTILINE,
+        )
+
+
 INTERRUPTED = """
 import signal
 try:

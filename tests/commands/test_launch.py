@@ -538,8 +538,7 @@ def test_in_a_ring_the_cause_is_named_and_not_its_consequences(tmp_path: Path) -
     assert done.returncode == 1
     assert "rank 1 failed first" in done.stderr
     assert "ringreduce:   ValueError: bad data" in done.stderr
-    for rank in (0, 2):
-        assert re.search(rf"then rank {rank} \(exit code 1\): .*MismatchError: .*", done.stderr)
+    assert re.search(r"then ranks 0, 2 \(exit code 1\): .*MismatchError: .*", done.stderr)
 
 
 def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:
@@ -590,7 +589,7 @@ def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path: Pa
         ),
     )
     done = run(tmp_path, "-n", "2", name)
-    assert "ringreduce: rank 0 failed first (stopped while it ended)" in done.stderr
+    assert "ringreduce: rank 0 failed first (ValueError)" in done.stderr
     assert done.stderr.count('raise ValueError("bad data")') == 1
     assert "then rank 1 (exit code 1): RuntimeError: was left by rank 0" in done.stderr
 

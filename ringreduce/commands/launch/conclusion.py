@@ -26,15 +26,18 @@ def conclude(
     failures: Sequence[Failure],
     ended: Sequence[int] = (),
     log_dir: str | None = None,
+    *,
+    was_shown: bool = False,
 ) -> list[str]:
     """The lines that explain a failure; `failures` are of all ranks, that of `cause` too.
 
     Others may wait for the ranks that have `ended` by themselves, with exit code 0. What all ranks
-    wrote is kept in `log_dir`, if that is given.
+    wrote is kept in `log_dir`, if that is given. `was_shown`: the traceback of the cause.
     """
     first = cause.first
     lines = [f"{cause.describe()}; all workers were stopped"]
-    lines += _indented(first.traceback or filter(None, [first.exception]))
+    shown = () if was_shown else first.traceback
+    lines += _indented(shown or filter(None, [first.exception]))
     if first.has_left:
         lines.append(_LEFT.format(first.who))
     elif ended:
@@ -48,13 +51,18 @@ def conclude(
 
 
 def others(first: Failure, failures: Sequence[Failure]) -> list[str]:
-    """A line for each rank that failed but `first`."""
-    lines = []
+    """A line for each rank that failed but `first`; for those of a host that say the same, one."""
+    alike: dict[tuple[str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.time_s):
-        if failure.rank == first.rank:
-            continue
-        line = f"then {failure.who} ({failure.describe()})"
-        lines.append(f"{line}: {failure.exception}" if failure.exception else line)
+        if failure.rank != first.rank:
+            alike.setdefault((failure.host, failure.likeness), []).append(failure)
+    lines = []
+    for (host, _), them in alike.items():
+        who = named("rank", sorted(failure.rank for failure in them))
+        hows = [each.describe() for each in them if not (each.was_stopped and each.exception)]
+        how = f" ({', '.join(dict.fromkeys(hows))})" if hows else ""
+        line = f"then {who} on {host}{how}" if host else f"then {who}{how}"
+        lines.append(f"{line}: {them[0].exception}" if them[0].exception else line)
     return lines
 
 

@@ -6,6 +6,7 @@ any time, and the earliest of the others is the cause (`pure.blame`). A worker f
 which exception ends it, or when it ends without saying so.
 """
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.errors import WorkerError
 from ringreduce.vocabulary.words import named
 
+_WHO = re.compile(r"rank \d+ of \d+( was told by rank \d+: rank \d+ of \d+)?")
 _EXITS = ("SystemExit", "KeyboardInterrupt")
 
 
@@ -50,6 +52,11 @@ class Failure(NamedTuple):
         return self.raised.exception if self.raised else ""
 
     @property
+    def likeness(self) -> str:
+        """What those of other ranks have too that say the same; a rank names itself."""
+        return _WHO.sub("rank", self.exception, count=1) or self.describe()
+
+    @property
     def traceback(self) -> Sequence[str]:
         """The lines of the exception."""
         return self.raised.traceback if self.raised else ()
@@ -60,9 +67,9 @@ class Failure(NamedTuple):
         return self.returncode if self.returncode > 0 else 128 - self.returncode
 
     def describe(self) -> str:
-        """``exit code 3``, or ``killed by signal 9 (SIGKILL)``."""
-        if self.was_stopped:
-            return "stopped while it ended"
+        """``exit code 3``, ``killed by signal 9 (SIGKILL)``; if it was stopped, its exception."""
+        if self.was_stopped and self.raised is not None and self.raised.kind != "SystemExit":
+            return self.raised.kind
         if self.how:
             return self.how
         if self.has_left:

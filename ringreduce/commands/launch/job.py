@@ -371,9 +371,18 @@ class Job:
                     self._show_error(worker)
 
     def _show_error(self, worker: Worker) -> None:
-        if worker.raised is not None and not worker.is_shown:
-            worker.is_shown = True
-            self._display.show_error(worker.rank, worker.raised.traceback)
+        """Show its traceback, once for all ranks that have the same."""
+        if worker.raised is None or worker.is_shown:
+            return
+        alike, traceback = [worker], worker.raised.traceback
+        if traceback and not self._display.hides(worker.rank):
+            raised = [(each, each.raised) for each in self._workers.values()]
+            alike = [each for each, it in raised if it and it.traceback == traceback]
+        for each in alike:
+            each.is_shown = True
+        ranks = named("rank", [each.rank for each in alike])
+        more = [f"(the same on {ranks})"] if len(alike) > 1 else []
+        self._display.show_error(worker.rank, [*traceback, *more])
 
     def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
         """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""
@@ -432,12 +441,13 @@ class Job:
                 self._screen.say(f"ended well without {named('rank', lost)}")
             return 0
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
-        for line in conclusion.conclude(cause, self._failures(), ended, self._plan.log_dir):
+        was_shown, folder = self._workers[cause.first.rank].is_shown, self._plan.log_dir
+        failures = self._failures()
+        for line in conclusion.conclude(cause, failures, ended, folder, was_shown=was_shown):
             self._screen.say(line)
         for text in self._lost:
             self._screen.say(f"before, {text}")
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
-            folder = self._plan.log_dir
             self._screen.say(f"each host has its flight records in {folder}: copy them together")
         rank = cause.first.rank
         if conclusion.wanted_keyboard(cause) and self._plan.stdin_rank is None:
