@@ -84,9 +84,8 @@ def is_initialized() -> bool:
 def default_communicator() -> Communicator:
     """The default communicator. Raises ClosedError before `init` and after `close`."""
     if _default is None or _default.closed:
-        raise ClosedError(
-            "there is no ring in this process", remedy="Call ringreduce.init() first."
-        )
+        remedy = "Call rr.init() first, which is ringreduce.init()."
+        raise ClosedError("there is no ring in this process", remedy=remedy)
     return _default
 
 

@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Killed
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import Session
@@ -260,6 +262,7 @@ class Survivors:
             "[%d/%d] killed rank %d, process %d of this host, which did not answer",
             *(self._rank, self._config.size, rank, process[0]),
         )
+        handover.tell(Killed(rank))
         return True
 
     def _described(self, gone: Collection[int]) -> str:

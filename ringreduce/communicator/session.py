@@ -20,7 +20,7 @@ from typing import Any
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joined
+from ringreduce.commands.launch.worker_records import Joins
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
@@ -97,10 +97,9 @@ class Session:
         if form is not None:
             try:
                 self._form(form(self._waiting))
-                self._tell_joined(is_formed=True)
             except BaseException as error:
-                if isinstance(error, Exception):
-                    self._tell_joined(is_formed=False)
+                if isinstance(error, Exception) and membership.epoch == 0:
+                    handover.tell(Joins(self.size, "failed"))
                 if self.failure is None:  # Else `broke` has dumped it.
                     self._record(error)
                 self._close_flight()
@@ -110,10 +109,6 @@ class Session:
             lasting.engine.follow(self)
         self._life.advance(State.OPEN)
         _opened.add(self)
-
-    def _tell_joined(self, *, is_formed: bool) -> None:
-        if self.membership.group == self.membership.epoch == 0:
-            handover.tell(Joined(self.size, is_formed))
 
     def _open_flight(self, job: Job | None) -> FlightFile:
         """The flight record of this rank, which is the whole job's."""
@@ -165,6 +160,7 @@ class Session:
             # Else a group of one host, whose ranks are known to be connected.
             if formed.rendezvous is not None or formed.link is not None:
                 self.calls.call("barrier", 0, self.collectives.barrier)
+            handover.tell(Joins(self.size, "formed"))
             self.events.formed()  # Ranks start at different times, and some compile.
         except BaseException:
             self.leave("", gives_way=True)
@@ -351,7 +347,7 @@ class Session:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             # The usual end of a program, unless others still train with it.
             trains = "a call of close() in training" if self.lasting.trains else ""
-            self.leave(described(error) if error else handover.noted_exit() or trains)
+            self.leave(described(error) if error else handover.exiting or trains)
             return
         if self.failure is None and not self.is_closed and not self.is_inherited:
             self._record(error)

@@ -161,7 +161,8 @@ class Elastic:
                     self._end(None)  # It was committed, and failed afterwards.
                 elif is_step:
                     self._put_back()
-                self._go_on(error)
+                where = f"in step {self._steps + 1}" if is_step else f"after step {self._steps}"
+                self._go_on(error, where)
                 if self._units > units:
                     return self._result
                 continue
@@ -190,13 +191,11 @@ class Elastic:
         for variable, begun in zip(self._changed, self._begun, strict=True):
             variable.assign(begun.value())
 
-    def _go_on(self, error: RingReduceError) -> None:
+    def _go_on(self, error: RingReduceError, where: str) -> None:
         """Form the ring anew of the ranks that are left, and bring all to the same unit."""
-        step = self._steps + 1
         go_on(
-            *(self._ring, error, self._minimum, f"in step {step}", self._catch_up),
+            *(self._ring, error, self._minimum, where, self._catch_up),
             lambda: back_up(self._callbacks, self._model, *self.place.now),
-            step=step,
             at_end=lambda: self._at_end,
         )
         self._model._eval_epoch_iterator = None

@@ -415,7 +415,7 @@ class DistributedOptimizer(Wrapper):
         """Save the inner optimizer's state, that of parts as wholes."""
         if not self.is_settled:
             raise ConfigError(
-                "is saved between two meetings, when each rank has other weights",
+                "saves its optimizer between two meetings, when each rank has other weights",
                 **self._ring().config.who,
                 remedy="Save at the end of an epoch in rr.fit or rr.callbacks.Together, or call "
                 "optimizer.settle() on all ranks first.",

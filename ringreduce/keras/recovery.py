@@ -48,14 +48,12 @@ def go_on(
     catch_up: Callable[[], None],
     back_up: Callable[[], str],
     *,
-    step: int = -1,
     at_end: Callable[[], bool],
 ) -> None:
     """Form `ring`, which `error` has broken, anew; then `catch_up` brings all to one point.
 
     That is collective, and made again where one more rank is lost. `where` says in an error and in
-    the log when it was: ``in step 7``; `step` is for the launcher. `at_end` as `reform`; it is
-    asked again after `catch_up`.
+    the log when it was: ``in step 7``. `at_end` as `reform`; it is asked again after `catch_up`.
 
     Raises:
         RendezvousError: fewer than `minimum` ranks are left, before the end. Then rank 0 has called
@@ -84,7 +82,7 @@ def go_on(
                 raise
             error = another
     seconds = time.monotonic() - began
-    is_said = handover.tell(Reformed(ring.epoch, tuple(ring.members), step, seconds))
+    is_said = handover.tell(Reformed(ring.epoch, tuple(ring.members), where, seconds))
     if gone and not is_said:
         _log.warning(
             "[%d/%d] lost %s %s; %s went on after %.1f s",

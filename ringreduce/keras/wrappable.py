@@ -187,6 +187,8 @@ def require_compiled(model: Any, more: str = "") -> None:
     """Return if `model` is a model that was compiled; ConfigError, which ends with `more`."""
     if not isinstance(model, keras.Model) or not model.compiled:
         remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first." + more
+        if hasattr(model, "fit") and not isinstance(model, keras.Model):
+            remedy = f"Call its own fit: {type(model).__name__.lower()}.fit(...)."
         raise ConfigError(f"got {model!r}, which is no compiled model", remedy=remedy)
 
 

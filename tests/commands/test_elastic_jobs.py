@@ -47,7 +47,7 @@ for step in range(1, int(sys.argv[1])):
         reform(ring, [error.peer])
         number += 1
         members = ring._session.membership.members
-        handover.tell(Reformed(number, members, step, 0.44))
+        handover.tell(Reformed(number, members, f"in step {step}", 0.44))
 print("ended with", ring.size, flush=True)
 """
 # Tells the launcher of rings without forming any. What ranks wait for are files beside the program.
@@ -58,7 +58,7 @@ import time
 from pathlib import Path
 from ringreduce import RendezvousError
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joined, Joins, Reformed
+from ringreduce.commands.launch.worker_records import Joins, Killed, Reformed
 
 def wait_for(name):
     while not Path(__file__).with_name(name).exists():
@@ -67,7 +67,7 @@ def wait_for(name):
 Path(__file__).with_name(f"pid{rank}").write_text(str(os.getpid()))
 handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"])))
 if not os.environ.get("FORMS"):
-    handover.tell(Joined(int(os.environ["RINGREDUCE_SIZE"])))
+    handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"]), "formed"))
 print("pid", os.getpid(), flush=True)
 wait_for("all have told")
 """
@@ -124,7 +124,7 @@ def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path: Path, elast
 def test_ranks_that_all_exit_end_the_job_with_their_exit_code(tmp_path: Path) -> None:
     done = play(tmp_path, 3, "raise SystemExit(3)", "--elastic")
     assert done.wait() == 3
-    assert "rank 0 failed first (exit code 3)" in done.stderr
+    assert "failed first (exit code 3)" in done.stderr
 
 
 def test_what_ends_two_ranks_ends_the_job(tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ if rank == 2:
     atexit.register(Path(__file__).with_name("bad").touch)  # once the launcher has been told
     raise ValueError("bad")
 wait_for("bad")
-handover.tell(Reformed(1, (0, 1), 3, 0.4))
+handover.tell(Reformed(1, (0, 1), "in step 3", 0.4))
 if rank == 1:
     raise ValueError("bad")
 """
     done = play(tmp_path, 3, bad + WAITS, "--elastic", "1")
     assert done.wait() == 1
-    assert [re.sub(r" \(.*", "", line) for line in said(done.stderr)] == [
+    assert [re.sub(r"( \(|: ).*", "", line) for line in said(done.stderr)] == [
         "rank 2 was lost in step 3",
         "rank 2 failed first",
         "then rank 1",
@@ -188,7 +188,7 @@ def test_so_does_one_lost_while_it_forms(
 
 
 def test_a_program_may_go_on_without_a_ring_that_did_not_form(tmp_path: Path) -> None:
-    goes_on = "handover.tell(Joined(2, is_formed=False))\nif rank == 1:\n    exit()"
+    goes_on = 'handover.tell(Joins(2, "failed"))\nif rank == 1:\n    exit()'
     assert play(tmp_path, 2, goes_on, FORMS="1").wait() == 0
 
 
@@ -198,7 +198,7 @@ def test_ranks_that_were_left_out_end_with_the_others(tmp_path: Path) -> None:
 if rank == 0:
     raise RendezvousError("was left out of the ring")
 if rank > 1:
-    handover.tell(Reformed(1, (2, 3), -1, 0.0))
+    handover.tell(Reformed(1, (2, 3), "", 0.0))
     exit(0)
 """
     variables = {"RINGREDUCE_ELASTIC": "2", "RINGREDUCE_TIME_SCALE": "0.1"}
@@ -206,6 +206,19 @@ if rank > 1:
     assert done.wait() == 0, done.stderr
     assert "ranks 0, 1 were lost (exit code 1): ranks 2, 3 went on after 0.0 s" in done.stderr
     assert said(done.stderr)[-1] == "ended well without ranks 0, 1"
+
+
+def test_a_rank_that_another_has_killed_is_said_to_be(tmp_path: Path) -> None:
+    kills = """
+if rank == 0:
+    handover.tell(Killed(1))
+    os.kill(int(Path(__file__).with_name("pid1").read_text()), 9)
+    handover.tell(Reformed(1, (0,), "after step 75", 0.1))
+    exit()
+"""
+    done = play(tmp_path, 2, kills + WAITS, "--elastic")
+    how = "(killed by rank 0, which it did not answer)"
+    assert said(done.stderr)[0].startswith(f"rank 1 was lost after step 75 {how}: rank 0 went on")
 
 
 def test_a_rank_that_fails_when_nobody_goes_on_without_it_fails_the_job(tmp_path: Path) -> None:
@@ -222,10 +235,10 @@ TELLS_NODES = (
 if rank == 1:
     exit(3)
 if rank == 0:
-    handover.tell(Reformed(1, (0, 2), 7, 0.1))
+    handover.tell(Reformed(1, (0, 2), "in step 7", 0.1))
 wait_for("second")
 if rank == 0:
-    handover.tell(Reformed(2, (0,), 8, 0.1))
+    handover.tell(Reformed(2, (0,), "in step 8", 0.1))
 wait_for("third")
 """
 )
@@ -279,8 +292,10 @@ def test_an_exception_that_several_ranks_had_is_found() -> None:
 
 def test_ranks_that_were_lost_are_named_with_what_is_known() -> None:
     gone = [Failure(rank, 255, 0.0, host="b", how="its host was lost") for rank in (2, 3)]
-    assert lost([2, 3], gone, 5) == "ranks 2, 3 on b were lost in step 5 (its host was lost)"
-    assert lost([2, 3], [], -1) == "ranks 2, 3 were lost"
+    assert (
+        lost([2, 3], gone, "in step 5") == "ranks 2, 3 on b were lost in step 5 (its host was lost)"
+    )
+    assert lost([2, 3], [], "") == "ranks 2, 3 were lost"
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])

@@ -17,7 +17,6 @@ from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.handover import described
 from ringreduce.commands.launch.worker_records import (
     ImportedKeras,
-    Joined,
     Joins,
     Raised,
     WorkerRecord,
@@ -27,7 +26,7 @@ from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeout
 
 RECORDS = [
     Joins(4),
-    Joined(4),
+    Joins(4, "formed"),
     ImportedKeras(),
     Raised("ValueError", None, 3, "ValueError: x", ["a", "b"]),
 ]

@@ -388,12 +388,11 @@ def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path: 
 def test_an_elastic_job_goes_on_without_the_launcher_of_node_0(tmp_path: Path) -> None:
     tells = """
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joined, Joins, Reformed
-handover.tell(Joins(2))
-handover.tell(Joined(2))
+from ringreduce.commands.launch.worker_records import Joins, Reformed
+handover.tell(Joins(2, "formed"))
 print("pid", os.getpid(), flush=True)
 while not os.path.exists("../lost"): time.sleep(0.01)
-handover.tell(Reformed(1, (1,), 7, 0.1))
+handover.tell(Reformed(1, (1,), "in step 7", 0.1))
 """
     script(tmp_path, RANK + "import time\n" + tells)
     port = free_port()

@@ -187,6 +187,7 @@ def test_nothing_is_said_where_nothing_is_wrong_or_again(case):
         ("shares of own data", "got batch_share with sharded=True. Pass a tf.data.Dataset"),
         ("wrong share", "got batch_share='mesured' on rank 0; accepted: "),
         ("not compiled", "no compiled model"),
+        ("pipeline", "Call its own fit: pipeline.fit(...)."),
     ],
 )
 def test_what_cannot_be_divided_is_refused_on_all_ranks(case, text):

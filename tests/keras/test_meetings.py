@@ -147,7 +147,7 @@ def test_a_rank_killed_between_meetings_or_in_one_is_named(when, compression, tr
         ("scaled", "needs no loss scale"),
         ("ema", "Leave use_ema out"),
         ("no strategy", "Pass an object, such as rr.LocalSGD(50)"),
-        ("save", "call optimizer.settle() on all ranks first"),
+        ("save", "of 3 saves its optimizer between two meetings"),
     ],
 )
 def test_what_cannot_be_is_refused(facts, case, text):

@@ -435,6 +435,8 @@ def refusals():
     refused("plain", x, y, model=model_of(distributed=False))
     refused("shares of own data", data.batch(4), sharded=True, batch_share=2.0)
     refused("wrong share", x, y, batch_share="mesured")
+    # Like rr.Pipeline, which takes long to make.
+    refused("pipeline", x, y, model=type("Pipeline", (), {"fit": print})())
     refused("not compiled", x, y, model=keras.Sequential([keras.layers.Dense(2)]))
 
     class Broken(Batches):

@@ -1,5 +1,6 @@
 """Words the end of a job that failed: the cause in full, a line for every other rank. Pure."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ringreduce.commands.launch.failure import Cause, Failure
@@ -11,6 +12,8 @@ _LEFT = (
     "  every rank must call init() before any can go on: look for what ends the program of {} "
     "early, such as a return, an exit, or `if rank == 0:` around it"
 )
+# How an error names the rank that has it, which differs.
+_WHO = re.compile(r"rank \d+ of \d+( was told by rank \d+: rank \d+ of \d+)?")
 _REMEDY = "call rr.init() and wrap the optimizer, rr.DistributedOptimizer(optimizer)"
 APART_SO_FAR = f"{{}} imported Keras, and no rank has joined a ring yet; for one model, {_REMEDY}"
 APART = f"{{}} imported Keras and joined no ring, so each ran by itself; for one model, {_REMEDY}"
@@ -55,7 +58,8 @@ def others(first: Failure, failures: Sequence[Failure]) -> list[str]:
     alike: dict[tuple[str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.time_s):
         if failure.rank != first.rank:
-            alike.setdefault((failure.host, failure.likeness), []).append(failure)
+            text = _WHO.sub("rank", failure.exception, count=1) or failure.describe()
+            alike.setdefault((failure.host, text), []).append(failure)
     lines = []
     for (host, _), them in alike.items():
         who = named("rank", sorted(failure.rank for failure in them))
@@ -66,14 +70,14 @@ def others(first: Failure, failures: Sequence[Failure]) -> list[str]:
     return lines
 
 
-def lost(ranks: Sequence[int], failures: Sequence[Failure], step: int) -> str:
+def lost(ranks: Sequence[int], failures: Sequence[Failure], where: str) -> str:
     """``rank 2 was lost in step 341 (killed by signal 9 (SIGKILL))``."""
-    where = f" in step {step}" if step >= 0 else ""
     hosts = {failure.host for failure in failures} - {""}
     on = f" on {hosts.pop()}" if len(hosts) == 1 else ""
     hows = ", ".join(dict.fromkeys(failure.describe() for failure in failures))
     how = f" ({hows})" if hows else ""
-    return f"{named('rank', ranks)}{on} {'was' if len(ranks) == 1 else 'were'} lost{where}{how}"
+    were = "was" if len(ranks) == 1 else "were"
+    return f"{named('rank', ranks)}{on} {were} lost {where}".rstrip() + how
 
 
 def interrupted(signal: str, raised: Mapping[int, Raised | None]) -> list[str]:

@@ -94,10 +94,6 @@ class Display:
                 self._add(stream, [stream.partial])
         self._streams.clear()
 
-    def hides(self, rank: int) -> bool:
-        """Whether the lines of a rank are not shown, unless it fails."""
-        return rank in self._hidden
-
     def reveal(self, rank: int) -> None:
         """Show the last lines of a rank whose output was not shown."""
         for source, line in self._hidden.pop(rank, ()):

@@ -6,7 +6,6 @@ any time, and the earliest of the others is the cause (`pure.blame`). A worker f
 which exception ends it, or when it ends without saying so.
 """
 
-import re
 import signal
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,6 @@ from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.errors import WorkerError
 from ringreduce.vocabulary.words import named
 
-_WHO = re.compile(r"rank \d+ of \d+( was told by rank \d+: rank \d+ of \d+)?")
 _EXITS = ("SystemExit", "KeyboardInterrupt")
 
 
@@ -50,11 +48,6 @@ class Failure(NamedTuple):
     def exception(self) -> str:
         """The line that names the exception; empty for none."""
         return self.raised.exception if self.raised else ""
-
-    @property
-    def likeness(self) -> str:
-        """What those of other ranks have too that say the same; a rank names itself."""
-        return _WHO.sub("rank", self.exception, count=1) or self.describe()
 
     @property
     def traceback(self) -> Sequence[str]:

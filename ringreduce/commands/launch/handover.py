@@ -26,7 +26,7 @@ _lock = threading.Lock()
 # The pipe, and the process that has it; a forked child must not speak for its parent.
 _pipe: tuple[int, int] | None = None
 _failures: deque[RingReduceError] = deque(maxlen=_KEPT_FAILURES)
-_exit = ""  # the SystemExit that ends the program, which atexit does not see
+exiting = ""  # the SystemExit that ends the program, which atexit does not see
 
 
 def use_pipe(descriptor: int) -> None:
@@ -53,17 +53,6 @@ def tell(record: WorkerRecord) -> bool:
 def note_failure(error: RingReduceError) -> None:
     """Remember what has broken a ring of this process: exceptions of others may quote it."""
     _failures.append(error)
-
-
-def note_exit(error: SystemExit) -> None:
-    """Remember what ends the program, for other ranks that wait for this one."""
-    global _exit
-    _exit = f"SystemExit: {error.code or 0}"
-
-
-def noted_exit() -> str:
-    """What `note_exit` was told; empty for nothing."""
-    return _exit
 
 
 def described(error: BaseException) -> Raised:

@@ -28,7 +28,7 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import Reformed
+from ringreduce.commands.launch.worker_records import Killed, Reformed
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
@@ -57,7 +57,7 @@ class Job:
         # What was said: that workers have not joined, for which the launcher waits.
         self._has_warned = self._has_said = False
         # The last ring of an elastic job, and when it became known. Other ranks end nothing.
-        self._ring, self._ring_s = Reformed(-1, tuple(range(plan.size)), -1, 0.0), 0.0
+        self._ring, self._ring_s = Reformed(-1, tuple(range(plan.size)), "", 0.0), 0.0
         # Rings of which nothing was said yet, with the ranks that were lost before; what was said.
         self._unsaid: deque[tuple[Reformed, list[int]]] = deque()
         self._lost: list[str] = []
@@ -265,6 +265,9 @@ class Job:
             worker.end(event.returncode, event.how, is_final=event.is_final)
         elif isinstance(event.record, Reformed):
             self._note_ring(event.record)
+        elif isinstance(event.record, Killed):
+            text = f"killed by rank {event.rank}, which it did not answer"
+            self._workers[event.record.rank].how = text
         else:
             worker.note(event.record)
             if worker.raised is event.record:
@@ -272,10 +275,10 @@ class Job:
 
     def _note_ring(self, ring: Reformed) -> None:
         """Take a ring that was formed anew for the present one, once, though several tell of it."""
-        if self._plan.elastic is None or ring.number <= self._ring.number:
+        # Ranks that are told to end do not do so at one moment.
+        is_over = self._plan.elastic is None or self._stop_s is not None
+        if is_over or ring.number <= self._ring.number:
             return
-        if self._stop_s is not None:
-            return  # Ranks that are told to end do not do so at one moment.
         if lost := [rank for rank in self._ring.members if rank not in ring.members]:
             self._unsaid.append((ring, lost))
         self._ring, self._ring_s = ring, time.monotonic()
@@ -298,7 +301,7 @@ class Job:
             for rank in lost:
                 self._display.reveal(rank)
                 self._show_error(self._workers[rank])
-            self._lost.append(conclusion.lost(lost, losses, ring.step))
+            self._lost.append(conclusion.lost(lost, losses, ring.where))
             went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
             self._screen.say(f"{self._lost[-1]}: {went_on}")
 
@@ -333,7 +336,7 @@ class Job:
     @property
     def _joined(self) -> int:
         """How many ranks have begun to form the ring of all ranks."""
-        return sum(self._plan.size in worker.joins for worker in self._workers.values())
+        return sum(self._plan.size in worker.rings for worker in self._workers.values())
 
     def _all_failures(self) -> list[Failure]:
         ring_of = self._plan.size if self._joined else 0
@@ -343,7 +346,8 @@ class Job:
     def _failures(self) -> list[Failure]:
         """Those that end the job: none while the ranks that are left may go on by themselves."""
         plan, meeting, failures = self._plan, self._plan.meeting, self._all_failures()
-        has_formed = all(plan.size in worker.formed for worker in self._workers.values())
+        states = {worker.rings.get(plan.size) for worker in self._workers.values()}
+        has_formed = states == {"formed"}
         if plan.elastic is None or not (has_formed or self._ring.number > 0):
             return failures
         if repeated := find_repeated(failures, by_text=meeting is None):
@@ -374,20 +378,18 @@ class Job:
         """Show its traceback, once for all ranks that have the same."""
         if worker.raised is None or worker.is_shown:
             return
-        alike, traceback = [worker], worker.raised.traceback
-        if traceback and not self._display.hides(worker.rank):
-            raised = [(each, each.raised) for each in self._workers.values()]
-            alike = [each for each, it in raised if it and it.traceback == traceback]
-        for each in alike:
-            each.is_shown = True
-        ranks = named("rank", [each.rank for each in alike])
-        more = [f"(the same on {ranks})"] if len(alike) > 1 else []
-        self._display.show_error(worker.rank, [*traceback, *more])
+        lines, alike = worker.raised.traceback, []
+        for each in self._workers.values():
+            if each.raised is not None and each.raised.traceback == lines:
+                each.is_shown = True
+                alike.append(each.rank)
+        more = [f"(the same on {named('rank', alike)})"] if lines and len(alike) > 1 else []
+        self._display.show_error(worker.rank, [*lines, *more])
 
     def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
         """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""
         workers, now_s = self._workers.values(), time.monotonic()
-        if self._plan.size == 1 or self._joined or any(worker.joins for worker in workers):
+        if self._plan.size == 1 or self._joined or any(worker.rings for worker in workers):
             return
         apart = [w.rank for w in workers if w.keras_s is not None and now_s - w.keras_s >= after_s]
         if apart and (not after_s or not self._has_warned):
@@ -441,8 +443,8 @@ class Job:
                 self._screen.say(f"ended well without {named('rank', lost)}")
             return 0
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
-        was_shown, folder = self._workers[cause.first.rank].is_shown, self._plan.log_dir
-        failures = self._failures()
+        folder, failures = self._plan.log_dir, self._failures()
+        was_shown = self._plan.output == "all" and self._workers[cause.first.rank].is_shown
         for line in conclusion.conclude(cause, failures, ended, folder, was_shown=was_shown):
             self._screen.say(line)
         for text in self._lost:

@@ -47,7 +47,7 @@ def main(descriptor: int, program: list[str]) -> None:
     try:
         _run(program)
     except SystemExit as error:
-        handover.note_exit(error)
+        handover.exiting = f"SystemExit: {error.code or 0}"
         if error.code:
             _tell(error)
         raise

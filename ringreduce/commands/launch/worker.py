@@ -7,7 +7,7 @@ from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.commands.launch.worker_records import ImportedKeras, Joined, Joins, Raised
+from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised
 
 Host = LocalHost | RemoteHost
 
@@ -22,10 +22,9 @@ class Worker:
         self.rank, self._host, self._host_name = rank, host, host_name
         self.exit_s: float | None = None  # when it ended, on `time.monotonic`; None until then
         self._returncode = 0
-        self._how, self._is_final = "", False
+        self.how, self._is_final = "", False
         self._stopped_s: float | None = None
-        # The sizes of the rings that it has begun to form, waits for, and was in.
-        self.joins, self.awaits, self.formed = set[int](), set[int](), set[int]()
+        self.rings: dict[int, str] = {}  # the state of those that it has joined, by size
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
         # The exception that ends it, once it has said so, and when that was.
         self.raised: Raised | None = None
@@ -37,13 +36,9 @@ class Worker:
         """Whether it is not known to have ended."""
         return self.exit_s is None
 
-    def note(self, record: Joins | Joined | ImportedKeras | Raised) -> None:
+    def note(self, record: Joins | ImportedKeras | Raised) -> None:
         if isinstance(record, Joins):
-            self.joins.add(record.size)
-            self.awaits.add(record.size)
-        elif isinstance(record, Joined):
-            self.awaits.discard(record.size)
-            self.formed |= {record.size} if record.is_formed else set()
+            self.rings[record.size] = record.state
         elif isinstance(record, ImportedKeras):
             self.keras_s = time.monotonic()
         else:
@@ -62,7 +57,8 @@ class Worker:
     def end(self, returncode: int, how: str = "", *, is_final: bool = False) -> None:
         """Note that it has ended; `how`, where more is known."""
         self.exit_s = time.monotonic()
-        self._returncode, self._how, self._is_final = returncode, how, is_final
+        self._returncode, self._is_final = returncode, is_final
+        self.how = how or self.how
 
     @property
     def has_ended_well(self) -> bool:
@@ -95,8 +91,7 @@ class Worker:
             return None if is_late else self._failure(code, was_stopped=True)
         if self._returncode or (self.raised is not None and self.alive):
             return self._failure(self._returncode or code)
-        has_left = ring_of not in self.joins or ring_of in self.awaits
-        if not self.alive and ring_of > 1 and has_left:
+        if not self.alive and ring_of > 1 and self.rings.get(ring_of, "waits") == "waits":
             return self._failure(1, has_left=True)
         return None
 
@@ -113,7 +108,7 @@ class Worker:
             has_ended=not self.alive,
             was_stopped=was_stopped,
             host=self._host_name,
-            how=self._how,
+            how=self.how,
             has_left=has_left,
             is_final=self._is_final,
         )

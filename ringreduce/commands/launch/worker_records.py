@@ -8,16 +8,10 @@ import msgspec
 
 
 class Joins(msgspec.Struct, tag=True, frozen=True):
-    """The rank begins to form a ring of `size` ranks, and waits for the others."""
+    """The rank ``waits`` for a ring of `size` ranks, then has ``formed`` it, or ``failed`` to."""
 
     size: int
-
-
-class Joined(msgspec.Struct, tag=True, frozen=True):
-    """It waits no more: the ring was formed, or the program has got an error."""
-
-    size: int
-    is_formed: bool = True
+    state: str = "waits"
 
 
 class Reformed(msgspec.Struct, tag=True, frozen=True):
@@ -25,8 +19,14 @@ class Reformed(msgspec.Struct, tag=True, frozen=True):
 
     number: int  # of this ring; later ones have larger ones
     members: tuple[int, ...]  # its ranks, by their numbers in the job
-    step: int  # in which the ring before it failed; -1: unknown
+    where: str  # the ring before it failed: ``in step 7``; empty if unknown
     seconds: float  # from the failure to the next step
+
+
+class Killed(msgspec.Struct, tag=True, frozen=True):
+    """The rank has ended another one's process, which did not answer."""
+
+    rank: int
 
 
 class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
@@ -47,4 +47,4 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     code: int = 1  # the exit code that follows
 
 
-WorkerRecord = Joins | Joined | Reformed | ImportedKeras | Raised
+WorkerRecord = Joins | Reformed | Killed | ImportedKeras | Raised
