@@ -102,8 +102,10 @@ POINTS = {
 def test_a_rank_may_be_lost_anywhere(tmp_path, point, victim):
     where, number, how = (*POINTS[point], "kill")[:3]
     faults = [[victim, where, number, how]]
-    found, _ = trained(tmp_path, 3, [victim], way="eager", faults=faults, validates=True)
+    found, done = trained(tmp_path, 3, [victim], way="eager", faults=faults, validates=True)
     assert_exactly_once(found)
+    if point == "after validation":
+        assert f"lost rank {victim} after step {2 * STEPS}; " in done.errors
     assert all(fact["history"]["val_seen"] == [21.0] * EPOCHS for fact in found.values())
 
 
