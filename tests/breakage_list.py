@@ -966,8 +966,8 @@ BREAKAGES = (
     Breakage(
         "launcher-begun-too-early",
         "ringreduce/commands/launch/job.py",
-        'has_formed = states == {"formed"}',
-        "has_formed = None not in states",
+        'states == {"formed"}',
+        "None not in states",
         "With --elastic a rank that dies while the ring forms is waited for until the limit.",
         ("tests/commands/test_elastic_jobs.py",),
     ),

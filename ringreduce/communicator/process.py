@@ -84,7 +84,7 @@ def is_initialized() -> bool:
 def default_communicator() -> Communicator:
     """The default communicator. Raises ClosedError before `init` and after `close`."""
     if _default is None or _default.closed:
-        remedy = "Call rr.init() first, which is ringreduce.init()."
+        remedy = "Call ringreduce.init() first: rr.init() of ringreduce.keras is the same."
         raise ClosedError("there is no ring in this process", remedy=remedy)
     return _default
 

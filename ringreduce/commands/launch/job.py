@@ -346,9 +346,8 @@ class Job:
     def _failures(self) -> list[Failure]:
         """Those that end the job: none while the ranks that are left may go on by themselves."""
         plan, meeting, failures = self._plan, self._plan.meeting, self._all_failures()
-        states = {worker.rings.get(plan.size) for worker in self._workers.values()}
-        has_formed = states == {"formed"}
-        if plan.elastic is None or not (has_formed or self._ring.number > 0):
+        states = {each.rings.get(plan.size) for each in self._workers.values()}
+        if plan.elastic is None or not (states == {"formed"} or self._ring.number > 0):
             return failures
         if repeated := find_repeated(failures, by_text=meeting is None):
             return repeated
