@@ -35,6 +35,7 @@ def test_ranks_that_say_the_same_get_one_line() -> None:
     assert others(FIRST, [*them, FIRST]) == [
         f"then ranks 0, 2, 3 (exit code 1): PeerLostError: rank 2 {left}"
     ]
+    assert others(them[0], them) == ["then ranks 0, 3 (exit code 1): the same"]
     hosts = [failure._replace(host="b" if failure.rank else "a") for failure in them]
     assert others(FIRST, hosts) == [
         f"then ranks 2, 3 on b (exit code 1): PeerLostError: rank 2 {left}",

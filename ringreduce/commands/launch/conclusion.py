@@ -61,12 +61,14 @@ def others(first: Failure, failures: Sequence[Failure]) -> list[str]:
             text = _WHO.sub("rank", failure.exception, count=1) or failure.describe()
             alike.setdefault((failure.host, text), []).append(failure)
     lines = []
-    for (host, _), them in alike.items():
+    for (host, text), them in alike.items():
         who = named("rank", sorted(failure.rank for failure in them))
         hows = [each.describe() for each in them if not (each.was_stopped and each.exception)]
         how = f" ({', '.join(dict.fromkeys(hows))})" if hows else ""
         line = f"then {who} on {host}{how}" if host else f"then {who}{how}"
-        lines.append(f"{line}: {them[0].exception}" if them[0].exception else line)
+        is_same = text == _WHO.sub("rank", first.exception, count=1)
+        said = "the same" if is_same else them[0].exception
+        lines.append(f"{line}: {said}" if said else line)
     return lines
 
 
