@@ -71,8 +71,8 @@ class Plan:
     seed: int = 0  # of all shuffling
     class_weight: Any = None  # weights of classes, for what is not a tf.data.Dataset
     deal: bool = False  # give whole batches to ranks in turn, instead of each rank its rows
-    check: bool = True  # compare what ranks read, while they read it
-    reads: Reads | None = None  # notes what this rank reads, all of each pass
+    # Compare what ranks read, as they read it; or have all of each pass noted.
+    check: bool | Reads = True
     # The number of ranks may change: training gets global batches whole, and validation is dealt
     # among those that there are when it is read.
     is_elastic: bool = False
@@ -87,10 +87,10 @@ class Plan:
     def divide(self, whole: Any) -> Any:
         """This rank's part of a tf.data.Dataset of global batches."""
         ring = self.ring
-        if self.check:
+        if self.check is True:
             whole = fingerprinted(whole, self.what, REMEDY, self.readers or ring)
-        if self.reads is not None:
-            own = self.reads.noted(whole).shard(ring.size, ring.rank)
+        if isinstance(self.check, Reads):
+            own = self.check.noted(whole).shard(ring.size, ring.rank)
             # With one ahead, so that a rank whose batches end has read those of others too.
             return own.window(2, shift=1).flat_map(partial(element_of, 0))
         if ring.size == 1:
@@ -245,6 +245,8 @@ class _PyDatasetFeed(Feed):
             whole = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         if not plan.deal:
             whole = plan.divide(whole)
+        elif isinstance(plan.check, Reads):
+            plan.check.note(self.first)
         elif plan.check and (readers := plan.readers or plan.ring).size > 1:
             FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
         steps = plan.run_steps or dataset.num_batches

@@ -58,13 +58,11 @@ def shard(
     note_sharding(ring)
     check = check and ring.size > 1
     if isinstance(data, tf.data.Dataset):
-        if even:
-            _look_at_count(int(data.cardinality()), "elements", ring)
+        _look_at_count(int(data.cardinality()), ring, even)
         whole = fingerprinted(data, _WHAT, _REMEDY, ring) if check else data
         return data if ring.size == 1 else _shard_dataset(whole, ring, even)
     if isinstance(data, keras.utils.PyDataset):
-        if even:
-            _look_at_count(data.num_batches or 0, "batches", ring)
+        _look_at_count(data.num_batches or 0, ring, even)
         return data if ring.size == 1 else _Dealt(data, ring, even, check)
     if not are_arrays(data):
         raise ConfigError(
@@ -75,8 +73,7 @@ def shard(
     arrays = Arrays(data)
     if check:
         compare_arrays(arrays, _WHAT, ring)
-    if even:
-        _look_at_count(arrays.count, "rows", ring)
+    _look_at_count(arrays.count, ring, even)
     end = arrays.count // ring.size * ring.size if even else arrays.count
     return map_arrays(lambda array: _rows(array, ring, end), data)
 
@@ -94,20 +91,20 @@ def permutation(count: int, communicator: Communicator | None = None) -> np.ndar
     return order
 
 
-def _look_at_count(count: int, what: str, ring: Communicator) -> None:
+def _look_at_count(count: int, ring: Communicator, even: bool) -> None:
     """ConfigError if no rank gets any of `count` (0 or less: unknown); warn if many are left."""
-    left, size = count % ring.size, ring.size
+    left, size = 0 if count < 0 or not even else count % ring.size, ring.size
     remedy = "divide samples instead of files; or pass even=False and use rr.join, to train on all."
-    if 0 < count < size:
+    if 0 < left == count:
         raise ConfigError(
-            f"got {count} {what} to shard among {size} ranks, of which none would get any",
+            f"got {count} elements to shard among {size} ranks, of which none would get any",
             **ring.config.who,
             remedy=f"Give every rank one: make more files, or {remedy}",
         )
-    if count > 0 and left * 100 > count and ring.rank == 0:
+    if 0 < count < left * 100 and ring.rank == 0:
         warn_at_users_line(
-            f"rr.shard leaves out the last {left} of {count} {what}, so that each of {size} ranks "
-            f"gets {count // size}. To use them, {remedy}",
+            f"rr.shard leaves out the last {left} of {count} elements, so that each of {size} "
+            f"ranks gets {count // size}. To use them, {remedy}",
             DataWarning,
         )
 

@@ -208,31 +208,23 @@ class _Share:
     """
 
     def __init__(
-        self,
-        whole: Any,
-        batch_size: int | None,
-        steps: int | None,
-        ring: Communicator,
-        check: bool,
+        self, whole: Any, rows: int | None, steps: int | None, ring: Communicator, check: bool
     ) -> None:
         x = self._x = whole[0]
         self.parts, self.is_empty, self.is_whole = whole, False, True
         self._feed = Feed()  # Which does nothing, for arrays.
-        self._ring, self._reads = ring, Reads() if check else None
+        self._ring, self._reads = ring, Reads() if check else False
         if ring.size == 1:
             return
         if are_arrays(whole):
-            arrays = Arrays(*whole)
-            rows = arrays.count
+            count = (arrays := Arrays(*whole)).count
             if steps is not None:
-                rows = min(rows, steps * (batch_size or BATCH_SIZE))
-            first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
+                count = min(count, steps * (rows or BATCH_SIZE))
+            first, end = (count * r // ring.size for r in (ring.rank, ring.rank + 1))
             self.parts, self.is_empty = slice_rows(whole, first, end), first == end
-            size = {"rows": str(rows)}
+            size = {"rows": str(count)}
         else:
-            plan = Plan(
-                ring, f"the {_WHAT}", steps=steps, deal=True, check=False, reads=self._reads
-            )
+            plan = Plan(ring, f"the {_WHAT}", steps=steps, deal=True, check=self._reads)
             feed = feed_of(whole, plan)
             is_dataset = isinstance(x, tf.data.Dataset)
             known = x.cardinality() if is_dataset else getattr(x, "num_batches", -1)
@@ -243,13 +235,11 @@ class _Share:
         require_same_settings([Settings("data", size, remedy)], ring)
         if check and are_arrays(whole):
             compare_reads((*arrays.digest(), 0, 0), _WHAT, _REMEDY, ring)
-        elif check and isinstance(x, keras.utils.PyDataset):
-            self._reads.note(feed.first)
         self.is_whole = all(ring.all_gather_object(self.is_empty))
 
     def compare(self) -> None:
         """Raise if ranks have read different batches. Collective."""
-        if self._reads is not None and not are_arrays(self._x):
+        if isinstance(self._reads, Reads) and not are_arrays(self._x):
             compare_reads(self._reads.last(), _WHAT, _REMEDY, self._ring)
 
     @contextmanager

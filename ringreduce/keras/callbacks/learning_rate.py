@@ -181,8 +181,8 @@ def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
 
 def kept_rates(model: Any) -> list[float]:
     """The learning rates that a `DistributedOptimizer` keeps equal on all ranks in each step."""
-    equal_now = getattr(model.optimizer, "equal_now", lambda variables: [])
-    return list(map(float, equal_now(_rates_of(model))))
+    equal_now = getattr(model.optimizer, "equal_now", None)
+    return list(map(float, equal_now(_rates_of(model)))) if equal_now else []
 
 
 def diverged(model: Any, rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
