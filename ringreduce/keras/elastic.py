@@ -17,8 +17,9 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.reforming import EndedError
+from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.initial import broadcast_variables
-from ringreduce.keras.recovery import REPEATS_MAX, ending_together, go_on, refuse_unusable
+from ringreduce.keras.recovery import REPEATS_MAX, ending_together, go_on
 from ringreduce.keras.repeating import is_repeating, repeaters
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow.variables import value_of
@@ -107,7 +108,7 @@ class KerasState(State):
         if (one := self.optimizer) is not None:
             if elastic_minimum() is not None:
                 ring = getattr(one, "communicator", None) or default_communicator()
-                refuse_unusable(model, [one] if isinstance(one, Wrapper) else [], ring)
+                refuse(ring, facts_of(model), one.options if isinstance(one, Wrapper) else {})
             if not one.built:
                 getattr(one, "build_inner", one.build)(model.trainable_variables)
             weights, variables = [[*one.variables, *each] for each in (weights, variables)]
@@ -140,6 +141,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         if minimum is None or is_repeating(ring):
             state.sync()
             return call()
+        refuse(ring, facts_of(None, state._variables))
         repeaters[ring] = lambda meeting: meeting()
         try:
             return _repeated(call, state, ring, minimum)

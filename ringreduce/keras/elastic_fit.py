@@ -21,15 +21,16 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.backup import Place, back_up
 from ringreduce.keras.callbacks.broadcast import shared_state
+from ringreduce.keras.elastic_refusals import differing, facts_of, refuse
 from ringreduce.keras.join import changed_by_steps, weigh_steps
-from ringreduce.keras.recovery import REPEATS_MAX, go_on, refuse_unusable
+from ringreduce.keras.recovery import REPEATS_MAX, go_on
 from ringreduce.keras.repeating import is_repeating, repeaters
 from ringreduce.keras.rows import rows_in, slice_rows
 from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
-from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
+from ringreduce.vocabulary.errors import PeerError, RingReduceError
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ class Elastic:
 
     A context, in which the model's training function takes global batches, and this rank's rows of
     each, of which `batches` is the `element_spec`. The model and its optimizer are built. Where too
-    few ranks are left, one backs up with those of `callbacks` that can. Raises ConfigError if steps
-    cannot be made again.
+    few ranks are left, one backs up with those of `callbacks` that can. Raises ConfigError for what
+    `elastic_refusals` has. Collective.
     """
 
     def __init__(
@@ -51,12 +52,21 @@ class Elastic:
         batches: Any,
         callbacks: Sequence[Any] = (),
     ) -> None:
-        _refuse_unusable(model, ring)
+        wrappers = wrappers_in(model)
+        is_own = type(model).train_step is not keras.Model.train_step
+        facts = {
+            "distributed optimizers": len(wrappers),
+            "steps_per_execution": model.steps_per_execution,
+            # Its code after the update would see the weights before it.
+            "a train_step of its own with jit_compile": bool(model.jit_compile) and is_own,
+            "callbacks": differing(ring, callbacks),
+            "rr.elastic.run around rr.fit": is_repeating(ring),
+        }
+        refuse(ring, facts | facts_of(model), *(one.options for one in wrappers))
         self._model, self._ring, self._minimum = model, ring, minimum
-        self._callbacks = callbacks
+        self._callbacks, [self._optimizer] = callbacks, wrappers
         self.place = Place(lambda: self._steps)
         self._at_end = False  # Nothing is left but to leave together.
-        [self._optimizer] = wrappers_in(model)
         self._commit = CommitPoint()
         # This rank's count when the latest step had ended; steps of the training; units, and what
         # the latest has led to.
@@ -175,16 +185,7 @@ class Elastic:
         if is_step:
             self._steps, self._passed = self._steps + 1, self._passed + 1
             if self._steps == 1:
-                self._require_one_update()
-
-    def _require_one_update(self) -> None:
-        if (count := self._commit.count) != 1:
-            raise ConfigError(
-                f"has updated weights {count} times in one training step, which elastic training "
-                "cannot make again",
-                **self._ring.config.who,
-                remedy="Apply gradients once in each train_step, or leave --elastic out.",
-            )
+                refuse(self._ring, {"updates in one train_step": self._commit.count})
 
     def _put_back(self) -> None:
         """Undo the part of a step that comes before its commit point."""
@@ -225,18 +226,3 @@ class Elastic:
 def _of_any_rows(spec: Any) -> Any:
     is_dense = isinstance(spec, tf.TensorSpec)
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_dense else spec
-
-
-def _refuse_unusable(model: Any, ring: Communicator) -> None:
-    """ConfigError if steps of `model` on `ring` cannot be made again."""
-    found, problems = wrappers_in(model), []
-    if is_repeating(ring):
-        problems.append("rr.elastic.run around rr.fit, which needs none")
-    if len(found) != 1:
-        problems.append(f"{len(found)} distributed optimizers")
-    if model.steps_per_execution != 1:
-        problems.append(f"steps_per_execution={model.steps_per_execution}")
-    if model.jit_compile and type(model).train_step is not keras.Model.train_step:
-        # Its code after the update would see the weights before it.
-        problems.append("a train_step of its own with jit_compile=True")
-    refuse_unusable(model, found, ring, problems)

@@ -19,6 +19,7 @@ from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
 from ringreduce.keras.elastic_fit import Elastic
+from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.parts.answering import Answering
@@ -172,14 +173,9 @@ def fit(
         is_elastic=least is not None,
     )
     shares = agreed_shares(batch_share, ring)
-    if least is not None and (sharded or every is not ring or not shares.is_equal):
-        raise ConfigError(
-            "cannot go on without a rank: only that rank has its part of the data, or of the "
-            "model, or batch_share says how much",
-            **ring.config.who,
-            remedy="Leave --elastic out; or pass the whole data to rr.fit, without sharded=True, "
-            "batch_share and split layers.",
-        )
+    if least is not None:
+        given_share = "equal" if shares.is_equal else batch_share
+        refuse(ring, {"sharded": sharded, "batch_share": given_share})
     if shares.is_measured and every is not ring:
         raise ConfigError(
             'got batch_share="measured" for a model with split layers, whose ranks must have the '

@@ -28,6 +28,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private, settings, strategies, weighting
 from ringreduce.keras.advice import advice_on_option
+from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.kept_options import as_array
@@ -209,16 +210,9 @@ class DistributedOptimizer(Wrapper):
         return self._touched is None
 
     @property
-    def why_not_repeated(self) -> str:
-        """The option by which a step that has failed cannot be made again; empty without one."""
-        for name, allowed in (
-            ("strategy", [strategies.EveryStep()]),
-            ("compression", ["none", "fp16", "bf16"]),
-            ("op", [ReduceOp.MEAN]),
-        ):
-            if self._options[name] not in allowed:
-                return f"{name}={self._options[name]}"
-        return ""
+    def options(self) -> dict[str, Any]:
+        """As they were given, by name, and the number of local variables."""
+        return {**self._options, "local_variables": len(self._local)}
 
     @property
     def has_local_variables(self) -> bool:
@@ -269,11 +263,12 @@ class DistributedOptimizer(Wrapper):
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
             ring = self._ring()
-            if elastic_minimum() is not None and ring.size > 1:
-                self._require_repeating(ring)
             self._local.check(self._inner)
             # All variables that it may ever train, those frozen now included.
             every = [*private.trained_variables(self._inner), *known]
+            if elastic_minimum() is not None and ring.size > 1:
+                by_others = {"steps that rr.fit does not make": not is_repeating(ring)}
+                refuse(ring, self.options, facts_of(None, every), by_others)
             refuse_scales(every, ring)
             check_parts(self._inner, every, ring)
             state = [*self.shared(self._inner.variables), *states_in(self._inner)]
@@ -292,15 +287,6 @@ class DistributedOptimizer(Wrapper):
         reducer = Reducer(self._bridge, self._ring(), *options)
         applied = partial(self._apply_means, apply)
         self._running.take(strategies.Step(grads, known, kinds, weight, reducer, applied))
-
-    def _require_repeating(self, ring: Communicator) -> None:
-        if not is_repeating(ring):
-            raise ConfigError(
-                "cannot go on when a rank is lost: its steps are not made by rr.fit",
-                **ring.config.who,
-                remedy="Train with rr.fit, or a loop within rr.elastic.run; or leave --elastic and "
-                "RINGREDUCE_ELASTIC out.",
-            )
 
     def _apply_means(self, apply: _Apply, gradients: Sequence[Any], variables: list[Any]) -> None:
         def update(means: Sequence[Any]) -> None:

@@ -4,17 +4,14 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.communicator.reforming import EndedError, answer_others, reform
-from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.private import layers_of
-from ringreduce.vocabulary.errors import ConfigError, PeerError, RendezvousError, RingReduceError
+from ringreduce.vocabulary.errors import PeerError, RendezvousError, RingReduceError
 from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
@@ -88,21 +85,4 @@ def go_on(
             "[%d/%d] lost %s %s; %s went on after %.1f s",
             *(ring.config.rank, ring.config.size, lost, where, named("rank", ring.members)),
             seconds,
-        )
-
-
-def refuse_unusable(
-    model: Any, optimizers: Iterable[Any], ring: Communicator, others: Sequence[str] = ()
-) -> None:
-    """ConfigError if what `model` has, or `others`, cannot be made again on `ring`."""
-    problems = [*others, *(why for one in optimizers if (why := one.why_not_repeated))]
-    if ring.parent is not None:
-        problems.append("a group of ranks")
-    if any(isinstance(layer, SyncBatchNormalization) for layer in layers_of(model)):
-        problems.append("SyncBatchNormalization")
-    if problems:
-        raise ConfigError(
-            f"cannot make a step again after the loss of a rank: has {', '.join(problems)}",
-            **ring.config.who,
-            remedy="Leave --elastic out, or change that.",
         )

@@ -12,9 +12,11 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
+from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, plain_variable
 from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
@@ -115,6 +117,8 @@ class DistributedGradientTape:
         gradients = list(map(as_gradient, tf.nest.flatten(own), flat))
         kinds = list(map(self._kind_of, flat))
         ring = self._communicator or default_communicator()
+        if is_repeating(ring):
+            refuse(ring, {"op": self._op, "local_variables": len(self._local)})
         initial, bridges = _shared_by(ring)
         means = [source for source, kind in zip(flat, kinds, strict=True) if kind is Kind.MEAN]
         shared = [one for one in means if isinstance(one, (tf.Variable, keras.Variable))]

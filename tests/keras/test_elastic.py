@@ -6,6 +6,7 @@ import re
 import time
 import types
 import zipfile
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 
 import ringreduce.keras as rr
 from ringreduce.keras.backup import skip
-from ringreduce.keras.elastic_fit import Elastic
+from ringreduce.keras.elastic_refusals import TABLE
+from ringreduce.keras.repeating import repeaters
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError
 from tests import hosts
@@ -267,61 +269,147 @@ def test_batches_that_do_not_divide_are_weighted(tmp_path):
     assert [fact["uses"] for fact in found.values()] == [expected] * 2
 
 
+class Own(keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+def _of(ring, layers=(), steps=1, kind=keras.Sequential, jit=False, **options):
+    model = kind([keras.Input((2,)), *layers, keras.layers.Dense(1)])
+    if options.get("local_variables"):
+        options["local_variables"] = model.trainable_variables[:1]
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), ring, **options)
+    how = {"steps_per_execution": steps, "jit_compile": jit, "run_eagerly": not jit}
+    model.compile(optimizer=optimizer, loss="mse", **how)
+    return model
+
+
 def _of_two_optimizers(ring):
     model = _of(ring)
     model.second = rr.DistributedOptimizer(keras.optimizers.SGD(), ring)
     return model
 
 
-class _Own(keras.Sequential):
-    def train_step(self, data):
-        return super().train_step(data)
+def _fit(make=_of, **arguments):
+    def begin(ring):
+        x = np.zeros((8, 2), "float32")
+        given = {name: each(ring) if callable(each) else each for name, each in arguments.items()}
+        rr.fit(make(ring), x, x[:, :1], communicator=ring, verbose=0, **given)
+
+    return begin
 
 
-def _of(ring, layers=(), steps=1, kind=keras.Sequential, jit=False, **options):
-    model = kind([keras.Input((2,)), *layers, keras.layers.Dense(1)])
-    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), ring, **options)
-    model.compile(optimizer=optimizer, loss="mse", steps_per_execution=steps, jit_compile=jit)
-    return model
+def _in_a_loop(ring):
+    repeaters[ring] = lambda meeting: meeting()
+    try:
+        _fit()(ring)
+    finally:
+        del repeaters[ring]
 
 
+def _in_a_loop_of_ones_own(ring):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), ring)
+    optimizer.apply([np.ones(2, "float32")], [keras.Variable(np.ones(2, "float32"))])
+
+
+def _fewer_callbacks(kind):
+    return lambda ring: [] if ring.rank else kind()
+
+
+def _csv_log():
+    return [keras.callbacks.CSVLogger("log.csv")]
+
+
+class _Experts(rr.PartLayer):
+    def build(self, _):
+        self.add_part((4, 2), "zeros", name="experts")
+
+    def call(self, inputs):
+        return inputs
+
+
+def _of_a_table(ring):
+    table = rr.ShardedEmbedding(4, 3, communicator=ring)
+    return _of(ring, [table, keras.layers.Flatten()])
+
+
+# By a row of the table, trainings that it refuses, and what the error says that they have.
 REFUSED = {
-    "2 distributed optimizers": _of_two_optimizers,
-    "strategy=LocalSGD(every=2": lambda ring: _of(ring, strategy=rr.LocalSGD(2)),
-    "strategy=Accumulate(steps=2": lambda ring: _of(ring, accumulate_steps=2),
-    "compression=int8": lambda ring: _of(ring, compression="int8"),
-    "op=": lambda ring: _of(ring, op="sum"),
-    "steps_per_execution=2": lambda ring: _of(ring, steps=2),
-    "a train_step of its own with jit_compile=True": lambda ring: _of(ring, kind=_Own, jit=True),
-    "SyncBatchNormalization": lambda ring: _of(
-        ring, [rr.SyncBatchNormalization(communicator=ring)]
-    ),
-}
-FITS = {
-    "only that rank has its part of the data": {"sharded": True},
-    "batch_share says how much": {"batch_share": "measured"},
+    "several optimizers": [(_fit(_of_two_optimizers), "distributed optimizers=2")],
+    "`LocalSGD` and other strategies, `accumulate_steps`": [
+        (_fit(lambda ring: _of(ring, strategy=rr.LocalSGD(2))), "strategy=LocalSGD(every=2"),
+        (_fit(lambda ring: _of(ring, accumulate_steps=2)), "strategy=Accumulate(steps=2"),
+    ],
+    "int8 and `PowerSGD`": [
+        (_fit(lambda ring: _of(ring, compression="int8")), "compression=int8"),
+    ],
+    '`op="sum"`': [(_fit(lambda ring: _of(ring, op="sum")), "op=")],
+    "local variables": [
+        (_fit(lambda ring: _of(ring, local_variables=True)), "local_variables=1"),
+    ],
+    "`ShardedEmbedding`, `PartLayer`, split layers": [
+        (_fit(_of_a_table), "variables in pieces="),
+        (_fit(lambda ring: _of(ring, [_Experts(communicator=ring)])), "variables in pieces="),
+    ],
+    "`rr.SyncBatchNormalization`": [
+        (
+            _fit(lambda ring: _of(ring, [rr.SyncBatchNormalization(communicator=ring)])),
+            "SyncBatchNormalization",
+        ),
+    ],
+    "groups of ranks": [(lambda ring: _fit()(ring.split(0)), "a group of ranks")],
+    "`steps_per_execution` above 1": [
+        (_fit(lambda ring: _of(ring, steps=2)), "steps_per_execution=2"),
+    ],
+    "a `train_step` of your own with `jit_compile=True`": [
+        (_fit(lambda ring: _of(ring, kind=Own, jit=True)), "a train_step of its own with jit_com"),
+    ],
+    "a `train_step` that updates weights several times, or never": [
+        (_fit(lambda ring: _of(ring, kind=Own)), "updates in one train_step=0"),
+    ],
+    "`sharded=True`": [(_fit(sharded=True), "sharded")],
+    "`batch_share`": [(_fit(batch_share="measured"), "batch_share=measured")],
+    "callbacks that not all ranks have": [
+        (
+            _fit(callbacks=_fewer_callbacks(_csv_log)),
+            "callbacks=(rank 0: CSVLogger; rank 1: none)",
+        ),
+        (
+            _fit(callbacks=_fewer_callbacks(lambda: [rr.callbacks.OnRankZero(*_csv_log())])),
+            "callbacks=(rank 0: CSVLogger; rank 1: none)",
+        ),
+        (
+            _fit(backup_dir=lambda ring: None if ring.rank else "never made"),
+            "callbacks=(rank 0: BackupAndRestore; rank 1: none)",
+        ),
+    ],
+    "`rr.elastic.run` around `rr.fit`": [(_in_a_loop, "rr.elastic.run around rr.fit")],
+    "`model.fit`, and loops of your own": [
+        (_in_a_loop_of_ones_own, "steps that rr.fit does not make"),
+    ],
 }
 
 
-def test_what_cannot_be_made_again_is_refused_by_name(monkeypatch):
+def test_what_is_refused_is_refused_by_name_on_all_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
+    monkeypatch.chdir(tmp_path)
+    assert list(REFUSED) == [row.what for row in TABLE]
+    cases = [(row, case) for row in TABLE for case in REFUSED[row.what]]
 
     def work(ring):
-        x = np.zeros((8, 2), "float32")
-        for text, make in REFUSED.items():
-            with pytest.raises(ConfigError, match="cannot make a step again") as caught:
-                Elastic(make(ring), ring, 1, None)
+        for row, (begin, text) in cases:
+            with pytest.raises(ConfigError, match="could not go on if a rank") as caught:
+                begin(ring)
             assert f"has {text}" in str(caught.value)
-        with pytest.raises(ConfigError, match="has a group of ranks"):
-            Elastic(_of(ring), ring.split(0), 1, None)
-        for text, options in FITS.items():
-            with pytest.raises(ConfigError, match=text):
-                rr.fit(_of(ring), x, x[:, :1], communicator=ring, **options)
-        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), ring)
-        with pytest.raises(ConfigError, match=r"its steps are not made by rr\.fit"):
-            optimizer.apply([np.ones(2, "float32")], [keras.Variable(np.ones(2, "float32"))])
+            assert row.remedy.replace("`", "") in str(caught.value)
 
     ring_of_threads(2, work)
+
+
+def test_the_guide_has_the_table_of_what_is_refused():
+    guide = (Path(__file__).parents[2] / "docs/guides/jobs.md").read_text()
+    [table] = re.findall(r"\n\| refused \| instead \|\n\| --- \| --- \|\n((?:\|.*\n)+)", guide)
+    assert table.splitlines() == [f"| {row.what} | {row.remedy} |" for row in TABLE]
 
 
 STEPS_OF = [("graph", 11), ("graph", 12), ("xla", 11), ("xla", 12)]

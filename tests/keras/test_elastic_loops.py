@@ -1,13 +1,17 @@
 """Loops of one's own go back to the newest commit when ranks are lost."""
 
 import json
+import threading
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError
+from ringreduce.keras import elastic as loops
+from ringreduce.keras.repeating import repeaters
 from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
 from tests.jobs import run_job
@@ -146,7 +150,35 @@ def test_what_cannot_be_made_again_is_refused_at_the_start(monkeypatch):
         optimizer = rr.DistributedOptimizer(
             keras.optimizers.SGD(), comm.split(0), strategy=rr.LocalSGD(5)
         )
-        with pytest.raises(ConfigError, match=r"LocalSGD.*, a group of ranks, SyncBatch"):
+        with pytest.raises(ConfigError, match=r"=LocalSGD.*, SyncBatchNormalization, a group"):
             rr.elastic.KerasState(keras.Sequential(layers), optimizer)
 
     ring_of_threads(1, work)
+
+
+def test_what_a_lost_rank_would_take_with_it_is_refused_by_all_that_see_it(monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
+    default = threading.local()
+    monkeypatch.setattr(loops, "default_communicator", lambda: default.ring)
+
+    def work(comm):
+        default.ring = comm
+        layer = rr.ColumnParallelDense(2, communicator=comm)
+        model = keras.Sequential([keras.Input((1,)), layer])
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), comm)
+        with pytest.raises(ConfigError, match=r"has variables in pieces=.*kernel"):
+            rr.elastic.KerasState(model, optimizer)
+        with pytest.raises(ConfigError, match=r"has variables in pieces=.*kernel"):
+            rr.elastic.run(lambda state: None)(rr.elastic.State(model.variables))
+        repeaters[comm] = lambda meeting: meeting()
+        one = tf.Variable(1.0)
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), comm, local_variables=[one])
+        with pytest.raises(ConfigError, match="has local_variables=1"):
+            optimizer.apply([tf.constant(1.0)], [one])
+        for text, options in (("op=", {"op": "sum"}), ("local_v", {"local_variables": [one]})):
+            with rr.DistributedGradientTape(communicator=comm, **options) as tape:
+                loss = one * 2
+            with pytest.raises(ConfigError, match=f"has {text}"):
+                tape.gradient(loss, [one])
+
+    ring_of_threads(2, work)

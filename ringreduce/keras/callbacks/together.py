@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -137,30 +137,40 @@ class OnRankZero(_Forwarding):
             vars(one).update(self.state)
         self._has_missed = False
 
-    def share_state(self) -> None:
-        """Give all ranks `state`, which the next rank 0 needs. Collective.
+    def state_now(self) -> list[Any]:
+        """Class and `state`, on rank 0; if another was lost before, its epoch ends once more."""
+        if self._ending is not None:
+            if isinstance(self.callback, keras.callbacks.CSVLogger):
+                _drop_row(self.callback, self._epoch)
+            self._take_over()
+            self.callback.on_epoch_begin(self._epoch)
+            self._ending()
+            self._ending = None
+        own = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in vars(self.callback).items()
+            if isinstance(value, (bool, int, float, str, np.generic, type(None)))
+        }
+        return [type(self.callback).__name__, own]
 
-        If rank 0 was lost before, the next one has the epoch end once more.
-        """
-        ring = _every_rank(self)
+    def take(self, kind: str, state: dict[str, Any]) -> None:
+        """Keep what rank 0's has, if that is of the same class."""
+        self._ending = None
+        if kind == type(self.callback).__name__:
+            self.state = state
+            vars(self.callback).update(state)  # Which the next training may begin with.
 
-        def share() -> Any:
-            if ring.rank == 0 and self._ending is not None:
-                if isinstance(self.callback, keras.callbacks.CSVLogger):
-                    _drop_row(self.callback, self._epoch)
-                self._take_over()
-                self.callback.on_epoch_begin(self._epoch)
-                self._ending()
-                self._ending = None
-            own = {
-                name: value.item() if isinstance(value, np.generic) else value
-                for name, value in vars(self.callback).items()
-                if isinstance(value, (bool, int, float, str, np.generic, type(None)))
-            }
-            return ring.broadcast_object(own)
 
-        self.state, self._ending = repeated(ring, share), None
-        vars(self.callback).update(self.state)  # Which the next training may begin with.
+def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
+    """Give all ranks what the next rank 0 needs; in a loop they may lack `members`. Collective."""
+
+    def share() -> Any:
+        return ring.broadcast_object(
+            [each.state_now() for each in members] if ring.rank == 0 else []
+        )
+
+    for member, state in zip(members, repeated(ring, share), strict=False):
+        member.take(*state)
 
 
 def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
@@ -253,7 +263,8 @@ class Together(_Forwarding):
       unless `communicator` is a group; `profile` does too.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
       only, and so do the callbacks of W&B, MLflow, Neptune, Comet, ClearML, Aim, DVCLive and the
-      like; other ranks may leave them out. Wrap others that write in `OnRankZero`.
+      like; other ranks may leave them out, but in elastic `rr.fit`, where the next rank takes them
+      over. Wrap others that write in `OnRankZero`.
     - What BackupAndRestore (or a callback in `OnRankZero`) restores when training begins goes to
       all ranks: weights, optimizer variables and the initial epoch. Only rank 0 needs the file. The
       model must be built before.
@@ -337,9 +348,8 @@ class Together(_Forwarding):
         super().on_epoch_end(epoch, logs)
         ring = _every_rank(self)
         agree_on_learning_rate(self.model, ring)
-        for member in self._members if is_repeating(ring) else ():
-            if isinstance(member, OnRankZero):
-                member.share_state()
+        if is_repeating(ring):
+            share_states([each for each in self._members if isinstance(each, OnRankZero)], ring)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
