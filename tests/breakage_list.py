@@ -1493,6 +1493,22 @@ BREAKAGES = (
         ("tests/keras/test_elastic.py",),
     ),
     Breakage(
+        "backup-place-of-the-other-file",
+        "ringreduce/keras/backup.py",
+        "            if found:\n",
+        "            if False:\n",
+        "A job that is killed between two files goes on from a step that it has made.",
+        ("tests/keras/test_backup.py",),
+    ),
+    Breakage(
+        "backup-in-place",
+        "ringreduce/keras/backup.py",
+        'weights.replace("latest", "new")',
+        "weights",
+        "A job that is killed while it backs up has half a file, and none before it.",
+        ("tests/keras/test_backup.py",),
+    ),
+    Breakage(
         "elastic-skips-nothing",
         "ringreduce/keras/callbacks/together.py",
         "            skip(self.model, steps)\n",

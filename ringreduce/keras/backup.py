@@ -1,17 +1,22 @@
-"""Backs up in the middle of an epoch, for `BackupAndRestore`, and goes on from there.
+"""Backs up for `BackupAndRestore`, in the middle of an epoch too, and goes on from there.
 
-Keras's callback keeps the number of the epoch with the weights; beside it stands how many steps of
-that epoch have been made. When training begins again these are read and not made.
+Keras's callback writes weights, and then the number of the epoch into a second file. No two files
+are replaced at once, so the place (epoch, and how many of its steps have been made) is in the file
+with the weights too, and what it says there counts. When training begins again those steps are read
+and not made.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ringreduce.keras import private
+from ringreduce.keras.strategies import StrategyState
 
 
 class Place(keras.callbacks.Callback):
@@ -44,23 +49,59 @@ def back_up(callbacks: Iterable[Any], model: Any, epoch: int, steps: int) -> str
     """Save what `callbacks` restore, after that many steps of `epoch`; return what to do then."""
     said = "Nothing was backed up: pass backup_dir to rr.fit for that."
     for one in _backups(callbacks):
-        weights, place = private.files_of_backup(one)
-        tf.io.gfile.makedirs(one.backup_dir)
-        model.save_weights(weights, overwrite=True)
-        with tf.io.gfile.GFile(place, "w") as file:
-            file.write(json.dumps({"epoch": epoch, "batch": 0, "steps": steps}))
+        save(one, model, epoch, steps)
         said = f"Start the job again: it goes on from this step, with {one.backup_dir}."
     return said
 
 
-def steps_made(callbacks: Iterable[Any]) -> int:
-    """How many steps had been made of the epoch that one of `callbacks` has gone back to."""
+def save(one: Any, model: Any, epoch: int, steps: int = 0) -> None:
+    """Replace what `one` restores; at any moment a whole backup is there."""
+    weights, place = private.files_of_backup(one)
+    tf.io.gfile.makedirs(one.backup_dir)
+    for each in (weights, place) if one.double_checkpoint else ():
+        if tf.io.gfile.exists(each):
+            tf.io.gfile.copy(each, f"{each}.bkp", overwrite=True)
+    new = weights.replace("latest", "new")
+    with _beside(model, StrategyState(lambda: {"place": np.array([epoch, steps])}, dict)):
+        model.save_weights(new, overwrite=True)
+    tf.io.gfile.rename(new, weights, overwrite=True)
+    with tf.io.gfile.GFile(f"{place}.new", "w") as file:
+        file.write(json.dumps({"epoch": epoch, "batch": 0}))
+    tf.io.gfile.rename(f"{place}.new", place, overwrite=True)
+
+
+def save_whole(callbacks: Iterable[Any]) -> None:
+    """From now on those of `callbacks` that back up do it by `save`."""
     for one in _backups(callbacks):
-        _, place = private.files_of_backup(one)
-        if tf.io.gfile.exists(place):
-            with tf.io.gfile.GFile(place) as file:
-                return int(json.loads(file.read()).get("steps", 0))
-    return 0
+        private.save_backups_by(one, save)
+
+
+@contextlib.contextmanager
+def restoring(callbacks: Iterable[Any], model: Any) -> Iterator[Callable[[], Any]]:
+    """Around what restores; gives what then returns the initial epoch and the steps made of it."""
+    found: dict[str, Any] = {}
+
+    def place() -> Any:
+        for one in _backups(callbacks):
+            if found:
+                return map(int, found["place"])
+            has_weights, has_place = map(tf.io.gfile.exists, private.files_of_backup(one))
+            if has_place and not has_weights:
+                return None, 0  # Keras goes by what is left of a backup that was being deleted.
+        return private.initial_epoch_of(model), 0
+
+    with _beside(model, StrategyState(dict, found.update)):
+        yield place
+
+
+@contextlib.contextmanager
+def _beside(model: Any, state: StrategyState) -> Iterator[None]:
+    """Have Keras save `state` with the weights of `model`, or load it."""
+    vars(model)["_ringreduce_place"] = state
+    try:
+        yield
+    finally:
+        del vars(model)["_ringreduce_place"]
 
 
 def skip(model: Any, steps: int) -> None:

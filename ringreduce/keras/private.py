@@ -50,6 +50,7 @@ for _owner, _names in (
     (keras.layers.MultiHeadAttention, ("_output_dense", "_dropout_layer")),
     (keras.layers.GroupQueryAttention, ("_output_dense", "_dropout_layer")),
     (keras.callbacks.BackupAndRestore, ("_weights_path", "_training_metadata_path")),
+    (keras.callbacks.BackupAndRestore, ("_save_model", "_current_epoch")),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch", "_compile_loss")),
     (_CompileLoss, ("_flat_losses",)),
 ):
@@ -74,6 +75,11 @@ files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
 def losses_of(model: Any) -> list[Any]:
     """For each loss of a built model where its output is, itself, its weight and its name."""
     return getattr(model._compile_loss, "_flat_losses", None) or []
+
+
+def save_backups_by(one: Any, save: Callable[[Any, Any, int], None]) -> None:
+    """Have a BackupAndRestore call `save` with itself, its model and the epoch to begin with."""
+    one._save_model = lambda: save(one, one.model, one._current_epoch)
 
 
 def key_of(optimizer: Any, variable: Any) -> Any:

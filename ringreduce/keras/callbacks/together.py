@@ -16,7 +16,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
-from ringreduce.keras.backup import skip, steps_made
+from ringreduce.keras.backup import restoring, save_whole, skip
 from ringreduce.keras.callbacks.broadcast import broadcast_state, verify_model
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
@@ -292,6 +292,7 @@ class Together(_Forwarding):
         super().__init__()
         self._communicator, self._check, self._has_trained = communicator, check, False
         self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
+        save_whole(self.callbacks)
         profiles = [c for c in self.callbacks if isinstance(c, Profile)]
         is_group = communicator is not None and communicator.parent is not None
         if not profiles and (profile or (profile_wanted() and not is_group)):
@@ -323,12 +324,13 @@ class Together(_Forwarding):
         if restores:
             # Else BackupAndRestore builds it, on rank 0 alone, where all would be needed.
             build_optimizer_here(self.model)
-        super().on_train_begin(logs)
-        epoch, steps = private.initial_epoch_of(self.model), steps_made(self.callbacks)
+        with restoring(self.callbacks, self.model) as place:
+            super().on_train_begin(logs)
+        epoch, steps = place()
         if restores:
             epoch, steps = every.broadcast_object([epoch, steps])
-            private.set_initial_epoch(self.model, epoch)
             broadcast_state(self.model, 0, ring)
+        private.set_initial_epoch(self.model, epoch)
         if steps:
             if every.rank == 0:
                 text = "[%d/%d] goes on after step %d of epoch %d, and reads those before again"

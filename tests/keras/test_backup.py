@@ -1,0 +1,111 @@
+"""Whenever a job is killed, what is on the disk is a whole backup, which it goes on from."""
+
+import itertools
+import os
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce.keras.backup import back_up
+from ringreduce.testing import ring_of_threads
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
+
+EPOCHS, STEPS = 2, 2
+
+
+class Count(keras.layers.Layer):
+    """Its weight counts the steps."""
+
+    def build(self, _):
+        self.steps = self.add_weight(shape=(), initializer="zeros", name="steps")
+
+    def call(self, inputs):
+        return inputs * 0 - self.steps
+
+
+def counted(ring, *callbacks):
+    """Train, and return how many steps have been made of the whole training."""
+    model = keras.Sequential([keras.Input((1,)), Count()])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), ring)
+    model.compile(optimizer, lambda y, found: tf.reduce_mean(found, -1), run_eagerly=True)
+    data = np.ones((STEPS, 1), "float32")
+    given = {"batch_size": 1, "epochs": EPOCHS, "verbose": 0, "communicator": ring}
+    rr.fit(model, data, data, callbacks=callbacks, **given)
+    count = float(model.layers[0].steps.numpy())
+    assert count == int(model.optimizer.iterations)
+    return count
+
+
+class BacksUp(keras.callbacks.Callback):
+    """As the ranks that are left do in the middle of the last epoch, where they are too few."""
+
+    def __init__(self, backup):
+        super().__init__()
+        self.backup = backup
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.layers[0].steps == STEPS + 1:
+            back_up([self.backup], self.model, 1, 1)
+
+
+class Watch:
+    """Notes what is in `folder` at each moment between two callbacks: what a kill would leave."""
+
+    def __init__(self, folder):
+        self.states, known = [{}], {}
+
+        def look(_, event, __):
+            nonlocal known
+            if event == "c_return" and folder.exists():
+                stats = {each.name: each.stat() for each in os.scandir(folder)}
+                found = {n: (s.st_ino, s.st_size, s.st_mtime_ns) for n, s in stats.items()}
+                if found != known:
+                    known = found
+                    self.states.append({name: (folder / name).read_bytes() for name in found})
+
+        hooks = "on_train_batch_end", "on_epoch_end", "on_train_end"
+        begin, end = (
+            keras.callbacks.LambdaCallback(
+                **{
+                    hook: lambda *_, profile=profile, **__: sys.setprofile(profile)
+                    for hook in hooks
+                }
+            )
+            for profile in (look, None)
+        )
+        self.begin, self.end = begin, end
+
+
+def as_read(state):
+    """Without the files of which a restart knows nothing, since they are not whole yet."""
+    return {name: content for name, content in state.items() if "new" not in name}
+
+
+@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_job_that_is_killed_at_any_moment_goes_on_with_the_next_step(tmp_path, double):
+    def backup(folder):
+        return keras.callbacks.BackupAndRestore(folder, double_checkpoint=double)
+
+    def work(ring):
+        first = backup(tmp_path / "first")
+        watch = Watch(first.backup_dir)
+        counted(ring, watch.begin, first, BacksUp(first), watch.end)
+        found = []
+        for before, state in itertools.pairwise(watch.states):
+            if as_read(state) != as_read(before):
+                folder = tmp_path / str(len(found))
+                folder.mkdir()
+                for name, content in state.items():
+                    (folder / name).write_bytes(content)
+                found.append(counted(ring, backup(folder)))
+        return found
+
+    [found] = ring_of_threads(1, work)
+    # Two files are replaced three times, and then deleted.
+    assert len(found) >= 7
+    assert found == [EPOCHS * STEPS] * len(found)
