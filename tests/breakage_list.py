@@ -1495,15 +1495,15 @@ BREAKAGES = (
     Breakage(
         "backup-place-of-the-other-file",
         "ringreduce/keras/backup.py",
-        "            if found:\n",
-        "            if False:\n",
+        "        if found:\n",
+        "        if False:\n",
         "A job that is killed between two files goes on from a step that it has made.",
         ("tests/keras/test_backup.py",),
     ),
     Breakage(
         "backup-in-place",
         "ringreduce/keras/backup.py",
-        'weights.replace("latest", "new")',
+        'f"{one.backup_dir}/new.weights.h5"',
         "weights",
         "A job that is killed while it backs up has half a file, and none before it.",
         ("tests/keras/test_backup.py",),

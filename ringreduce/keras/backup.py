@@ -1,9 +1,8 @@
 """Backs up for `BackupAndRestore`, in the middle of an epoch too, and goes on from there.
 
-Keras's callback writes weights, and then the number of the epoch into a second file. No two files
-are replaced at once, so the place (epoch, and how many of its steps have been made) is in the file
-with the weights too, and what it says there counts. When training begins again those steps are read
-and not made.
+Keras's callback writes weights, then the number of the epoch into a second file. As two files are
+not replaced at once, the place (epoch, and how many of its steps have been made) stands with the
+weights too, and counts there. A training that begins again reads those steps and makes none.
 """
 
 import contextlib
@@ -48,7 +47,7 @@ class Place(keras.callbacks.Callback):
 def back_up(callbacks: Iterable[Any], model: Any, epoch: int, steps: int) -> str:
     """Save what `callbacks` restore, after that many steps of `epoch`; return what to do then."""
     said = "Nothing was backed up: pass backup_dir to rr.fit for that."
-    for one in _backups(callbacks):
+    for one in backups(callbacks):
         save(one, model, epoch, steps)
         said = f"Start the job again: it goes on from this step, with {one.backup_dir}."
     return said
@@ -61,8 +60,9 @@ def save(one: Any, model: Any, epoch: int, steps: int = 0) -> None:
     for each in (weights, place) if one.double_checkpoint else ():
         if tf.io.gfile.exists(each):
             tf.io.gfile.copy(each, f"{each}.bkp", overwrite=True)
-    new = weights.replace("latest", "new")
-    with _beside(model, StrategyState(lambda: {"place": np.array([epoch, steps])}, dict)):
+    new = f"{one.backup_dir}/new.weights.h5"
+    said = {"place": np.array([epoch, steps])}
+    with _beside(model, StrategyState(lambda: said, said.update)):
         model.save_weights(new, overwrite=True)
     tf.io.gfile.rename(new, weights, overwrite=True)
     with tf.io.gfile.GFile(f"{place}.new", "w") as file:
@@ -70,28 +70,18 @@ def save(one: Any, model: Any, epoch: int, steps: int = 0) -> None:
     tf.io.gfile.rename(f"{place}.new", place, overwrite=True)
 
 
-def save_whole(callbacks: Iterable[Any]) -> None:
-    """From now on those of `callbacks` that back up do it by `save`."""
-    for one in _backups(callbacks):
-        private.save_backups_by(one, save)
-
-
-@contextlib.contextmanager
-def restoring(callbacks: Iterable[Any], model: Any) -> Iterator[Callable[[], Any]]:
-    """Around what restores; gives what then returns the initial epoch and the steps made of it."""
+def restored(callbacks: Iterable[Any], model: Any, restore: Callable[[], None]) -> Any:
+    """Call `restore`; then the epoch that training goes on with, and how many steps it has made."""
     found: dict[str, Any] = {}
-
-    def place() -> Any:
-        for one in _backups(callbacks):
-            if found:
-                return map(int, found["place"])
-            has_weights, has_place = map(tf.io.gfile.exists, private.files_of_backup(one))
-            if has_place and not has_weights:
-                return None, 0  # Keras goes by what is left of a backup that was being deleted.
-        return private.initial_epoch_of(model), 0
-
     with _beside(model, StrategyState(dict, found.update)):
-        yield place
+        restore()
+    for one in backups(callbacks):
+        if found:
+            return map(int, found["place"])
+        has_weights, has_place = map(tf.io.gfile.exists, private.files_of_backup(one))
+        if has_place and not has_weights:
+            return None, 0  # Keras goes by what is left of a backup that was being deleted.
+    return private.initial_epoch_of(model), 0
 
 
 @contextlib.contextmanager
@@ -122,6 +112,7 @@ def skip(model: Any, steps: int) -> None:
     model.train_function = skipping
 
 
-def _backups(callbacks: Iterable[Any]) -> list[Any]:
+def backups(callbacks: Iterable[Any]) -> list[Any]:
+    """Those of `callbacks` that back up."""
     plain = [getattr(one, "callback", one) for one in callbacks]
     return [one for one in plain if isinstance(one, keras.callbacks.BackupAndRestore)]

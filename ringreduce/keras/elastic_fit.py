@@ -58,7 +58,7 @@ class Elastic:
             "distributed optimizers": len(wrappers),
             "steps_per_execution": model.steps_per_execution,
             # Its code after the update would see the weights before it.
-            "a train_step of its own with jit_compile": bool(model.jit_compile) and is_own,
+            "own train_step in XLA": bool(model.jit_compile) and is_own,
             "callbacks": differing(ring, callbacks),
             "rr.elastic.run around rr.fit": is_repeating(ring),
         }
@@ -185,7 +185,7 @@ class Elastic:
         if is_step:
             self._steps, self._passed = self._steps + 1, self._passed + 1
             if self._steps == 1:
-                refuse(self._ring, {"updates in one train_step": self._commit.count})
+                refuse(self._ring, {"updates in a step": self._commit.count})
 
     def _put_back(self) -> None:
         """Undo the part of a step that comes before its commit point."""

@@ -14,8 +14,8 @@ from ringreduce.vocabulary.types import ReduceOp
 from ringreduce.vocabulary.words import named
 
 
-class Refused(NamedTuple):
-    """What is refused, the fact by which it is found, that fact's allowed values, and a remedy."""
+class Row(NamedTuple):
+    """What is refused; the fact that tells, and its allowed values; what to use instead."""
 
     what: str
     fact: str
@@ -23,73 +23,48 @@ class Refused(NamedTuple):
     remedy: str
 
 
-TABLE = [
-    Refused(*row)
-    for row in (
-        ("several optimizers", "distributed optimizers", [1], "one `rr.DistributedOptimizer`"),
-        (
-            *("`LocalSGD` and other strategies, `accumulate_steps`", "strategy", [EveryStep()]),
-            "larger batches",
-        ),
-        (
-            *("int8 and `PowerSGD`", "compression", ["none", "fp16", "bf16"]),
-            '`compression="bf16"` or `"fp16"`',
-        ),
-        ('`op="sum"`', "op", [ReduceOp.MEAN], '`op="mean"`'),
-        ("local variables", "local_variables", [0], "variables that all ranks share"),
-        (
-            *("`ShardedEmbedding`, `PartLayer`, split layers", "variables in pieces", [""]),
-            "whole layers, such as `keras.layers.Embedding`",
-        ),
-        (
-            *("`rr.SyncBatchNormalization`", "SyncBatchNormalization", [False]),
-            "`keras.layers.BatchNormalization`",
-        ),
-        ("groups of ranks", "a group of ranks", [False], "all ranks of the job"),
-        ("`steps_per_execution` above 1", "steps_per_execution", [1], "`steps_per_execution=1`"),
-        (
-            "a `train_step` of your own with `jit_compile=True`",
-            *("a train_step of its own with jit_compile", [False], "`jit_compile=False`"),
-        ),
-        (
-            "a `train_step` that updates weights several times, or never",
-            *("updates in one train_step", [1], "one `apply` in each `train_step`"),
-        ),
-        ("`sharded=True`", "sharded", [False], "the whole data on all ranks"),
-        ("`batch_share`", "batch_share", ["equal"], '`batch_share="equal"`'),
-        (
-            *("callbacks that not all ranks have", "callbacks", [""]),
-            "the same callbacks on all ranks; `rr.callbacks.OnRankZero` has one act on rank 0 only",
-        ),
-        (
-            *("`rr.elastic.run` around `rr.fit`", "rr.elastic.run around rr.fit", [False]),
-            "`rr.fit` alone",
-        ),
-        (
-            *("`model.fit`, and loops of your own", "steps that rr.fit does not make", [False]),
-            "`rr.fit`, or a loop within `rr.elastic.run`",
-        ),
-    )
-]
+_EQUAL = "the same callbacks on all ranks; in `rr.callbacks.OnRankZero` one acts on rank 0 only"
+TABLE = (
+    Row("several optimizers", "distributed optimizers", [1], "one `rr.DistributedOptimizer`"),
+    Row("`accumulate_steps`, `LocalSGD`, `DiLoCo`", "strategy", [EveryStep()], "larger batches"),
+    Row("int8 and `PowerSGD`", "compression", ["none", "fp16", "bf16"], '`compression="bf16"`'),
+    Row('`op="sum"`', "op", [ReduceOp.MEAN], '`op="mean"`'),
+    Row("local variables", "local_variables", [0], "variables that all ranks share"),
+    Row(
+        "`ShardedEmbedding`, `PartLayer`, split layers", "variables in pieces", [""], "whole layers"
+    ),
+    Row("`rr.SyncBatchNormalization`", "SyncBatchNormalization", [False], "`BatchNormalization`"),
+    Row("groups of ranks", "a group of ranks", [False], "all ranks of the job"),
+    Row("`steps_per_execution` above 1", "steps_per_execution", [1], "`steps_per_execution=1`"),
+    Row("a `train_step` of yours in XLA", "own train_step in XLA", [False], "`jit_compile=False`"),
+    Row("several updates in a `train_step`, or none", "updates in a step", [1], "one in each step"),
+    Row("`sharded=True`", "sharded", [False], "the whole data on all ranks"),
+    Row("`batch_share`", "batch_share", ["equal"], "equal shares"),
+    Row("callbacks that not all ranks have", "callbacks", [""], _EQUAL),
+    Row(
+        "`rr.elastic.run` around `rr.fit`",
+        "rr.elastic.run around rr.fit",
+        [False],
+        "`rr.fit` alone",
+    ),
+    Row("`model.fit`, other loops", "steps of another loop", [False], "`rr.fit`, `rr.elastic.run`"),
+)
 
 
 def refuse(ring: Communicator, *trainings: Mapping[str, Any]) -> None:
     """ConfigError if a fact of `trainings`, by its name in the table, is none that it allows."""
     given = [{"a group of ranks": ring.parent is not None}, *trainings]
     found = [
-        (row.fact if one[row.fact] is True else f"{row.fact}={one[row.fact]}", row.remedy)
+        (row.fact if (value := one[row.fact]) is True else f"{row.fact}={value}", row.remedy)
         for row in TABLE
         for one in given
-        if row.fact in one and one[row.fact] not in row.allowed
+        if one.get(row.fact, row.allowed[0]) not in row.allowed
     ]
     if found:
-        texts, remedies = zip(*found, strict=True)
-        raise ConfigError(
-            f"could not go on if a rank was lost: has {', '.join(texts)}",
-            **ring.config.who,
-            remedy="Leave --elastic and RINGREDUCE_ELASTIC out; or use "
-            f"{'; '.join(dict.fromkeys(remedies)).replace('`', '')}.",
-        )
+        texts, remedies = map("; ".join, zip(*found, strict=True))
+        text = f"could not go on if a rank was lost: has {texts}"
+        remedy = f"Leave --elastic and RINGREDUCE_ELASTIC out; or use {remedies.replace('`', '')}."
+        raise ConfigError(text, **ring.config.who, remedy=remedy)
 
 
 def facts_of(model: Any, variables: Sequence[Any] = ()) -> dict[str, Any]:

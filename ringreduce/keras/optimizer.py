@@ -267,7 +267,7 @@ class DistributedOptimizer(Wrapper):
             # All variables that it may ever train, those frozen now included.
             every = [*private.trained_variables(self._inner), *known]
             if elastic_minimum() is not None and ring.size > 1:
-                by_others = {"steps that rr.fit does not make": not is_repeating(ring)}
+                by_others = {"steps of another loop": not is_repeating(ring)}
                 refuse(ring, self.options, facts_of(None, every), by_others)
             refuse_scales(every, ring)
             check_parts(self._inner, every, ring)

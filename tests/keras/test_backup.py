@@ -92,7 +92,7 @@ def test_a_job_that_is_killed_at_any_moment_goes_on_with_the_next_step(tmp_path,
         return keras.callbacks.BackupAndRestore(folder, double_checkpoint=double)
 
     def work(ring):
-        first = backup(tmp_path / "first")
+        first = backup(tmp_path / "latest")
         watch = Watch(first.backup_dir)
         counted(ring, watch.begin, first, BacksUp(first), watch.end)
         found = []

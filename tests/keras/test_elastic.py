@@ -336,7 +336,7 @@ def _of_a_table(ring):
 # By a row of the table, trainings that it refuses, and what the error says that they have.
 REFUSED = {
     "several optimizers": [(_fit(_of_two_optimizers), "distributed optimizers=2")],
-    "`LocalSGD` and other strategies, `accumulate_steps`": [
+    "`accumulate_steps`, `LocalSGD`, `DiLoCo`": [
         (_fit(lambda ring: _of(ring, strategy=rr.LocalSGD(2))), "strategy=LocalSGD(every=2"),
         (_fit(lambda ring: _of(ring, accumulate_steps=2)), "strategy=Accumulate(steps=2"),
     ],
@@ -361,11 +361,11 @@ REFUSED = {
     "`steps_per_execution` above 1": [
         (_fit(lambda ring: _of(ring, steps=2)), "steps_per_execution=2"),
     ],
-    "a `train_step` of your own with `jit_compile=True`": [
-        (_fit(lambda ring: _of(ring, kind=Own, jit=True)), "a train_step of its own with jit_com"),
+    "a `train_step` of yours in XLA": [
+        (_fit(lambda ring: _of(ring, kind=Own, jit=True)), "own train_step in XLA"),
     ],
-    "a `train_step` that updates weights several times, or never": [
-        (_fit(lambda ring: _of(ring, kind=Own)), "updates in one train_step=0"),
+    "several updates in a `train_step`, or none": [
+        (_fit(lambda ring: _of(ring, kind=Own)), "updates in a step=0"),
     ],
     "`sharded=True`": [(_fit(sharded=True), "sharded")],
     "`batch_share`": [(_fit(batch_share="measured"), "batch_share=measured")],
@@ -384,8 +384,8 @@ REFUSED = {
         ),
     ],
     "`rr.elastic.run` around `rr.fit`": [(_in_a_loop, "rr.elastic.run around rr.fit")],
-    "`model.fit`, and loops of your own": [
-        (_in_a_loop_of_ones_own, "steps that rr.fit does not make"),
+    "`model.fit`, other loops": [
+        (_in_a_loop_of_ones_own, "steps of another loop"),
     ],
 }
 

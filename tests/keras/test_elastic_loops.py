@@ -150,7 +150,7 @@ def test_what_cannot_be_made_again_is_refused_at_the_start(monkeypatch):
         optimizer = rr.DistributedOptimizer(
             keras.optimizers.SGD(), comm.split(0), strategy=rr.LocalSGD(5)
         )
-        with pytest.raises(ConfigError, match=r"=LocalSGD.*, SyncBatchNormalization, a group"):
+        with pytest.raises(ConfigError, match=r"=LocalSGD.*; SyncBatchNormalization; a group"):
             rr.elastic.KerasState(keras.Sequential(layers), optimizer)
 
     ring_of_threads(1, work)

@@ -16,7 +16,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
-from ringreduce.keras.backup import restoring, save_whole, skip
+from ringreduce.keras.backup import backups, restored, save, skip
 from ringreduce.keras.callbacks.broadcast import broadcast_state, verify_model
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
@@ -153,13 +153,6 @@ class OnRankZero(_Forwarding):
         }
         return [type(self.callback).__name__, own]
 
-    def take(self, kind: str, state: dict[str, Any]) -> None:
-        """Keep what rank 0's has, if that is of the same class."""
-        self._ending = None
-        if kind == type(self.callback).__name__:
-            self.state = state
-            vars(self.callback).update(state)  # Which the next training may begin with.
-
 
 def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
     """Give all ranks what the next rank 0 needs; in a loop they may lack `members`. Collective."""
@@ -169,8 +162,11 @@ def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
             [each.state_now() for each in members] if ring.rank == 0 else []
         )
 
-    for member, state in zip(members, repeated(ring, share), strict=False):
-        member.take(*state)
+    for member, (kind, state) in zip(members, repeated(ring, share), strict=False):
+        member._ending = None
+        if kind == type(member.callback).__name__:
+            member.state = state
+            vars(member.callback).update(state)  # Which the next training may begin with.
 
 
 def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
@@ -292,7 +288,8 @@ class Together(_Forwarding):
         super().__init__()
         self._communicator, self._check, self._has_trained = communicator, check, False
         self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
-        save_whole(self.callbacks)
+        for one in backups(self.callbacks):
+            private.save_backups_by(one, save)
         profiles = [c for c in self.callbacks if isinstance(c, Profile)]
         is_group = communicator is not None and communicator.parent is not None
         if not profiles and (profile or (profile_wanted() and not is_group)):
@@ -324,9 +321,8 @@ class Together(_Forwarding):
         if restores:
             # Else BackupAndRestore builds it, on rank 0 alone, where all would be needed.
             build_optimizer_here(self.model)
-        with restoring(self.callbacks, self.model) as place:
-            super().on_train_begin(logs)
-        epoch, steps = place()
+        begin = partial(super().on_train_begin, logs)
+        epoch, steps = restored(self.callbacks, self.model, begin)
         if restores:
             epoch, steps = every.broadcast_object([epoch, steps])
             broadcast_state(self.model, 0, ring)
