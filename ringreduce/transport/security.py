@@ -125,24 +125,17 @@ class Security:
 
     def _warn(self, is_local: bool) -> None:
         """Log what this choice costs or leaves open, where that may be a surprise."""
-        where = self.rank, self.size
-        if self.seals and not sodium.is_fast():
+        if self.rank == 0 and self.encryption == CURVE:
             _log.warning(
-                "[%d/%d] encrypts slowly, about 0.2 GB/s: libsodium does not use this processor's "
-                "AES instructions; is it a virtual machine that hides them?",
-                *where,
-            )
-        elif self.rank == 0 and self.encryption == CURVE:
-            _log.warning(
-                "[%d/%d] encrypts with CURVE, at most about 2 GB/s: this libsodium has no "
+                "[0/%d] encrypts with CURVE, at most about 2 GB/s: this libsodium has no "
                 "AEGIS-128L, which costs almost nothing; pyzmq's own wheel brings it",
-                *where,
+                self.size,
             )
         elif self.rank == 0 and self.encryption == UNENCRYPTED and not is_local:
             _log.warning(
-                "[%d/%d] sends data unencrypted (RINGREDUCE_ENCRYPTION=off): the network can read "
+                "[0/%d] sends data unencrypted (RINGREDUCE_ENCRYPTION=off): the network can read "
                 "and change it, and only TCP's 16-bit checksum detects errors on the way",
-                *where,
+                self.size,
             )
 
     @property

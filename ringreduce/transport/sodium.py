@@ -43,12 +43,3 @@ def load() -> bool:
     for name in (_ENCRYPT, _DECRYPT):
         llvmlite.binding.add_symbol(name, never)
     return False
-
-
-def is_fast() -> bool:
-    """Whether libsodium uses this processor's AES instructions; call it after `load`."""
-    library, _ = open_library("libsodium", _ENCRYPT)
-    if library is None:
-        return False
-    on_x86 = library.sodium_runtime_has_aesni() and library.sodium_runtime_has_avx()
-    return bool(on_x86 or library.sodium_runtime_has_armcrypto())

@@ -364,15 +364,6 @@ def test_sending_unencrypted_between_hosts_is_said(caplog: pytest.LogCaptureFixt
     assert "sends data unencrypted (RINGREDUCE_ENCRYPTION=off)" in line
 
 
-def test_a_processor_without_the_instructions_is_said(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sodium, "is_fast", lambda: False)
-    Security.of(config("192.0.2.1:4000", secret=SECRET))
-    [line] = [record.getMessage() for record in caplog.records]
-    assert "does not use this processor's AES instructions" in line
-
-
 def test_without_aegis_everything_is_encrypted_with_curve(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
