@@ -1,15 +1,11 @@
 """Ranks that keep this one waiting: when to warn of them. Pure."""
 
-from collections import Counter, deque
 from collections.abc import Collection
 
 from ringreduce.pure.actions import Action, Log
 from ringreduce.pure.liveness import PeerTable
 from ringreduce.pure.spans import Present
 from ringreduce.vocabulary.config import TIMES
-
-# A rank that is waited for in 16 of 20 looks, over five seconds, is constantly slow.
-_LOOKS, _LOOKS_SLOW = 20, 16
 
 
 class Delays:
@@ -22,8 +18,6 @@ class Delays:
         self._progressed_s = now_s
         self._call: tuple[int, float] = (-1, 0.0)
         self._warn_s, self._has_warned = 0.0, False
-        self._looks: deque[int] = deque(maxlen=_LOOKS)
-        self._slow_s = -TIMES.straggler_pause_s
 
     def look(self, current: Present, progress: object, now_s: float) -> list[Action]:
         """Warn, at growing intervals, of ranks that keep this one waiting."""
@@ -39,12 +33,10 @@ class Delays:
             self._progress, self._progressed_s = progress, now_s
         if current.operation is None:
             self.is_busy = False
-            self._looks.append(-1)
             return actions
         waited_s = now_s - max(current.since_s, self._progressed_s)
         suspicion = self._peer_table.suspect(current, now_s)
         self.is_busy = suspicion is not None and suspicion.is_busy
-        self._looks.append(-1 if suspicion is None else suspicion.rank)
         limit_s = TIMES.slow_warning_s
         if suspicion is not None and suspicion.kind == "silent":
             limit_s = TIMES.silent_warning_s
@@ -56,17 +48,4 @@ class Delays:
                 what = nobody if suspicion is None else suspicion.text
                 text = f"has waited {waited_s:.1f} s in {current.operation}"
                 actions.append(Log(f"{text} after {current.calls} calls: {what}"))
-        elif not self._has_warned and now_s - self._slow_s >= TIMES.straggler_pause_s:
-            actions += self._look_for_stragglers(now_s)
         return actions
-
-    def _look_for_stragglers(self, now_s: float) -> list[Action]:
-        counts = Counter(rank for rank in self._looks if rank >= 0)
-        for rank, count in counts.most_common(1):
-            # Only its neighbours warn of a rank; else all ranks would.
-            if count >= _LOOKS_SLOW and rank in self._neighbours:
-                self._slow_s = now_s
-                seconds = _LOOKS * TIMES.heartbeat_s
-                text = f"has waited for rank {rank} most of the last {seconds:.0f} s: it is slower"
-                return [Log(text)]
-        return []

@@ -25,7 +25,6 @@ class Times:
     silent_warning_s: float = 1.0
     # ... and after this long one that is alive.
     slow_warning_s: float = 5.0
-    straggler_pause_s: float = 60.0  # between two warnings that the same rank is always late
     # A neighbour silent for this long gets few heartbeats: unread ones must not fill its system's
     # buffers, or a long stop would look like a dead connection.
     sparing_s: float = 5.0

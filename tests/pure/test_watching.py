@@ -220,16 +220,6 @@ def test_a_rank_in_an_earlier_or_another_call_is_not_busy(calls: int, operation:
     assert not watch.delays.is_busy
 
 
-def test_a_rank_that_is_always_late_is_named() -> None:
-    watch, texts = a_watch(), []
-    for number in range(30):
-        at_s = 10.0 + 0.25 * number
-        here = Here(number, "all_reduce", at_s - 0.2)
-        watch.receive(1, heartbeat(number, "", number + 1), at_s - 0.1)
-        texts += logged(watch.beat(here, Flow(), number, at_s))
-    assert texts == ["has waited for rank 1 most of the last 5 s: it is slower"]
-
-
 def overdue(frames: int, dry_s: float, channel: int = 0, number: int = 1) -> bytes:
     own = Heartbeat(1, number, 5, "all_reduce", 0.0, (Overdue(0, channel, frames, dry_s),))
     return watcher_messages.encode(Heartbeats(((own, 0.0),)))
