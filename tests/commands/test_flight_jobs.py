@@ -59,7 +59,6 @@ def records(directory: Path) -> dict[int, Dump]:
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     text = """
     if comm.rank == 3:
-        print("the end is near", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     reduce()
     """
@@ -68,7 +67,6 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert set(records(tmp_path)) == {0, 1, 2}
     said = paragraph(tmp_path)
     assert said.startswith("Rank 3 is the culprit: ranks 0, 1, 2 lost it, and it left no record")
-    assert 'its log ends with "the end is near"' in said
 
 
 def test_a_rank_that_raises_is_named_with_the_line(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +12,6 @@ from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, Group, decode_dump, fil
 from ringreduce.pure.membership import Membership
 from ringreduce.vocabulary.errors import ConfigError
 
-_LOG_TAIL_BYTES = 1 << 14
-_WARNING = re.compile(r"\b\w*Warning: |^\s*warnings\.warn\(|^W\d{4} |: W ")
 # What a dump says of the whole job and of each group.
 _PARTS = sorted({*Group.__struct_fields__} & {*Dump.__struct_fields__})
 
@@ -27,8 +24,6 @@ class Records:
     dumps: Mapping[int, Dump]  # by rank; ranks without a readable record are absent
     # File names, and why they were not used.
     skipped: Mapping[str, str] = field(default_factory=dict)
-    # What the log of each rank without a record ends with.
-    log_tails: Mapping[int, str] = field(default_factory=dict)
     group: Membership | None = None
 
     @property
@@ -90,11 +85,7 @@ def read_records(folder: Path) -> Records:
         if (dump.job, dump.size) != (last.job, last.size):
             skipped[file_name(dump.rank)] = f"of an earlier job, {clean(dump.iso)}"
     kept = {d.rank: d for d in dumps if (d.job, d.size) == (last.job, last.size)}
-    tails = {}
-    for rank in range(last.size):
-        if rank not in kept and (line := _last_line(folder / f"rank-{rank}.log")):
-            tails[rank] = line
-    return Records(last.size, kept, skipped, tails)
+    return Records(last.size, kept, skipped)
 
 
 def _read(path: Path) -> Dump:
@@ -105,20 +96,6 @@ def _read(path: Path) -> Dump:
     if path.name != file_name(dump.rank):
         raise ValueError(f"it speaks of rank {dump.rank}")
     return dump
-
-
-def _last_line(path: Path) -> str:
-    """The last line of a log that says something and is no warning; empty for none."""
-    try:
-        if not path.is_file():
-            return ""
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
-            lines = file.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    telling = [line for line in lines if line.strip() and not _WARNING.search(line)]
-    return shorten(telling[-1]) if telling else ""
 
 
 def shorten(text: str, length: int = 240) -> str:

@@ -5,7 +5,7 @@ from math import inf
 from pathlib import PurePath
 from typing import NamedTuple
 
-from ringreduce.commands.report.flight_records import Records, clean, membership_of, shorten
+from ringreduce.commands.report.flight_records import Records, clean, shorten
 from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
 from ringreduce.pure.flight import Call, Dump, Frame
 from ringreduce.vocabulary import errors
@@ -13,7 +13,6 @@ from ringreduce.vocabulary.words import named
 
 # Ranks of a job at work are in different calls too; only one in its call this long hangs.
 _STILL_S = 1.0
-_SAME_S = 1e-3  # two readings of one time differ less
 _VERBS = {"PeerLostError": "lost", "PeerTimeoutError": "waited for"}
 
 
@@ -126,8 +125,6 @@ def _named(records: Records, finding: Finding) -> str:
         why += "its record cannot be read"
     else:
         why += "it left no record, so it was killed or ended"
-    if culprit in records.log_tails:
-        why += f'; its log ends with "{records.log_tails[culprit]}"'
     return f"rank {culprit} is the culprit: {why}. Rank {namers[0]}: {_quoted(records, finding)}"
 
 
@@ -202,16 +199,7 @@ def _waits(records: Records, finding: Finding) -> str:
 
 def _outside(dump: Dump) -> str:
     """Where a rank stands that is in no collective of its communicator."""
-    if dump.pending is not None:
-        return f"{clean(dump.pending)},"
-    for group in dump.groups:
-        last = group.entries[-1] if group.entries else None
-        if last is None or last.error is None or last.seconds is None:
-            continue
-        # Nothing has ended after that call, so its error is what the rank deals with.
-        if abs(last.started + last.seconds - dump.since) < _SAME_S:
-            return f"{clean(last.operation)} of {membership_of(group).name}, which failed,"
-    return "user code"
+    return "user code" if dump.pending is None else f"{clean(dump.pending)},"
 
 
 def _call_of(dump: Dump) -> str | None:
