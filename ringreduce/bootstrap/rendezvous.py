@@ -17,7 +17,7 @@ import os
 import platform
 import socket as sockets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -194,10 +194,8 @@ class Rendezvous:
                 )
         return table
 
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Nothing: what fails within, the others miss in `exchange`, or find in the first call."""
-        yield
+    # What fails within, the others miss in `exchange`, or find in the first call.
+    guarded = contextlib.nullcontext
 
     def exchange(self, failed: Sequence[tuple[int, str, str]]) -> dict[int, list[tuple[Any, ...]]]:
         """What each rank has passed, by rank, once all have: what it could not reach, and why.
@@ -350,10 +348,12 @@ class Rendezvous:
                 "TF_CONFIG). Hosts without a common home have different files "
                 "~/.ringreduce/secret.",
             )
+        first, *_ = resolve(config)[0]
+        only_here = f": {first} leads to this host alone" if is_loopback(first) else ""
         raise self._error(
             0,
             f"got no answer from rank 0 at {config.rendezvous} in {config.join_timeout_s:g} s",
-            f"Check that rank 0 runs and that {_NAMED_IN} has its address{_only_here(config)}.",
+            f"Check that rank 0 runs and that {_NAMED_IN} has its address{only_here}.",
         )
 
     @property
@@ -405,12 +405,6 @@ def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
             remedy="Another program, or another job, has that port: choose another in "
             f"{_NAMED_IN}.",
         ) from error
-
-
-def _only_here(config: Config) -> str:
-    """What to say of the rendezvous where it is a loopback address."""
-    hosts, _ = resolve(config)
-    return f": {hosts[0]} leads to this host alone" if is_loopback(hosts[0]) else ""
 
 
 def _is_listening(descriptor: int, port: int) -> bool:

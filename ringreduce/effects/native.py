@@ -55,15 +55,13 @@ def why_missing() -> str:
     """Why `library()` is None, in a sentence for users."""
     if not native_wanted():
         return "The native library is hidden by RINGREDUCE_NATIVE=0."
-    folders = [Path(folder).parent for folder in sys.modules["ringreduce"].__path__]
-    for folder in folders:
-        if not (folder / "native").is_dir():
-            continue
-        return (
-            f"ringreduce is imported from its sources in {folder}, where the native library is not "
-            "built: everything works, over sockets and Python. `pip install -e .` there builds it. "
-            "One that is installed elsewhere is not used, since it may be of other sources."
-        )
+    for folder in (Path(each).parent for each in sys.modules["ringreduce"].__path__):
+        if (folder / "native").is_dir():
+            return (
+                f"ringreduce is imported from its sources in {folder}, where the native library is "
+                "not built: everything works, over sockets and Python. `pip install -e .` there "
+                "builds it. One installed elsewhere is not used: it may be of other sources."
+            )
     return (
         "ringreduce was installed without its native library (no C compiler was found): "
         "everything works, over sockets and Python. With one, `pip install --force-reinstall "

@@ -50,7 +50,9 @@ class Recorder:
 
     def entries(self) -> list[Call]:
         """The last calls, oldest first, the running one included; callable from any thread."""
-        error, wall, names = self.events.error, _wall(), thread_names()
+        error, names = self.events.error, thread_names()
+        # Turns times into seconds since the epoch: all agree, also if the clock was set meanwhile.
+        wall = time.time() - time.monotonic()
         return [
             Call(
                 number=span.number - self._first,
@@ -64,8 +66,3 @@ class Recorder:
             for span in self.events.calls()
             if span.number >= self._first
         ]
-
-
-def _wall() -> float:
-    """Turns times into seconds since the epoch: all agree, even if the clock was set meanwhile."""
-    return time.time() - time.monotonic()

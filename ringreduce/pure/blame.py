@@ -1,15 +1,7 @@
 """Which rank is to blame, from what is known of each. Pure: facts in, a finding out.
 
 The watcher, the launcher and ``ringreduce report`` all call `find_culprit` with the facts they have
-and put the finding into their own words. The order of suspicion:
-
-1. the rank whose own error came first, whatever others report of it;
-2. ranks that disagree: a minority of one, else both sides; ranks that never joined;
-3. the rank that others waited for or lost, followed from one to the next (in a ring, rank 0
-   waits for 3 because that waits for 2); nothing may be known of it, since it was killed;
-4. the rank that has shown no sign of life for longest;
-5. the rank with the fewest calls completed while others wait in the next one;
-6. ranks in different calls that have the same number.
+and put the finding into their own words. It suspects in the order of `Reason`.
 """
 
 import enum
@@ -26,7 +18,7 @@ _EQUAL_AMOUNTS = ("all_reduce", "reduce_scatter")
 
 
 class Reason(enum.Enum):
-    """Why a rank is to blame; `Finding.witnesses` are the ranks given in brackets."""
+    """Why a rank is to blame, the surest first; `Finding.witnesses` are the ranks in brackets."""
 
     OWN_ERROR = "its own error came first"
     ODD_CALL = "it is in another call than all others (the one that found it)"
@@ -160,6 +152,7 @@ def _never_joined(failed: _Failed, unknown: Sequence[int]) -> Finding | None:
 
 
 def _named(failed: _Failed) -> Finding | None:
+    # From one to the next: in a ring, rank 0 waits for 3 because that waits for 2.
     if not failed.naming:
         return None
     points = {rank: peer for told, _, rank, peer in reversed(failed.naming) if not told}

@@ -2,14 +2,7 @@
 
 Each rank sends a `Heartbeat` four times a second. Neighbours forward those they have received, with
 their ages, so that every rank knows how far every other has come and how long ago that was, without
-a common clock (`PeerTable`). A rank that waits can then name the rank that holds it up as
-
-- silent: there has been no sign of life for a second. It was stopped, or it is cut off;
-- in user code: it is alive and has not begun the call that the others wait in;
-- locked: its process runs, since its neighbours receive bytes, but sends no heartbeats: something
-  there keeps Python's lock (unpickling, parsing). It counts as in user code;
-- behind: it is alive and still in an earlier call;
-- elsewhere: it is in another operation, where this rank's call should be.
+a common clock (`PeerTable`). So a rank that waits can name the one that holds it up (`Suspicion`).
 """
 
 from typing import NamedTuple
@@ -35,7 +28,10 @@ class Suspicion(NamedTuple):
     """The rank that holds this one up, and how."""
 
     rank: int
-    kind: str  # ``silent``, ``user code``, ``locked``, ``behind`` or ``elsewhere``
+    # ``silent``: stopped, or cut off; ``user code``: alive, and has not begun the call; ``locked``:
+    # that too, and something keeps Python's lock there, so that bytes arrive but no heartbeats;
+    # ``behind``: in an earlier call; ``elsewhere``: in another one of this number.
+    kind: str
     text: str  # a clause such as ``rank 1 has shown no sign of life for 3.2 s``
 
     @property

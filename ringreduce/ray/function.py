@@ -57,8 +57,10 @@ def run(
     actors: list[Any] = []
     try:
         if not group.wait(start_timeout_s):
+            amounts = ray.cluster_resources()  # Used or not.
+            there = ", ".join(f"{amounts.get(name, 0):g} {name}" for name in resources)
             raise ConfigError(
-                f"the cluster, with {_in_all(resources)}, has had no room for {size} workers with "
+                f"the cluster, with {there}, has had no room for {size} workers with "
                 f"{resources} each for {start_timeout_s:g} s",
                 remedy="Ask for fewer workers or resources_per_worker, or pass a longer "
                 "start_timeout_s.",
@@ -143,9 +145,3 @@ def _results(running: Sequence[Any]) -> list[Any]:
     if cause is None:
         return results
     raise worker_error(cause, size, cause.first.traceback)
-
-
-def _in_all(resources: Mapping[str, float]) -> str:
-    """What the cluster has of each of these, used or not."""
-    amounts = ray.cluster_resources()
-    return ", ".join(f"{amounts.get(name, 0):g} {name}" for name in resources)

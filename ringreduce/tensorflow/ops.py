@@ -35,19 +35,20 @@ def are_available() -> bool:
 
 def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
     """Add the op that packs `gradients`, in the order of slots, for the engine; return a token."""
-    given = {"gradients": list(gradients), "plan": plan, "bucket": bucket}
-    with tf.device("CPU:0"):
-        return private.apply_op("RingreduceStart", **given)
+    return _op("RingreduceStart", plan, bucket, gradients)
 
 
 def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
     """Add the op that waits for a bucket, after all starts; return the means of its gradients."""
-    given = {"gradients": list(gradients), "plan": plan, "bucket": bucket}
-    with tf.device("CPU:0"):
-        means = private.apply_op("RingreduceWait", tokens=list(tokens), **given)
+    means = _op("RingreduceWait", plan, bucket, gradients, tokens=list(tokens))
     for mean, gradient in zip(means, gradients, strict=True):
         mean.set_shape(gradient.shape)
     return list(means)
+
+
+def _op(name: str, plan: int, bucket: int, gradients: Sequence[Any], **more: Any) -> Any:
+    with tf.device("CPU:0"):
+        return private.apply_op(name, gradients=list(gradients), plan=plan, bucket=bucket, **more)
 
 
 def custom_calls_missing() -> str | None:

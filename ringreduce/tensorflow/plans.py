@@ -82,7 +82,8 @@ class AgreedPlans:
             ours, theirs = map(self._plans.get, error.signatures)
             if ours is None or theirs is None or ours is theirs:
                 return None
-            here, there = _difference(ours, theirs) or _buckets(ours, theirs)
+            described = ours.describe_buckets(), theirs.describe_buckets()
+            here, there = _difference(ours, theirs) or described
             text = (
                 f"has other gradients than rank {error.peer} in this step: here {here}; "
                 f"there {there}"
@@ -95,12 +96,8 @@ class AgreedPlans:
 def _difference(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str] | None:
     found = first_difference(ours.gradients, theirs.gradients)
     if found is None and ours.compiled != theirs.compiled:
-        found = _buckets(ours, theirs)
+        found = ours.describe_buckets(), theirs.describe_buckets()
     return found
-
-
-def _buckets(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str]:
-    return ours.describe_buckets(), theirs.describe_buckets()
 
 
 class BucketReducer:

@@ -156,7 +156,11 @@ def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.nd
     for place, spec in enumerate(specs):
         indices, rows = own[place]
         if is_gathered[place]:
-            indices, rows = _mean_of_rows(gathered[place])
+            # Added in rank order; a row that a rank lacks is zero there.
+            indices, theirs = map(np.concatenate, zip(*gathered[place], strict=True))
+            indices, total = _added(indices, theirs)
+            total /= ring.size
+            rows = _narrowed(total, theirs.dtype)
         else:
             # All rows of the table, as a dense gradient.
             table = np.zeros((spec.shape[0], rows.shape[1]), rows.dtype)
@@ -219,14 +223,6 @@ def _gathered(
             found[place].append((everyone[at:middle].view(np.int64), theirs))
             at = end + -(end - middle) % INDEX_BYTES
     return found
-
-
-def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
-    """The mean of all ranks' rows, added in rank order; a row that a rank lacks is zero there."""
-    indices, rows = map(np.concatenate, zip(*parts, strict=True))
-    rising, total = _added(indices, rows)
-    total /= len(parts)
-    return rising, _narrowed(total, rows.dtype)
 
 
 def _added(indices: np.ndarray, rows: np.ndarray) -> _Rows:

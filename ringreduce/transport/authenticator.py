@@ -112,7 +112,11 @@ class Authenticator:
         poller.register(self._awake, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll(self._wait_ms()))
+                wait_ms = None
+                if self._held:
+                    until_s = min(held.until_s for held in self._held)
+                    wait_ms = max(1, int((until_s - time.monotonic()) * 1000))
+                ready = dict(poller.poll(wait_ms))
                 if self._awake in ready and self._awake.recv() == b"close":
                     return
                 if self._requests in ready:
@@ -128,12 +132,6 @@ class Authenticator:
         finally:
             self._requests.close()
             self._awake.close()
-
-    def _wait_ms(self) -> int | None:
-        if not self._held:
-            return None
-        until_s = min(held.until_s for held in self._held)
-        return max(1, int((until_s - time.monotonic()) * 1000))
 
     def _answer(self, held: _Held) -> None:
         """Accept, refuse, or keep waiting."""

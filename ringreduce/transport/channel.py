@@ -63,7 +63,7 @@ class Incoming:
         # Watched from the start, so that no event is missed.
         seen = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.events = watch(self.socket, int(seen))
-        self._visitors: set[int] = set()  # connections to our port, by descriptor
+        self.visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
         self._listeners: list[int] = []  # descriptors of the listening sockets
         self._is_proven = False  # whether a peer has proven that the key is its own
@@ -99,11 +99,11 @@ class Incoming:
             event = parse_monitor_message(self.events.recv_multipart())
             kind, descriptor = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPTED:
-                self._visitors.add(descriptor)
+                self.visitors.add(descriptor)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_proven = self._asks
             else:
-                self._visitors.discard(descriptor)
+                self.visitors.discard(descriptor)
                 self._has_visitor_left = True
 
     def lock(self, deadline: float) -> bool:
@@ -133,13 +133,8 @@ class Incoming:
         left, and nothing has arrived for so long that the caller sets `quiet`.
         """
         if self.record.source >= 0:
-            return self.record.source not in self._visitors
-        return self._has_visitor_left and not self._visitors and quiet
-
-    @property
-    def has_visitors(self) -> bool:
-        """Whether anybody is connected, after `read_events`."""
-        return bool(self._visitors)
+            return self.record.source not in self.visitors
+        return self._has_visitor_left and not self.visitors and quiet
 
     def arrived_bytes(self) -> int | None:
         """Total bytes received on the connection that frames come from; None if not counted.
@@ -148,7 +143,7 @@ class Incoming:
         nothing has arrived.
         """
         # A copy, since the watcher's thread may ask while the link's changes the set.
-        source, visitors = int(self.record.source), self._visitors.copy()
+        source, visitors = int(self.record.source), self.visitors.copy()
         if source < 0 and not visitors:
             return 0
         if source < 0 and len(visitors) == 1:

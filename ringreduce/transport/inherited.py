@@ -14,8 +14,6 @@ from typing import Protocol
 
 from ringreduce.transport.address import split_host
 
-_DESCRIPTORS = ("/proc/self/fd", "/dev/fd")  # on Linux; on other systems
-
 
 class Inheritable(Protocol):
     """An object that holds connections."""
@@ -44,7 +42,7 @@ def close_connections(endpoints: Iterable[str]) -> None:
     """
     ends = map(split_host, endpoints)
     wanted = {(host.removeprefix("::ffff:"), int(port)) for host, port in ends}
-    for descriptor in _open_descriptors():
+    for descriptor in map(int, os.listdir("/dev/fd")):
         try:
             probe = socket.socket(fileno=descriptor)
         except OSError:
@@ -64,13 +62,6 @@ def _ends(probe: socket.socket) -> list[tuple[str, int]]:
             host, port = ask()[:2]
             ends.append((host.removeprefix("::ffff:"), port))
     return ends
-
-
-def _open_descriptors() -> list[int]:
-    for folder in _DESCRIPTORS:
-        with contextlib.suppress(OSError):
-            return [int(name) for name in os.listdir(folder)]
-    return []
 
 
 def _close_all() -> None:

@@ -41,7 +41,19 @@ def listen(bind: Bind, **who: Any) -> list[socket.socket]:
                     remedy="The host in RINGREDUCE_RENDEZVOUS must be an address of rank 0's host; "
                     "RINGREDUCE_IFACE chooses among those of this one.",
                 ) from error
-    raise _no_port(bind, who)
+    if bind.ports is None:
+        raise RendezvousError(
+            f"found no port that is free at all of {', '.join(bind.hosts)}",
+            **who,
+            remedy="Choose fewer addresses by RINGREDUCE_IFACE.",
+        )
+    name = f"RINGREDUCE_PORTS={ports[0]}-{ports[-1]}"
+    raise RendezvousError(
+        f"found no free port among the {len(ports)} of {name}",
+        **who,
+        remedy=f"Each rank of this host needs {bind.needed} to form the ring, and more for groups "
+        "and for pairs that exchange messages (docs/guides/settings.md): widen the range.",
+    )
 
 
 def _listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
@@ -58,19 +70,3 @@ def _listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
             sockets.append(listener)
         opened.pop_all()
     return sockets
-
-
-def _no_port(bind: Bind, who: dict[str, Any]) -> RendezvousError:
-    ports = bind.ports
-    if ports is None:
-        return RendezvousError(
-            f"found no port that is free at all of {', '.join(bind.hosts)}",
-            **who,
-            remedy="Choose fewer addresses by RINGREDUCE_IFACE.",
-        )
-    return RendezvousError(
-        f"found no free port among the {len(ports)} of RINGREDUCE_PORTS={ports[0]}-{ports[-1]}",
-        **who,
-        remedy=f"Each rank of this host needs {bind.needed} to form the ring, and more for groups "
-        "and for pairs that exchange messages (docs/guides/settings.md): widen the range.",
-    )

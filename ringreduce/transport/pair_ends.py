@@ -93,4 +93,4 @@ class Receiving(_End):
         if self.socket.is_lost(waited_s > TIMES.quiet_s):
             return True
         # Its last frames may still be on the way: they are not, if it never connected.
-        return has_left and not self.socket.has_visitors and waited_s > TIMES.linger_s
+        return has_left and not self.socket.visitors and waited_s > TIMES.linger_s

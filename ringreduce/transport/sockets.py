@@ -104,19 +104,12 @@ class Sockets:
         listening = [endpoint for each in self.incoming for endpoint in each.endpoints]
         inherited.close_connections(listening + [each.address for each in self.outgoing])
 
-    def close_outgoing(self, linger_s: float) -> None:
-        """End the connections to others once all that was sent has been written, in `linger_s`.
-
-        That takes place in libzmq's thread.
-        """
-        for pushing in self.outgoing:
-            pushing.close(milliseconds(linger_s) if linger_s else 0)
-
     def close(self, linger_s: float) -> None:
         """Free everything, once all that was sent has been written, or `linger_s` have passed."""
         inherited.unwatch(self)
         self._authenticator.close()
-        self.close_outgoing(linger_s)
+        for pushing in self.outgoing:
+            pushing.close(milliseconds(linger_s) if linger_s else 0)
         for pulling in self.incoming:
             pulling.close()
         # Including what a failed constructor has left open. It waits for what is still unsent.

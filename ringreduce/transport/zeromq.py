@@ -6,9 +6,6 @@ next rank, and one each to the ranks 2, 4, 8, ... positions ahead, for the excha
 
 One thread at a time uses a link (the communicator holds a lock); `traffic` and `flow` may be called
 from any thread.
-
-When `run` fails, libzmq may still hold pieces of the call's buffer, so the link keeps the array
-alive until its context is closed.
 """
 
 import ctypes
@@ -61,8 +58,8 @@ class ZmqLink(StalledCall):
         self.records = (records.ChannelRecord * len(self._distances))()
         longest = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, loop.EXCHANGE_BYTES_MAX)
         self.sockets = Sockets(security, security.data, bind, longest, streams)
-        self._incoming: list[Incoming] = self.sockets.incoming
-        self._outgoing: list[Outgoing] = self.sockets.outgoing  # Empty until `connect`.
+        self._incoming = self.sockets.incoming
+        self._outgoing = self.sockets.outgoing  # Empty until `connect`.
         # The members, in the ring's order, whose places frames and schedules give; and for each
         # channel, where the rank listens that this one receives from.
         self._members: tuple[int, ...] = ()
@@ -134,17 +131,14 @@ class ZmqLink(StalledCall):
         return Traffic(record.frames, record.bytes_sent, record.bytes_received)
 
     def flow(self) -> Flow:
-        return self.sockets.flow()._replace(sent_to_next=self._sent_to_next())
-
-    def _sent_to_next(self) -> SentToNext | None:
-        """How fast the connections to the next rank were so far; from any thread."""
+        flow = self.sockets.flow()
         found = [pushing.sent() for pushing in self._outgoing[: self._streams]]
         known = [each for each in found if each is not None]
         if not found or len(known) < len(found):
-            return None
+            return flow
         # They send at the same time.
         nbytes, seconds = sum(n for n, _ in known), max(s for _, s in known)
-        return SentToNext(self._outgoing[0].peer, nbytes, seconds)
+        return flow._replace(sent_to_next=SentToNext(self._outgoing[0].peer, nbytes, seconds))
 
     def run(self, call: Call, memory: np.ndarray, sequence: int) -> None:
         """Run `call` on `memory`, contiguous; the caller owns it again afterwards.
@@ -172,7 +166,7 @@ class ZmqLink(StalledCall):
                 finish(self, self._waiting)
         except BaseException:
             self._has_failed = True
-            self._lent.append(memory)  # libzmq may still read this memory.
+            self._lent.append(memory)  # libzmq may read it until its context is closed.
             raise
 
     def abort(self) -> None:

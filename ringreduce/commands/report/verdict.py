@@ -40,7 +40,10 @@ def _first_cause(records: Records) -> tuple[Records, Finding]:
     holds one up may be held up itself, in a call of another.
     """
     parts = [records, *records.groups()]
-    found = [(part, _find(part)) for part in parts]
+    found = []
+    for part in parts:
+        facts = [_facts_of(dump) for dump in part.dumps.values()]
+        found.append((part, find_culprit(facts, unknown=part.missing, still_s=_STILL_S)))
     failed = [each for each in found if _failed_s(each[0]) < inf]
     if failed:
         own = Reason.OWN_ERROR
@@ -49,11 +52,6 @@ def _first_cause(records: Records) -> tuple[Records, Finding]:
     dumps = (each for part in parts for each in part.dumps.items())
     waiting = {rank for rank, dump in dumps if dump.operation is not None}
     return next((each for each in found if not waiting & {*each[1].culprits}), found[0])
-
-
-def _find(records: Records) -> Finding:
-    facts = [_facts_of(dump) for dump in records.dumps.values()]
-    return find_culprit(facts, unknown=records.missing, still_s=_STILL_S)
 
 
 def _failed_s(records: Records) -> float:
