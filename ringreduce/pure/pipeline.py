@@ -29,16 +29,6 @@ class Step(NamedTuple):
     is_forward: bool
     micro_batch: int
 
-    def source(self, stage: int, stages: int) -> int | None:
-        """The stage whose array must have come before `stage` makes this step; None: no stage."""
-        other = stage - 1 if self.is_forward else stage + 1
-        return other if 0 <= other < stages else None
-
-    def target(self, stage: int, stages: int) -> int | None:
-        """The stage that gets an array after `stage` has made this step; None: no stage."""
-        other = stage + 1 if self.is_forward else stage - 1
-        return other if 0 <= other < stages else None
-
 
 def schedule(stage: int, stages: int, micro_batches: int) -> tuple[Step, ...]:
     """The steps of a stage, in order; each micro-batch goes forward and backward once."""

@@ -45,8 +45,7 @@ class ShmPairs:
         self._waiting, self._size = ranks.waiting, ranks.size
         # Guards the ends; the sender's memory is opened by one thread at a time.
         self._lock = threading.RLock()
-        self._sending: dict[int, ShmEnd] = {}
-        self._receiving: dict[int, ShmEnd] = {}
+        self._ends: dict[tuple[int, bool], ShmEnd] = {}  # by place, and whether it sends
 
     def send(self, place: int, header: Header, flat: np.ndarray) -> None:
         """Send `flat`, contiguous, to the rank at `place` among those of this host.
@@ -56,18 +55,18 @@ class ShmPairs:
         rank; a header object that is used again costs less. Raises as `recv`; ArrayError if there
         is no memory for the channel, and nothing was sent.
         """
-        end = self._sending.get(place) or self._open(place, is_sending=True)
-        end.run(header, flat)
+        self._opened(place, is_sending=True).run(header, flat)
 
     def recv(self, place: int, header: Header, flat: np.ndarray) -> None:
         """Receive into `flat`, contiguous, a message of `header` from the rank at `place`.
 
         Raises as `ShmLink.run`. After any exception `abort` the link, then `close`.
         """
-        end = self._receiving.get(place) or self._open(place, is_sending=False)
-        end.run(header, flat)
+        self._opened(place, is_sending=False).run(header, flat)
 
-    def _open(self, place: int, *, is_sending: bool) -> ShmEnd:
+    def _opened(self, place: int, *, is_sending: bool) -> ShmEnd:
+        if (found := self._ends.get((place, is_sending))) is not None:
+            return found
         with self._lock:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
@@ -87,18 +86,18 @@ class ShmPairs:
                         "memory.",
                     )
                 end.open(offset)
-            (self._sending if is_sending else self._receiving)[place] = end
+            self._ends[place, is_sending] = end
             return end
 
     def end(self, place: int, *, is_sending: bool) -> ShmEnd | None:
         """This rank's end of a direction, once there was a message; None before."""
-        return (self._sending if is_sending else self._receiving).get(place)
+        return self._ends.get((place, is_sending))
 
     def traffic(self) -> Traffic:
         """The bytes of all messages that were sent and received so far."""
         with self._lock:
-            sent, received = [list(ends.values()) for ends in (self._sending, self._receiving)]
-        return Traffic(0, sum(end.nbytes for end in sent), sum(end.nbytes for end in received))
+            ends = [(is_sending, end.nbytes) for (_, is_sending), end in self._ends.items()]
+        return Traffic(0, *(sum(n for sends, n in ends if sends is way) for way in (True, False)))
 
     def close(self) -> None:
         """End the calls of other threads; memory goes with the last of them."""
@@ -106,10 +105,9 @@ class ShmPairs:
             self._waiting.interrupt()
         with self._lock:
             self._ranks = self._heap = None
-            for end in (*self._sending.values(), *self._receiving.values()):
+            for end in self._ends.values():
                 end.close()
-            self._sending.clear()
-            self._receiving.clear()
+            self._ends.clear()
 
 
 class ShmEnd(StalledCall):

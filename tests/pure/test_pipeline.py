@@ -13,6 +13,18 @@ STAGES, MICRO_BATCHES = range(1, 6), range(1, 10)
 CASES = list(itertools.product(STAGES, MICRO_BATCHES))
 
 
+def source_of(step: Step, stage: int, stages: int) -> int | None:
+    """The stage whose array must have come before `stage` makes this step; None: no stage."""
+    other = stage - 1 if step.is_forward else stage + 1
+    return other if 0 <= other < stages else None
+
+
+def target_of(step: Step, stage: int, stages: int) -> int | None:
+    """The stage that gets an array after `stage` has made this step; None: no stage."""
+    other = stage + 1 if step.is_forward else stage - 1
+    return other if 0 <= other < stages else None
+
+
 class Line:
     """What goes from one stage to a neighbour: `capacity` arrays are on their way at most.
 
@@ -47,7 +59,7 @@ def run(stages: int, micro_batches: int, capacity: int, *, late: bool) -> list[l
     while any(plans):
         able = []
         for stage, plan in enumerate(plans):
-            source = plan[0].source(stage, stages) if plan else None
+            source = source_of(plan[0], stage, stages) if plan else None
             if source is not None:
                 line = lines[source, stage]
                 line.move(receiver_waits=True)
@@ -59,9 +71,9 @@ def run(stages: int, micro_batches: int, capacity: int, *, late: bool) -> list[l
         assert able, f"all of {stages} stages wait: {[list(plan)[:2] for plan in plans]}"
         for stage in reversed(able) if late else able:
             step = plans[stage].popleft()
-            if (source := step.source(stage, stages)) is not None:
+            if (source := source_of(step, stage, stages)) is not None:
                 lines[source, stage].under_way.popleft()
-            if (target := step.target(stage, stages)) is not None:
+            if (target := target_of(step, stage, stages)) is not None:
                 lines[stage, target].kept.append(step)
                 lines[stage, target].move(receiver_waits=False)
             done[stage].append(step)
@@ -111,9 +123,9 @@ def test_with_sends_that_block_it_would_wait_for_ever(stages):
     calls: list[deque[tuple[str, int]]] = [deque() for _ in range(stages)]
     for stage, own in enumerate(calls):
         for step in schedule(stage, stages, 4):
-            if (source := step.source(stage, stages)) is not None:
+            if (source := source_of(step, stage, stages)) is not None:
                 own.append(("recv", source))
-            if (target := step.target(stage, stages)) is not None:
+            if (target := target_of(step, stage, stages)) is not None:
                 own.append(("send", target))
     pairs = list(itertools.permutations(range(stages), 2))
     while ready := [
