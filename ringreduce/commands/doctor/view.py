@@ -66,14 +66,12 @@ def show(printed: str, *, as_json: bool) -> int:
 
 def _table_of(links: Sequence[Link]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("link", "all-reduce of", "takes", "raw"):
+    for name in ("link", "all-reduce of", "takes"):
         table.add_column(name, justify="right" if name == "takes" else "left", overflow="fold")
     for link in links:
         name = f"{named('rank', link.ranks)} ({link.transport})"
-        what = "a copy" if link.transport == "shm" else f"TCP, {link.address}"
-        raw = [f"{_time(seconds)} ({what})" for seconds in link.raw] or ["failed"] * len(SIZES)
-        table.add_row(Text(name), "1 KiB", _time(link.seconds[0]), Text(raw[0]))
-        table.add_row("", "64 MiB", _time(link.seconds[1]), Text(raw[1]))
+        table.add_row(Text(name), "1 KiB", _time(link.seconds[0]))
+        table.add_row("", "64 MiB", _time(link.seconds[1]))
     return table
 
 

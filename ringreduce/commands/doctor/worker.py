@@ -4,9 +4,7 @@ import contextlib
 import importlib.util
 import platform
 import resource
-import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,21 +21,14 @@ from ringreduce.commands.doctor.findings import SIZES, Facts, Link, turns
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import init
 from ringreduce.effects import native
-from ringreduce.pure.networks import described, ways
+from ringreduce.pure.networks import described
 from ringreduce.transport import descriptors, libzmq
-from ringreduce.transport.interfaces import hosts_of, local_addresses, own_networks
-from ringreduce.transport.listening import Bind, listen
+from ringreduce.transport.interfaces import local_addresses
 from ringreduce.vocabulary import compiled, cores
-from ringreduce.vocabulary.endpoints import port_range
 
-_REACH_S = 2.0  # an address that answers later is of no use
-# A measurement repeats for this long; a single call may take up to the limit.
-_SECONDS, _CALLS_MAX, _LIMIT_S = 0.2, 100, 60.0
-_BUFFERED = 1 << 16  # so much is sent without a reader
+_SECONDS, _CALLS_MAX = 0.2, 100  # a measurement repeats for this long
 _FILES_MIN = 1024  # what a program may open besides, its data and its logs
 _DISTRIBUTIONS = ("TensorFlow", "TensorFlow-cpu", "Keras", "numpy", "numba", "pyzmq")
-
-_Ends = tuple[tuple[float, ...], str, tuple[str, ...]]
 
 
 def main() -> None:
@@ -52,17 +43,16 @@ def main() -> None:
 def examine(comm: Communicator) -> list[Any]:
     """`Facts` of all ranks and a `Link` for each group of `turns`; all ranks must call it."""
     source, target = (np.ones(SIZES[-1], np.uint8) for _ in range(2))
-    copies = [partial(np.copyto, target[:size], source[:size]) for size in SIZES]
-    copied_s = tuple(_median(copy, comm) for copy in copies)
+    copied_s = _median(partial(np.copyto, target, source), comm)
     links = []
     for turn in turns(comm.statistics().hosts):
         group = comm.split(next((i for i, ranks in enumerate(turn) if comm.rank in ranks), None))
         link = None
         if group is not None:
             with group:
-                link = _measure(group, copied_s, source, target)
+                link = _measure(group)
         links += [each for each in comm.all_gather_object(link) if each is not None]
-    return comm.all_gather_object(_facts(comm, copied_s[-1])) + links
+    return comm.all_gather_object(_facts(comm, copied_s)) + links
 
 
 def _median(call: Callable[[], object], ring: Communicator) -> float:
@@ -79,58 +69,13 @@ def _median(call: Callable[[], object], ring: Communicator) -> float:
     return statistics.median([once() for _ in range(count)] or [first])
 
 
-def _measure(
-    group: Communicator, copied_s: tuple[float, ...], source: np.ndarray, target: np.ndarray
-) -> Link | None:
+def _measure(group: Communicator) -> Link | None:
     """What the group's first rank has measured; None on the others."""
     arrays = [group.empty(size // 4) for size in SIZES]
     for array in arrays:
         array[:] = 0
     seconds = tuple(_median(partial(group.all_reduce, array), group) for array in arrays)
-    shares_memory = group.transport == "shm"
-    ends: _Ends = (copied_s, "", ()) if shares_memory else _exchange_raw(group, source, target)
-    return None if group.rank else Link(group.members, group.transport, seconds, *ends)
-
-
-def _exchange_raw(pair: Communicator, source: np.ndarray, target: np.ndarray) -> _Ends:
-    """The last fields of a `Link` between two ranks, of which the first connects to the second."""
-    mine, theirs = pair.all_gather_object(own_networks(pair.config))
-    listeners, reached, failed = dict[str, socket.socket](), dict[str, socket.socket](), list[str]()
-    with contextlib.ExitStack() as opened:
-        if pair.rank == 1:
-            bind = Bind(hosts_of(theirs), port_range(pair.config.ports))
-            listeners = dict(zip(bind.hosts, listen(bind, **pair.config.who), strict=True))
-        own = [opened.enter_context(each).getsockname()[1] for each in listeners.values()]
-        port, *_ = pair.broadcast_object(own, root=1)
-        for host in ways(mine, theirs) if pair.rank == 0 else ():
-            try:
-                reached[host] = socket.create_connection((host, port), _REACH_S)
-                opened.enter_context(reached[host])
-            except OSError as error:
-                failed.append(f"{host} ({error})")
-        address = pair.broadcast_object(next(iter(reached), ""))
-        if not address:
-            return (), "", tuple(failed)
-        if pair.rank == 1:
-            listeners[address].settimeout(_REACH_S)
-            reached[address], _ = listeners[address].accept()
-        with reached[address] as link:
-            link.settimeout(_LIMIT_S)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            swaps = [partial(_swap, link, source[:size], target[:size]) for size in SIZES]
-            return tuple(_median(swap, pair) for swap in swaps), address, tuple(failed)
-
-
-def _swap(link: socket.socket, source: np.ndarray, target: np.ndarray) -> None:
-    """Send `source` and receive as much into `target`, at once."""
-    sender = threading.Thread(target=link.sendall, args=(source,))
-    is_long = source.nbytes > _BUFFERED
-    sender.start() if is_long else sender.run()
-    left = target.data
-    while left:
-        left = left[link.recv_into(left) :]
-    if is_long:
-        sender.join()
+    return None if group.rank else Link(group.members, group.transport, seconds)
 
 
 def _facts(comm: Communicator, copied_s: float) -> Facts:
