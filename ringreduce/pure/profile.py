@@ -25,10 +25,8 @@ from ringreduce.pure.watcher_messages import Heartbeat, SentToNext
 _WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
 _WAITED_S_MIN = 0.1  # less is chance
 # Parts of a step: less is not worth a change.
-_WAITING_MIN, _COMMUNICATING_MIN, _UPDATING_MIN = 0.1, 0.1, 0.1
+_WAITING_MIN, _COMMUNICATING_MIN = 0.1, 0.1
 _BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
-# A core reads and writes a table no faster, so that an update takes that long at least.
-_UPDATE_BYTES_PER_S = 10e9
 
 
 class Facts(NamedTuple):
@@ -100,11 +98,10 @@ def step_of(ranks: Sequence[Facts]) -> Step:
     )
 
 
-def verdict(epochs: Mapping[int, Sequence[Facts]], updated_bytes: int = 0) -> list[str]:
+def verdict(epochs: Mapping[int, Sequence[Facts]]) -> list[str]:
     """Lines of text: where the time went, and what would help most.
 
-    `epochs` are what all ranks have measured in each, by its number. In each step the optimizer
-    reads and writes `updated_bytes` to update tables whole.
+    `epochs` are what all ranks have measured in each, by its number.
     """
     steps, latest = {n: step_of(ranks) for n, ranks in epochs.items()}, [*epochs.values()][-1]
     mean, size, slow = _mean([*steps.values()]), len(latest), _straggler(steps)
@@ -113,7 +110,6 @@ def verdict(epochs: Mapping[int, Sequence[Facts]], updated_bytes: int = 0) -> li
         None if slow is None else _waiting(slow, steps),
         _slow_link(latest, mean),
         _communication(mean, latest[0].link_bytes > 0),
-        _whole_tables(mean, updated_bytes),
     ]
     findings = sorted((each for each in found if each is not None), key=lambda each: -each[0])
     texts = [f"{n}. {text}" for n, (_, text) in enumerate(findings, 1)] or ["Nothing of this kind."]
@@ -216,16 +212,6 @@ def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
     return shown_s, (
         f"Of {_ms(total_s)} of communication in a step {_ms(shown_s)} are not hidden behind "
         f"computing. Begin earlier, with a smaller bucket_bytes{fewer if between_hosts else ''}."
-    )
-
-
-def _whole_tables(mean: Step, updated_bytes: int) -> _Finding | None:
-    seconds = updated_bytes / _UPDATE_BYTES_PER_S
-    if seconds < _UPDATING_MIN * mean.computing_s:
-        return None
-    return seconds, (
-        f"The optimizer updates whole tables, {updated_bytes / 1e6:.0f} MB in a step, which takes "
-        f'{_ms(seconds)} or more. With update_rows="touched" it updates rows that have a gradient.'
     )
 
 

@@ -170,22 +170,3 @@ def test_a_program_that_measures_nothing_is_told(world_of_one, caplog, monkeypat
         trained(8, rr.callbacks.Together([]))
         module.warn_of_no_profile()
         assert not caplog.text
-
-
-@pytest.mark.parametrize(
-    ("inner", "options", "passes"),
-    [
-        # Table and two moments are read and written, and the gradient read.
-        (keras.optimizers.Adam(), {}, 7),
-        (keras.optimizers.SGD(0.1, momentum=0.9), {}, 5),
-        (keras.optimizers.SGD(0.1), {}, 0),
-        (keras.optimizers.Adam(), {"update_rows": "touched"}, 0),
-        (keras.optimizers.Lamb(), {}, 0),
-    ],
-)
-def test_what_an_update_of_whole_tables_moves(world_of_one, inner, options, passes):
-    layers = [keras.layers.Embedding(100, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((2,)), *layers])
-    model.compile(optimizer=rr.DistributedOptimizer(inner, **options), loss="mse")
-    model.optimizer.build(model.trainable_variables)
-    assert module._updated_bytes(model) == passes * 100 * 8 * 4

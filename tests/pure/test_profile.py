@@ -29,9 +29,9 @@ def ranks(*computing_ms, communicating=1.0, hidden=6.0, steps=100, links=(), **m
     ]
 
 
-def of(*epochs, first=1, updated_bytes=0):
+def of(*epochs, first=1):
     """The verdict: its lines, and the findings as one line each, without their numbers."""
-    lines = verdict(dict(enumerate(epochs, first)), updated_bytes)
+    lines = verdict(dict(enumerate(epochs, first)))
     assert max(map(len, lines)) <= 75
     whole = " ".join(line.strip() for line in lines).partition("help most: ")[2]
     return lines, re.split(r" ?\b\d\. (?=[A-Z0-9])", whole)[1:] or [whole]
@@ -164,13 +164,6 @@ def test_a_slow_link_is_named_if_ranks_wait_for_it():
     assert of(ranks(20, 20, 20, hidden=29, links=links))[1] == ["Nothing of this kind."]
 
 
-def test_tables_that_are_updated_whole():
-    _, [text] = of(ranks(20, 20), updated_bytes=60 * MB)
-    assert text.startswith("The optimizer updates whole tables, 60 MB in a step, which takes 6.0")
-    assert 'update_rows="touched"' in text
-    assert of(ranks(20, 20), updated_bytes=19 * MB)[1] == ["Nothing of this kind."]
-
-
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
@@ -208,6 +201,6 @@ def test_cores_that_too_many_threads_share(facts, text):
 def test_what_gains_most_comes_first_and_shared_cores_before_all():
     shared = {"cores": 2.0, "local_size": 4, "threads": 1, "cpu_s": 2.75}
     epoch = ranks(20, 20, 30, 20, communicating=25, hidden=3, **shared)
-    _, found = of(epoch, updated_bytes=150 * MB)
-    starts = ["4 threads of", "Of 28.0 ms of communication", "The optimizer", "Rank 2 is slow"]
+    _, found = of(epoch)
+    starts = ["4 threads of", "Of 28.0 ms of communication", "Rank 2 is slow"]
     assert [text[: len(start)] for text, start in zip(found, starts, strict=True)] == starts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from typing import Any
@@ -13,9 +12,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
-from ringreduce.keras import private
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.wrappable import state_for, works_by_element
 from ringreduce.pure.profile import Facts, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.vocabulary.config import profile_wanted
@@ -79,7 +76,7 @@ class Profile(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._ring().rank == 0 and self._epochs:
-            print(*verdict(self._epochs, _updated_bytes(self.model)), sep="\n", flush=True)
+            print(*verdict(self._epochs), sep="\n", flush=True)
 
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
@@ -115,22 +112,6 @@ class Profile(keras.callbacks.Callback):
 def threads_in_use() -> int:
     """With how many threads TensorFlow computes in this process."""
     return tf.config.threading.get_intra_op_parallelism_threads() or compute_threads()
-
-
-def _updated_bytes(model: Any) -> int:
-    """What an optimizer reads and writes in a step to update whole tables of embeddings.
-
-    0 where ``update_rows="touched"`` would change nothing, or is refused.
-    """
-    if not getattr(model.optimizer, "updates_all_rows", False):
-        return 0
-    inner, total = model.optimizer.inner_optimizer, 0
-    for layer in private.layers_of(model) if works_by_element(inner) else ():
-        for table in layer.trainable_weights if isinstance(layer, keras.layers.Embedding) else ():
-            kept = len(state_for(inner, table))
-            # Without any, only rows with a gradient are updated. The gradient is read too.
-            total += 4 * math.prod(table.shape) * (2 * kept + 3) if kept else 0
-    return total
 
 
 def warn_of_no_profile() -> None:
