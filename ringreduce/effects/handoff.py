@@ -5,8 +5,7 @@ gradients there without running Python. `PlainQueue`, where that is missing, hol
 """
 
 import ctypes
-import threading
-from collections import deque
+import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -178,36 +177,28 @@ class PlainQueue:
     """A queue of jobs only, where there is no native library."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._jobs: deque[int] = deque()
-        self._busy = self._closed = False
+        self._jobs: queue.Queue[int | None] = queue.Queue()  # None wakes who waits to take one.
+        self._closed = False
 
     def post(self, job: int) -> bool:
-        with self._changed:
-            if self._closed:
-                return False
-            self._jobs.append(job)
-            self._changed.notify_all()
-            return True
+        if not self._closed:
+            self._jobs.put(job)
+        return not self._closed
 
     def take(self) -> int | BucketItem | str | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._closed)
-            if self._closed:
-                return None
-            self._busy = True
-            return self._jobs.popleft()
+        job = self._jobs.get()
+        return None if self._closed else job
 
     def finish(self, failed: RoundFailed | None = None) -> None:
         """As `NativeQueue.finish`; `failed` is ignored, since a job records its own error."""
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
+        if not self._closed:  # Else the thread itself may have closed it, after a first time.
+            self._jobs.task_done()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closed or not (self._jobs or self._busy), timeout_s
+        jobs = self._jobs
+        with jobs.all_tasks_done:
+            return jobs.all_tasks_done.wait_for(
+                lambda: self._closed or not jobs.unfinished_tasks, timeout_s
             )
 
     def fail(self, why: str) -> None:
@@ -217,9 +208,10 @@ class PlainQueue:
         """Do nothing, as `fail`."""
 
     def close(self, why: str) -> None:
-        with self._changed:
+        with self._jobs.all_tasks_done:
             self._closed = True
-            self._changed.notify_all()
+            self._jobs.all_tasks_done.notify_all()
+        self._jobs.put(None)
 
 
 Queue = NativeQueue | PlainQueue

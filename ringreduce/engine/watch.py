@@ -164,8 +164,7 @@ class Watcher:
             if isinstance(action, Send):
                 self._control.send(action.message, but=action.but)
             elif isinstance(action, Log):
-                level = logging.WARNING if action.is_warning else logging.INFO
-                _log.log(level, "[%d/%d] %s", self._rank, self._size, action.text)
+                _log.warning("[%d/%d] %s", self._rank, self._size, action.text)
             elif isinstance(action, Found):
                 if self._collectives.pairs is not None:
                     self._collectives.pairs.found(action.listening)

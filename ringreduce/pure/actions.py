@@ -14,10 +14,9 @@ class Send(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Log `text` about this rank."""
+    """Warn with `text` about this rank."""
 
     text: str
-    is_warning: bool = True
 
 
 class Ended(NamedTuple):

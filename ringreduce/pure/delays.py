@@ -17,23 +17,19 @@ class Delays:
         self._progress: object = None
         self._progressed_s = now_s
         self._call: tuple[int, float] = (-1, 0.0)
-        self._warn_s, self._has_warned = 0.0, False
+        self._warn_s = 0.0
 
     def look(self, current: Present, progress: object, now_s: float) -> list[Action]:
         """Warn, at growing intervals, of ranks that keep this one waiting."""
-        actions: list[Action] = []
         call = current.calls, current.since_s
         if call != self._call:
             self._call, self._warn_s = call, 0.0
-            if self._has_warned:
-                self._has_warned = False
-                actions.append(Log("goes on", is_warning=False))
             self._progressed_s = max(current.since_s, self._progressed_s)
         if progress != self._progress:
             self._progress, self._progressed_s = progress, now_s
         if current.operation is None:
             self.is_busy = False
-            return actions
+            return []
         waited_s = now_s - max(current.since_s, self._progressed_s)
         suspicion = self._peer_table.suspect(current, now_s)
         self.is_busy = suspicion is not None and suspicion.is_busy
@@ -43,9 +39,8 @@ class Delays:
         if waited_s >= max(limit_s, self._warn_s):
             self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
             if suspicion is None or suspicion.rank in self._neighbours:
-                self._has_warned = True
                 nobody = "no other rank is seen to hold it up"
                 what = nobody if suspicion is None else suspicion.text
                 text = f"has waited {waited_s:.1f} s in {current.operation}"
-                actions.append(Log(f"{text} after {current.calls} calls: {what}"))
-        return actions
+                return [Log(f"{text} after {current.calls} calls: {what}")]
+        return []

@@ -67,7 +67,9 @@ def run(
             )
         actors = [_actor(resources, group, bundle) for bundle in range(size)]
         try:
-            actors = _by_host(actors)
+            hosts = ray.get([actor.call.remote(host_here) for actor in actors])
+            # Those of one host beside each other, in the order of the first of each.
+            actors = [actors[i] for i in sorted(range(size), key=lambda i: hosts.index(hosts[i]))]
             form(size, lambda rank, *call: actors[rank].call.remote(*call), choices)
         except RayActorError as error:
             raise WorkerError(
@@ -105,13 +107,6 @@ def _actor(resources: Mapping[str, float], group: Any, bundle: int) -> Any:
     if "memory" in others:
         options["memory"] = others["memory"]
     return ray.remote(**options)(_Worker).remote()
-
-
-def _by_host(actors: Sequence[Any]) -> list[Any]:
-    """The actors, those of one host beside each other."""
-    hosts = ray.get([actor.call.remote(host_here) for actor in actors])
-    order = {host: place for place, host in reversed(list(enumerate(hosts)))}
-    return [actors[i] for i in sorted(range(len(actors)), key=lambda i: (order[hosts[i]], i))]
 
 
 def _results(running: Sequence[Any]) -> list[Any]:

@@ -50,7 +50,11 @@ def examine(comm: Communicator) -> list[Any]:
         link = None
         if group is not None:
             with group:
-                link = _measure(group)
+                arrays = [group.empty(size // 4) for size in SIZES]
+                for array in arrays:
+                    array[:] = 0
+                seconds = tuple(_median(partial(group.all_reduce, each), group) for each in arrays)
+                link = None if group.rank else Link(group.members, group.transport, seconds)
         links += [each for each in comm.all_gather_object(link) if each is not None]
     return comm.all_gather_object(_facts(comm, copied_s)) + links
 
@@ -67,15 +71,6 @@ def _median(call: Callable[[], object], ring: Communicator) -> float:
     first = once()
     count = ring.broadcast_object(min(_CALLS_MAX, int(_SECONDS / first)))
     return statistics.median([once() for _ in range(count)] or [first])
-
-
-def _measure(group: Communicator) -> Link | None:
-    """What the group's first rank has measured; None on the others."""
-    arrays = [group.empty(size // 4) for size in SIZES]
-    for array in arrays:
-        array[:] = 0
-    seconds = tuple(_median(partial(group.all_reduce, array), group) for array in arrays)
-    return None if group.rank else Link(group.members, group.transport, seconds)
 
 
 def _facts(comm: Communicator, copied_s: float) -> Facts:
