@@ -48,12 +48,7 @@ from ringreduce.transport.routes import first_to_answer
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.endpoints import host_and_port, is_loopback
-from ringreduce.vocabulary.errors import (
-    ConfigError,
-    MismatchError,
-    RendezvousError,
-    RingReduceError,
-)
+from ringreduce.vocabulary.errors import ConfigError, MismatchError, RendezvousError
 from ringreduce.vocabulary.times import milliseconds
 from ringreduce.vocabulary.words import named
 
@@ -278,7 +273,7 @@ class Rendezvous:
                     members.note("a message that is no hello")
                 elif (refusal := members.admit(identity, hello)) is not None:
                     self._answer(identity, refusal)
-        except RingReduceError as error:
+        except (MismatchError, RendezvousError) as error:
             refusal = Refusal(error.message, isinstance(error, MismatchError), error.peer)
             # Also to the rank at fault, which has not joined.
             for each in [*members.identities, *([identity] if identity else [])]:

@@ -8,7 +8,6 @@ calls are written so too, but those of the native queue under its own lock: see 
 """
 
 import ctypes
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -162,7 +161,7 @@ class _Python(ctypes.Structure):
 @cache
 def _are_native() -> bool:
     """Whether C makes the records; from now on it can."""
-    if native.library() is None or sys.implementation.name != "cpython":
+    if native.library() is None:
         return False
     python = ctypes.pythonapi
     as_number, hold = map(native.address, (python.PyLong_AsUnsignedLongLong, python.Py_IncRef))

@@ -39,8 +39,7 @@ class Delays:
         if waited_s >= max(limit_s, self._warn_s):
             self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
             if suspicion is None or suspicion.rank in self._neighbours:
-                nobody = "no other rank is seen to hold it up"
-                what = nobody if suspicion is None else suspicion.text
-                text = f"has waited {waited_s:.1f} s in {current.operation}"
-                return [Log(f"{text} after {current.calls} calls: {what}")]
+                what = suspicion.text if suspicion else "no other rank is seen to hold it up"
+                where = f"{waited_s:.1f} s in {current.operation} after {current.calls} calls"
+                return [Log(f"has waited {where}: {what}")]
         return []

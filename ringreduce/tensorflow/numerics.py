@@ -23,8 +23,6 @@ MODES = ("warn", "raise", "off")
 # indices only.
 Parts = Sequence[tuple[GradientSpec, int, np.ndarray | None]]
 
-_ORIGIN = "The first step with such a message, and the rank it names, are where it began: "
-
 
 class NumericsCheck:
     """Checks the buckets of one bridge's steps, in a mode of `MODES`; for one thread."""
@@ -49,8 +47,9 @@ class NumericsCheck:
             ring,
             ring.config.rank,
             f"has {found} as its own gradient in step {self._step}",
-            f"{_ORIGIN}look at that rank's batch, at what the loss divides by or takes the "
-            "logarithm of, and at the learning rate.",
+            "The first step with such a message, and the rank it names, are where it began: look "
+            "at that rank's batch, at what the loss divides by or takes the logarithm of, and at "
+            "the learning rate.",
         )
 
     def check_mean(

@@ -6,21 +6,10 @@ from typing import Any
 import zmq
 
 from ringreduce.pure import wire
-from ringreduce.pure.timeouts import Limit
 from ringreduce.pure.wire import Header
 from ringreduce.transport import records
 from ringreduce.transport.records import LinkRecord
 from ringreduce.vocabulary import errors
-
-
-def timeout_error(due: str, waited_s: float, limit: Limit, **where: Any) -> errors.PeerTimeoutError:
-    """The error of a call that has waited for `due` up to `limit`; `where` names the peer."""
-    return errors.PeerTimeoutError(
-        f"waited {waited_s:.1f} s for {due}",
-        **where,
-        remedy=f"Read rank {where['peer']}'s log first; raise {limit.variable} "
-        f"(now {limit.seconds:g}) only if it is merely slow.",
-    )
 
 
 def lost_error(name: str, **where: Any) -> errors.PeerLostError:

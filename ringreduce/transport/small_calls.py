@@ -6,7 +6,6 @@ Memory: what was taught lives as long as the `SmallCalls`; the caller owns the a
 """
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -142,7 +141,7 @@ class SmallCalls:
 @cache
 def are_possible() -> bool:
     """Whether this Python and this numpy lay out their objects as native/src/python_api.h says."""
-    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * ctypes.sizeof(pointer):
+    if object.__basicsize__ != 2 * ctypes.sizeof(pointer):
         return False
     array = np.zeros((2, 3), np.float32)
     frozen = array[:, 1:]

@@ -17,7 +17,7 @@ from ringreduce.pure.timeouts import Limit, Timeouts
 from ringreduce.pure.watcher_messages import Listening, Pending
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.channel import Silence
-from ringreduce.transport.diagnosis import lost_error, mismatch_error, timeout_error
+from ringreduce.transport.diagnosis import lost_error, mismatch_error
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingReduceError
 
@@ -200,7 +200,12 @@ def finish(
             if stall.lost is not None:
                 raise lost_error(call.named(stall.lost), **call.where(stall.lost))
             if limit is not None:
-                error = timeout_error(state.due, stall.waited_s, limit, **call.where(state.peer))
+                error = PeerTimeoutError(
+                    f"waited {stall.waited_s:.1f} s for {state.due}",
+                    **call.where(state.peer),
+                    remedy=f"Read rank {state.peer}'s log first; raise {limit.variable} "
+                    f"(now {limit.seconds:g}) only if it is merely slow.",
+                )
                 timeouts.explain(error)
                 raise error
             if silence is not None and silence is not state.silence:

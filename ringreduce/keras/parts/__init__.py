@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.keras.parts.part import Part, parts_in, pieces_in
+from ringreduce.keras.parts.part import parts_in, pieces_in
 from ringreduce.keras.wrappable import state_for
 from ringreduce.tensorflow.variables import path_of
 
@@ -37,7 +37,10 @@ def summary(model: Any) -> str:
         each = kept * tf.as_dtype(variable.dtype).size / _MIB
         sizes = [each * math.prod(shape) for shape in (part.own_shape, part.shape)]
         total = [a + b for a, b in zip(total, sizes, strict=True)]
-        shown = [path_of(variable), str(part.shape), _lengths(part), str(part.axis)]
+        lengths = [str(n) for n in np.diff([0, *part.ends(), part.shape[part.axis]])]
+        if len(lengths) > _SHOWN:
+            lengths = [*lengths[: _SHOWN - 1], "...", lengths[-1]]
+        shown = [path_of(variable), str(part.shape), ", ".join(lengths), str(part.axis)]
         rows.append([*shown, *(f"{size:.2f}" for size in sizes)])
     rows.append(["all", "", "", "", *(f"{size:.2f}" for size in total)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -46,10 +49,3 @@ def summary(model: Any) -> str:
     if not parts or parts[0][1].communicator.rank == 0:
         print(text, flush=True)
     return text
-
-
-def _lengths(part: Part) -> str:
-    lengths = [str(n) for n in np.diff([0, *part.ends(), part.shape[part.axis]])]
-    if len(lengths) > _SHOWN:
-        lengths = [*lengths[: _SHOWN - 1], "...", lengths[-1]]
-    return ", ".join(lengths)
