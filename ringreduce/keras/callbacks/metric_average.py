@@ -131,8 +131,8 @@ class MetricAverage(keras.callbacks.Callback):
         }
         gathered = ring.all_gather_object(own)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
-        apart = diverged(self.model, [theirs["rates"] for theirs in gathered], ring)
-        refuse(ring, apart, "comparison of learning rates")
+        rates = [theirs["rates"] for theirs in gathered]
+        refuse(ring, diverged(self.model, rates, ring), "comparison of learning rates")
         warn_of_same_rows([theirs["digest"] for theirs in gathered], ring)
         together = metric_states.combined_results(self.model, training, ring)
         if any(theirs["validated"] for theirs in gathered):
