@@ -8,6 +8,7 @@ announced, without another message.
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.standby import Standby
+from ringreduce.transport.visits import Visits
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import Config
@@ -60,6 +62,9 @@ class Job:
     # What this rank knows of the choice of the next ring's ranks; kept by attempts that fail.
     agreement: Agreement
     has_left_out: bool = False  # ranks that may be alive, and are told so when they wake
+    # Whether its ring is formed anew when it has failed; what that is for has ended on this rank.
+    is_repeated: bool = False
+    has_ended: bool = False
     highest_group: int = 0  # of the groups that this rank has taken part in forming
     # By rank of this host that shares memory: which process it is, by its number and its start.
     processes: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -68,6 +73,26 @@ class Job:
 
     def ranks_here(self, rank: int) -> int:
         return self.hosts.count(self.hosts[rank])
+
+    def visits(self) -> Visits:
+        """Open this rank's standby port, for all ranks that there were at the beginning."""
+        others = [each for each in range(self.security.size) if each != self.security.rank]
+        ways = {each: self.routes.ways(each, self.standbys[each]) for each in others}
+        return Visits(self.standby, self.security, self.number, ways)
+
+    def answer(self, config: Config, *, is_busy: bool = False) -> None:
+        """From now on tell others that form the ring anew what holds for this rank.
+
+        It has ended, or left them out; or, if it `is_busy`, it will come.
+        """
+        with self.standby.lock:
+            self.standby.answering.close()
+            if self.standby.is_closed or not (is_busy or self.has_ended or self.has_left_out):
+                return
+            for_s = config.busy_timeout_s if is_busy and not self.has_left_out else math.inf
+            visits, view = self.visits(), self.agreement.view
+            self.standby.answering.callback(visits.close)
+            visits.answer(view, for_s, has_ended=self.has_ended, is_busy=is_busy)
 
     def place(self, membership: Membership) -> Placement:
         """Which members share memory."""

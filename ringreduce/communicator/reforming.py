@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Collection
@@ -28,7 +30,6 @@ from ringreduce.pure.membership import EPOCHS_MAX, Membership
 from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.unix import end_process, is_stopped
-from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
     ArrayError,
@@ -60,7 +61,8 @@ def reform(
     All ranks that are left must call it, whether or not the ring has failed on them; it returns
     when all have done so and passed a first barrier. Those that do not come within
     ``join_timeout_s``, or of `without` within a second, or if they are stopped here within
-    ``timeout_s``, are left out; on this host they are killed.
+    ``timeout_s``, are left out; on this host they are killed. One that says that it is in user code
+    is waited for until ``busy_timeout_s``.
     Then `communicator` has ranks from 0 on again, in the order of before. Its groups are closed;
     form them anew with `split`. Errors and logs go on naming the ranks of the job.
 
@@ -108,23 +110,14 @@ def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
     """Choose what others hear that form the ring anew: that it has ended on this rank, or nothing.
 
     They may go on without it then, if it has come to an end that all have come to. A thread
-    answers, until this is called again, `reform` is, or the communicator is closed.
+    answers, until this is called again, `reform` is, the communicator is closed, or the time for it
+    is over. If the ring fails while this rank is in user code, it answers as well.
     """
     job = communicator._session.job
     communicator._session.lasting.trains = not has_ended
     if job is not None and all(job.standbys):
-        job.standby.answering.close()
-        if has_ended or job.has_left_out:
-            visits = _visits(communicator.config, job)
-            job.standby.answering.callback(visits.close)
-            visits.answer(job.agreement.view, has_ended=has_ended)
-
-
-def _visits(config: Config, job: formation.Job) -> Visits:
-    """With all ranks that there were at the beginning."""
-    others = [each for each in range(config.size) if each != config.rank]
-    ways = {each: job.routes.ways(each, job.standbys[each]) for each in others}
-    return Visits(job.standby, job.security, job.number, ways)
+        job.is_repeated, job.has_ended = True, has_ended
+        job.answer(communicator.config)
 
 
 def _check(old: Session, without: Collection[int]) -> None:
@@ -169,14 +162,17 @@ class Survivors:
         self._config, self._job, self._without, self._at_end = config, job, without, at_end
         self._rank, self._who = config.rank, config.who
         self._others = [each for each in job.agreement.view.members if each != config.rank]
-        self._visits = _visits(config, job)
-        self._deadline = time.monotonic() + config.join_timeout_s
+        self._visits = job.visits()
+        self._deadline = math.inf  # until the ranks are agreed on
         self._dead: frozenset[int] = frozenset()
-        # By rank: when it last sent anything; its last values. What this one passes on; when.
+        # By rank: when it last took part, or said that it is in user code; its last values. What
+        # this one passes on; when.
         self._heard: dict[int, float] = {}
+        self._busy: dict[int, float] = {}
         self._told: dict[int, tuple[Any, ...]] = {}
         self._values: tuple[Any, ...] = ()
         self._sends_s = 0.0
+        self._is_told = False  # by one that has ended
 
     def __enter__(self) -> Survivors:
         return self
@@ -184,28 +180,41 @@ class Survivors:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._job.has_left_out:
             self._job.standby.answering.callback(self._visits.close)
-            self._visits.answer(self._job.agreement.view)
+            self._visits.answer(self._job.agreement.view, math.inf)
         else:
             self._visits.close()
 
     def agree(self) -> View:
         """The next view, once it is chosen; raises RendezvousError if this rank is not in it."""
-        job, began_s, kills_s, proposes_s = self._job, time.monotonic(), 0.0, 0.0
+        job, kills_s, proposes_s = self._job, 0.0, 0.0
+        # When it began, and when a rank was last known to be in user code.
+        began_s = busy_s = time.monotonic()
+        warns_s = began_s + TIMES.slow_warning_s
         members = job.agreement.view.members
         seen: tuple[Any, ...] = ()
         # If others have proven it dead, they do not listen to it any more.
         while (chosen := job.agreement.successor) is None and self._rank not in job.agreement.dead:
             self._receive(TIMES.poll_s)
+            if self._is_told:
+                raise EndedError("was told that the ring has ended", **self._who)
             self._find_dead(members)
             now = time.monotonic()
             here = set(members) - self._dead - self._silent(members, TIMES.silent_s)
             unknown = set(members) - self._dead - here
+            busy = {*filter(self._is_busy, unknown)} - {*self._without}
+            if busy and now - began_s < self._config.busy_timeout_s:
+                busy_s = now
+            if unknown and now >= warns_s:
+                warns_s = math.inf
+                missing = named("rank", sorted(unknown)), "in user code" if busy else "silent"
+                text = "[%d/%d] waits for %s, %s, to form the ring anew"
+                _log.warning(text, self._rank, self._config.size, *missing)
             limit_s = self._config.join_timeout_s
-            if unknown <= {*self._without}:
+            if unknown <= {*self._without, *busy}:
                 limit_s = TIMES.silent_s
             elif all(map(self._is_stopped, unknown - {*self._without})):
                 limit_s = self._config.timeout_s
-            if unknown and now - began_s < limit_s:
+            if unknown and now - busy_s < limit_s:
                 continue
             if unknown and not kills_s:
                 killed = [each for each in unknown if self._kill(each)]
@@ -221,9 +230,6 @@ class Survivors:
             if now >= proposes_s:
                 proposes_s = now + TIMES.answer_s + delay_s
                 self._take(propose(job.agreement, here, self._dead))
-        if chosen is not None and not chosen.members:
-            job.agreement = job.agreement._replace(successor=None)  # That was no choice.
-            raise EndedError("was told that the ring has ended", **self._who)
         if chosen is None or self._rank not in chosen.members:
             others = "the others" if chosen is None else named("rank", chosen.members)
             raise RendezvousError(
@@ -237,6 +243,7 @@ class Survivors:
             _log.info("[%d/%d] goes on without %s", *where, self._described(left))
             job.has_left_out |= not left <= self._dead
         job.agreement = Agreement(self._rank, chosen)
+        self._deadline = time.monotonic() + self._config.join_timeout_s
         return chosen
 
     def _silent(self, members: Collection[int], for_s: float) -> set[int]:
@@ -246,7 +253,11 @@ class Survivors:
         return {each for each in others if self._heard.get(each, -1.0) < since_s}
 
     def _find_dead(self, members: Collection[int]) -> None:
-        self._dead |= self._visits.refused(self._silent(members, 2 * TIMES.poll_s))
+        silent = self._silent(members, 2 * TIMES.poll_s)
+        self._dead |= self._visits.refused({*itertools.filterfalse(self._is_busy, silent)})
+
+    def _is_busy(self, rank: int) -> bool:
+        return time.monotonic() - self._busy.get(rank, -math.inf) < TIMES.silent_s
 
     def _is_stopped(self, rank: int) -> bool:
         """Whether it is known to be a process of this host that is stopped now."""
@@ -293,8 +304,11 @@ class Survivors:
                 self._visits.send(Message(Kind.HERE, self._rank, peer, number, values=self._values))
         for message in self._visits.receive(wait_s):
             is_end = message.value is not None and not message.value.members
-            if is_end and not self._at_end:
-                continue  # What has ended there is what came before this; it will come.
+            # Where this rank is not at the end, what has ended there came before; it will come.
+            if message.view == number and (message.kind is Kind.BUSY or is_end):
+                self._busy[message.sender] = time.monotonic()
+                self._is_told |= is_end and self._at_end
+                continue  # Neither is a choice.
             if message.view == job.agreement.view.number:
                 self._heard[message.sender] = time.monotonic()
                 if message.kind is Kind.HERE:
@@ -330,6 +344,8 @@ class Survivors:
         if lost := self._dead & {*self._job.agreement.view.members}:
             text = f"lost rank {min(lost)} while the ring was formed anew: it died"
             raise PeerLostError(text, **self._who, peer=min(lost))
-        if self._job.agreement.successor is not None or time.monotonic() > self._deadline:
-            text = "gave up to form the ring anew, as others did, or did not come"
+        if self._job.agreement.successor is not None or self._is_told:
+            raise PeerError("gave up to form the ring anew, as others did", **self._who)
+        if time.monotonic() > self._deadline:
+            text = f"waited {self._config.join_timeout_s:g} s to form the ring anew"
             raise PeerTimeoutError(text, **self._who, peer=missing)

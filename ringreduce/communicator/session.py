@@ -276,7 +276,11 @@ class Session:
         if (engine := self.lasting.engine) is not None:
             engine.fail(self, first)
         if self._recorder.current_call().operation is None:
-            self._record(first)  # In user code no call fails, so it is recorded here.
+            # In user code no call fails. The others may form the ring anew before one does.
+            job, is_over = self.job, self._life.state >= State.LEAVING
+            if job is not None and job.is_repeated and not (self.membership.group or is_over):
+                job.answer(self.config, is_busy=True)
+            self._record(first)
 
     def broke(self, error: RingReduceError) -> None:
         """Notify all ranks and threads of the first error, once; under the calls' lock."""

@@ -11,7 +11,12 @@ from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.communicator.reforming import EndedError, answer_others, reform
-from ringreduce.vocabulary.errors import PeerError, RendezvousError, RingReduceError
+from ringreduce.vocabulary.errors import (
+    PeerError,
+    PeerTimeoutError,
+    RendezvousError,
+    RingReduceError,
+)
 from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
@@ -61,7 +66,10 @@ def go_on(
     began, before = time.monotonic(), ring.members
     for attempts_left in reversed(range(REPEATS_MAX)):
         try:
-            reform(ring, [] if error.peer is None else [error.peer], at_end=at_end())
+            # One whose connection has ended may be in a callback.
+            is_late = isinstance(error, PeerTimeoutError) and error.peer != ring.config.rank
+            late = [error.peer] if is_late and error.peer is not None else []
+            reform(ring, late, at_end=at_end())
             gone = sorted({*before} - {*ring.members})
             lost = named("rank", gone)
             catch_up()

@@ -39,6 +39,7 @@ class Kind(enum.IntEnum):
     ACCEPT = 3  # accept a value
     ACCEPTED = 4
     CHOSEN = 5
+    BUSY = 6  # its sender is in user code, and will take part
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):

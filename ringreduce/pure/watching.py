@@ -173,6 +173,7 @@ class Watch:
             if now_s - since_s < (TIMES.ended_s if is_over else TIMES.half_ended_s):
                 self.due_s = min(self.due_s, now_s + TIMES.ended_poll_s)
                 continue
+            kind: type[errors.PeerError] = errors.PeerLostError
             text = f"lost rank {neighbour}: its connection has ended, so it died"
             remedy = f"Read rank {neighbour}'s log first."
             if self.peer_table.unheard_s(neighbour, now_s) < now_s - since_s:
@@ -187,8 +188,10 @@ class Watch:
                     f"lost rank {neighbour}: nothing came from it for {silent_s:.1f} s: it or its "
                     "host is cut off or down"
                 )
+                if silent_s >= self._link_timeout_s:
+                    kind = errors.PeerTimeoutError
             where = self._where(current)
-            return self.end(errors.PeerLostError(text, **where, peer=neighbour, remedy=remedy))
+            return self.end(kind(text, **where, peer=neighbour, remedy=remedy))
         return []
 
     def end(self, error: errors.RingReduceError) -> list[Action]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 
 from ringreduce.transport import inherited, port_filter
 from ringreduce.transport.address import endpoint
@@ -18,8 +19,8 @@ class Standby:
     """A port at the addresses of `bind`, open only on request, of this rank in a job of `size`."""
 
     def __init__(self, bind: Bind, *, rank: int, size: int) -> None:
-        # What still answers there although the ring works.
-        self.answering = contextlib.ExitStack()
+        # What answers there although no ring is formed; the lock is for those that change that.
+        self.answering, self.lock = contextlib.ExitStack(), threading.RLock()
         self._listeners = listen(bind, rank=rank, size=size)
         # The first, as ``tcp://host:port``; empty where the system cannot shut a port.
         self.address = ""

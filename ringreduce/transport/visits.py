@@ -7,12 +7,13 @@ beyond a network that is cut; and neither does one that accepts, but whose rank 
 
 import contextlib
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import zmq
 
-from ringreduce.pure.views import Agreement, Message, View, receive
+from ringreduce.pure.views import Agreement, Kind, Message, View, receive
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.routes import first_to_answer
 from ringreduce.transport.security import Security
@@ -91,20 +92,32 @@ class Visits:
         why = {peer: [each.why for each in failed if each.peer == peer] for peer in peers}
         return {peer for peer in peers if why[peer] == ["refused"] * len(ways[peer])}
 
-    def answer(self, view: View, *, has_ended: bool = False) -> None:
-        """From now on, in a thread, tell `view` to those that come because of one before it.
+    def answer(
+        self, view: View, for_s: float, *, has_ended: bool = False, is_busy: bool = False
+    ) -> None:
+        """For so long, in a thread, tell `view` to those that come because of one before it.
 
-        And an empty one, if it `has_ended`, to those that come because of it.
+        To those that come because of it: an empty one, if it `has_ended`; or that this rank
+        `is_busy`. Then the port is shut.
         """
         known = Agreement(self._rank, view, successor=View(view.number + 1, ()))
+        until_s = time.monotonic() + for_s
+
+        def answer(message: Message) -> None:
+            # A ring that works has no successor to tell.
+            if has_ended or message.view < view.number:
+                for each in receive(known, message)[1]:
+                    self.send(each)
+            elif is_busy and message.view == view.number:
+                self.send(Message(Kind.BUSY, self._rank, message.sender, view.number))
 
         def run() -> None:
-            while not self._is_closing:
-                for message in self.receive(TIMES.poll_s):
-                    # A ring that works has no successor to tell.
-                    if has_ended or message.view < view.number:
-                        for each in receive(known, message)[1]:
-                            self.send(each)
+            try:
+                while not self._is_closing and time.monotonic() < until_s:
+                    for message in self.receive(TIMES.poll_s):
+                        answer(message)
+            finally:
+                self._end()
 
         name = f"ringreduce standby {self._rank}"
         self._thread = threading.Thread(target=run, name=name, daemon=True)
@@ -115,6 +128,10 @@ class Visits:
         self._is_closing = True
         if self._thread.ident is not None:
             self._thread.join()
+        else:
+            self._end()
+
+    def _end(self) -> None:
         self._standby.shut()
         self._authenticator.close()
         for socket in (self._incoming, *self._outgoing.values()):

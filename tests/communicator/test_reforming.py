@@ -121,9 +121,10 @@ def test_ranks_that_are_left_go_on_in_a_ring_of_their_own(tmp_path: Path, name: 
 FATAL = """
 from ringreduce.communicator import reforming
 from ringreduce.pure.views import Kind
+from ringreduce.transport.visits import Visits
 
 LAST = {0: Kind.PREPARE, 1: Kind.ACCEPT, 2: Kind.CHOSEN}
-exchange, send = reforming.Survivors.exchange, reforming.Visits.send
+exchange, send = reforming.Survivors.exchange, Visits.send
 
 
 def fatal_exchange(survivors, value):
@@ -138,7 +139,7 @@ def fatal_send(visits, message):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-reforming.Survivors.exchange, reforming.Visits.send = fatal_exchange, fatal_send
+reforming.Survivors.exchange, Visits.send = fatal_exchange, fatal_send
 ring = join()
 reforming.reform(ring)
 say("anew", members=ring._session.membership.members, sum=ring.all_reduce(np.ones(1))[0])

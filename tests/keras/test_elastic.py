@@ -238,6 +238,18 @@ def test_all_go_on_in_a_new_ring_where_only_connections_were_lost(tmp_path, way)
     assert found[0]["epoch"] > 1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["zmq", "auto"])
+def test_a_rank_that_writes_while_connections_are_lost_is_waited_for(tmp_path, transport):
+    faults = [[2, "epoch end", 1, "reset"], [0, "epoch end", 1, "stay"]]
+    variables = {"RINGREDUCE_TRANSPORT": transport}
+    case = {"writes": True, "way": "eager", "faults": faults}
+    found, _ = trained(tmp_path, 3, [], variables=variables, **case)
+    assert_exactly_once(found)
+    assert found[0]["epoch"] > 0
+    assert rows_of_log(tmp_path) == ["epoch", "0", "1", "2"]
+
+
 @pytest.mark.parametrize("stays", some([False, True], [True]))
 def test_a_rank_that_has_missed_the_end_of_training_ends_as_the_others(tmp_path, stays):
     case = {"misses": [1, "end"], "stays": stays, "way": "eager"}

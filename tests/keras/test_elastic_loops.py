@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import keras
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce import ConfigError
+from ringreduce import ConfigError, PeerLostError, PeerTimeoutError, RendezvousError
+from ringreduce.communicator.reforming import answer_others
 from ringreduce.keras import elastic as loops
+from ringreduce.keras.recovery import go_on
 from ringreduce.keras.repeating import repeaters
 from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
@@ -182,3 +185,46 @@ def test_what_a_lost_rank_would_take_with_it_is_refused_by_all_that_see_it(monke
                 tape.gradient(loss, [one])
 
     ring_of_threads(2, work)
+
+
+def anew(ring, error, stays):
+    """Fail with `error` on rank 2; all go on, rank 0 once it does not stay any more."""
+    answer_others(ring, has_ended=False)
+    ring.barrier()
+    if ring.rank == 2:
+        ring.fail(error)
+    failed = None
+    while failed is None or (ring.rank == 0 and stays(time.monotonic() - failed)):
+        time.sleep(0.01)
+        failed = failed or (ring.failure and time.monotonic())
+    where = 1, "in step 1", ring.barrier, lambda: ""
+    go_on(ring, ring.failure, *where, at_end=lambda: False)
+    return ring.members
+
+
+def test_a_rank_that_has_lost_connections_in_a_callback_is_waited_for():
+    """Longer than one of which nothing is known. It is told of its own loss."""
+    error = PeerLostError("lost rank 0: its connection has ended, so it died", peer=0)
+
+    def work(ring):
+        return anew(ring, error, lambda seconds: seconds < 3.0)
+
+    options = {"join_timeout_s": 2.0, "transport": "zmq"}
+    assert ring_of_threads(3, work, **options) == [(0, 1, 2)] * 3
+
+
+def test_a_rank_whose_time_is_over_is_not_waited_for():
+    error = PeerTimeoutError("waited 600 s for rank 0", peer=0)
+    gone_on, told = threading.Event(), threading.Event()
+
+    def work(ring):
+        if ring.rank == 0:
+            with pytest.raises(RendezvousError, match="ranks 1, 2 went on without it"):
+                anew(ring, error, lambda _: not gone_on.wait(30))
+            told.set()
+        else:
+            assert anew(ring, error, None) == (1, 2)
+            gone_on.set()
+            assert told.wait(30)
+
+    ring_of_threads(3, work)

@@ -24,7 +24,7 @@ from ringreduce.pure.watcher_messages import (
     Value,
 )
 from ringreduce.pure.watching import Watch
-from ringreduce.vocabulary.errors import MismatchError, PeerLostError, PeerTimeoutError
+from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerLostError, PeerTimeoutError
 from ringreduce.vocabulary.times import Times
 
 
@@ -89,6 +89,18 @@ def test_a_loss_that_lasts_ends_the_ring(has_ended: bool, limit_s: float) -> Non
     [error] = errors(actions)
     assert isinstance(error, PeerLostError)
     assert error.peer == 1
+
+
+@pytest.mark.parametrize(("silent_s", "kind"), [(1.9, PeerLostError), (2.0, PeerTimeoutError)])
+def test_a_neighbour_is_late_only_after_the_limit_for_links(
+    silent_s: float, kind: type[PeerError]
+) -> None:
+    """Others go on without one that is late; one that has lost a connection may still come."""
+    watch = a_watch()
+    assert not watch.look_for_losses({1: False}, Here(), silent_s)
+    [error] = errors(watch.look_for_losses({1: False}, Here(), silent_s + 0.2))
+    assert type(error) is kind
+    assert "nothing came from it" in str(error)
 
 
 @pytest.mark.parametrize("leaves", ["the other", "this rank"])
