@@ -99,6 +99,8 @@ def reform(
                 if attempts_left:
                     continue
                 raise
+        if session.job is not None:
+            session.job.agreement = job.agreement  # Votes may have been given while it formed.
         communicator._use(session)
         tell_children(config, view.members, session.local_rank, session.local_size)
         text = "[%d/%d] ring formed anew, epoch %d, of ranks %s"

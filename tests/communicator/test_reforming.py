@@ -18,7 +18,7 @@ import pytest
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import EndedError, Survivors, answer_others, reform
 from ringreduce.effects.events import Events
-from ringreduce.pure.views import Message, View, propose
+from ringreduce.pure.views import Kind, Message, View, propose
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import Config
@@ -436,6 +436,45 @@ def test_a_rank_passes_on_what_others_need_also_where_theirs_has_come_before(
 
     monkeypatch.setattr(Survivors, "exchange", late)
     ring_of_threads(2, reform, join_timeout_s=5.0)
+
+
+def test_votes_that_are_given_while_a_ring_forms_count_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchange, send, first = Survivors.exchange, Visits.send, []
+    together = threading.Barrier(3, timeout=30)
+
+    def voting(survivors: Survivors, value: Any) -> dict[int, Any]:
+        """In the last exchange ranks 0 and 2 accept a ring of their own; nobody hears of it."""
+        job = survivors._job
+        if survivors._rank == 2 and len(survivors._values) == 1 and not first:
+            first.append(job.agreement.view.number)
+            survivors._take(propose(job.agreement, [0, 2]))
+            while (campaign := job.agreement.campaign) and campaign.awaits != Kind.ACCEPTED:
+                survivors._receive(0.01)
+        return exchange(survivors, value)
+
+    def lossy(visits: Visits, message: Message) -> None:
+        is_of_them = message.kind not in (Kind.HERE, Kind.CHOSEN) and [message.view] == first
+        if not is_of_them or (message.kind != Kind.ACCEPTED and message.receiver != 1):
+            send(visits, message)
+
+    monkeypatch.setattr(Survivors, "exchange", voting)
+    monkeypatch.setattr(Visits, "send", lossy)
+
+    def work(comm: Communicator) -> None:
+        reform(comm)
+        assert comm.all_gather_object(comm.rank) == [0, 1, 2]
+        first.append(-1)
+        if comm.rank == 1:
+            with pytest.raises(RendezvousError, match="ranks 0, 2 went on without it"):
+                reform(comm)
+        else:
+            reform(comm)
+            assert comm.members == (0, 2)
+        together.wait()  # Else rank 1 might find their ports closed.
+
+    ring_of_threads(3, work)
 
 
 def test_what_explains_mismatches_does_so_in_the_new_ring_too() -> None:
