@@ -39,7 +39,7 @@ from ringreduce.transport.standby import Standby
 from ringreduce.transport.visits import Visits
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class Job:
             self.standby.answering.close()
             if self.standby.is_closed or not (is_busy or self.has_ended or self.has_left_out):
                 return
-            for_s = config.busy_timeout_s if is_busy and not self.has_left_out else math.inf
+            for_s = TIMES.told_s if self.has_ended else math.inf
+            for_s = config.busy_timeout_s if is_busy else for_s
             visits, view = self.visits(), self.agreement.view
             self.standby.answering.callback(visits.close)
             visits.answer(view, for_s, has_ended=self.has_ended, is_busy=is_busy)

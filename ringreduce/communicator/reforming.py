@@ -269,7 +269,9 @@ class Survivors:
     def _kill(self, rank: int) -> bool:
         """End the process of a rank of this host, so that it is proven dead; whether it did."""
         process = self._job.processes.get(rank)
-        if process is None or process[0] == os.getpid() or not end_process(process):
+        # At the end it may have ended, and tell nobody any more.
+        has_ended = self._at_end and not self._is_stopped(rank)
+        if process is None or process[0] == os.getpid() or has_ended or not end_process(process):
             return False
         _log.warning(
             "[%d/%d] killed rank %d, process %d of this host, which did not answer",

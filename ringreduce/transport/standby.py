@@ -35,13 +35,17 @@ class Standby:
         """Whether `close` was called."""
         return self._listeners[0].fileno() < 0
 
-    def open(self) -> dict[str, int]:
-        """Let others connect; return where it listens, each with a descriptor for the caller."""
-        opened = {}
-        for listener in self._listeners:
-            port_filter.open_again(listener.fileno())
-            opened[endpoint(*listener.getsockname()[:2])] = os.dup(listener.fileno())
-        return opened
+    def open(self) -> None:
+        """Let others connect."""
+        with contextlib.suppress(OSError):  # It is open, or closed.
+            for listener in self._listeners:
+                port_filter.open_again(listener.fileno())
+
+    def descriptors(self) -> dict[str, int]:
+        """Where it listens, each with a descriptor for the caller."""
+        return {
+            endpoint(*each.getsockname()[:2]): os.dup(each.fileno()) for each in self._listeners
+        }
 
     def shut(self) -> None:
         """Let nobody connect any more."""

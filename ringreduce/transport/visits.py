@@ -12,9 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce.pure.views import Agreement, Kind, Message, View, receive
 from ringreduce.transport.address import endpoint
+from ringreduce.transport.channel import unwatch, watch
 from ringreduce.transport.routes import first_to_answer
 from ringreduce.transport.security import Security
 from ringreduce.transport.standby import Standby
@@ -23,6 +25,8 @@ from ringreduce.vocabulary.times import milliseconds
 
 _DECODER = msgspec.msgpack.Decoder(tuple[int, Message])
 _MESSAGE_BYTES_MAX = 1 << 20
+# Connections to the port at a time, beside one of each rank: strangers may leave them idle.
+_VISITORS_MAX = 64
 
 
 class Visits:
@@ -44,9 +48,14 @@ class Visits:
         self._context = zmq.Context(io_threads=1)
         self._incoming = self._socket(zmq.PULL)
         self._authenticator = security.serve_meeting(self._incoming, self._context)
-        for address, descriptor in standby.open().items():
+        self._incoming.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(TIMES.hello_s))
+        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self._events, self._visitors = watch(self._incoming, int(seen)), set[int]()
+        self._is_full = False
+        for address, descriptor in standby.descriptors().items():
             self._incoming.setsockopt(zmq.USE_FD, descriptor)
             self._incoming.bind(address)
+        standby.open()
         self._outgoing: dict[int, zmq.Socket[bytes]] = {}
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -76,6 +85,7 @@ class Visits:
 
     def receive(self, wait_s: float) -> Iterator[Message]:
         """What has come for this rank, once anything has, or after `wait_s`."""
+        self._limit_visitors()
         wait_ms = milliseconds(wait_s)
         while self._incoming.poll(wait_ms):
             wait_ms = 0
@@ -84,6 +94,16 @@ class Visits:
                 known = message.sender in self._ways
                 if known and (job, message.receiver) == (self._job, self._rank):
                     yield message
+
+    def _limit_visitors(self) -> None:
+        """Shut the port while too many are connected; those without the secret are ended soon."""
+        while self._events.poll(0):
+            event = parse_monitor_message(self._events.recv_multipart())
+            is_new = event["event"] == zmq.EVENT_ACCEPTED
+            (self._visitors.add if is_new else self._visitors.discard)(event["value"])
+        if self._is_full != (len(self._visitors) > _VISITORS_MAX + len(self._ways)):
+            self._is_full = not self._is_full
+            (self._standby.shut if self._is_full else self._standby.open)()
 
     def refused(self, peers: Collection[int]) -> set[int]:
         """Those of `peers` that are proven dead: every way to their ports is refused."""
@@ -134,6 +154,7 @@ class Visits:
     def _end(self) -> None:
         self._standby.shut()
         self._authenticator.close()
+        unwatch(self._incoming, self._events)
         for socket in (self._incoming, *self._outgoing.values()):
             socket.close()
         self._context.term()

@@ -65,8 +65,12 @@ class Times:
     # A handshake takes a few round trips; one that takes longer is not from a rank.
     handshake_s: float = 10.0
     refusal_pause_s: float = 10.0  # between two logged lines on refused connections
-    # For the hello of a rank that has connected to a Unix socket; it sends it at once.
+    # For the hello of a rank that has connected to a Unix socket, or its handshake at a standby
+    # port, where it tries again; it sends it at once.
     hello_s: float = 2.0
+    # After an elastic training the standby port tells ranks that have missed its end. They ask at
+    # once, unless they were stopped.
+    told_s: float = 60.0
     # To connect to a rank whose port opens at about the same time: the system itself tries again
     # only after a second.
     reconnect_s: float = 0.25

@@ -9,19 +9,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import EndedError, Survivors, answer_others, reform
 from ringreduce.effects.events import Events
 from ringreduce.pure.views import Kind, Message, View, propose
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.visits import Visits
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
     ArrayError,
     ClosedError,
@@ -30,6 +32,7 @@ from ringreduce.vocabulary.errors import (
     RingReduceError,
 )
 from tests import hosts
+from tests.processes import wait_until
 from tests.rings import Ring
 
 OnRanks = Callable[..., list[Any]]
@@ -306,15 +309,71 @@ def test_children_of_a_rank_that_has_ended_have_no_port() -> None:
     ring_of_threads(2, work)
 
 
+def test_the_standby_port_is_shut_a_while_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formation, "TIMES", replace(TIMES, told_s=0.3))
+
+    def work(comm: Communicator) -> None:
+        job = comm._session.job
+        assert job is not None
+        if comm.rank == 0:
+            port = int(job.standby.address.rpartition(":")[2])
+            answer_others(comm, has_ended=True)
+            assert len(sockets_of(port)) == 2
+            wait_until(lambda: len(sockets_of(port)) == 1, "the end of answers", 30)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), 0.1).close()
+            # It is opened again where the ring is formed anew.
+            answer_others(comm, has_ended=False)
+        comm.barrier()
+        reform(comm)
+
+    ring_of_threads(2, work)
+
+
+def test_idle_connections_without_the_secret_do_not_exhaust_descriptors() -> None:
+    told = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        job = comm._session.job
+        assert job is not None
+        if comm.rank == 0:
+            answer_others(comm, has_ended=True)
+        comm.barrier()
+        if comm.rank == 0:
+            assert told.wait(30)
+            return
+        host, _, port = job.standbys[0].removeprefix("tcp://").rpartition(":")
+        with contextlib.ExitStack() as idle:
+            most = 0
+            for _ in range(12):
+                for _ in range(50):
+                    one = idle.enter_context(socket.socket())
+                    one.setblocking(False)
+                    one.connect_ex((host, int(port)))
+                until = time.monotonic() + 0.05
+                while time.monotonic() < until:
+                    most = max(most, len(sockets_of(int(port))))
+            # What is allowed, and what came before that was seen.
+            assert 64 < most < 300
+            # They are ended, and then a rank is answered.
+            with pytest.raises(EndedError):
+                reform(comm, at_end=True)
+        told.set()
+
+    ring_of_threads(2, work, secret="s" * 64)
+
+
 def sockets_of(port: int) -> list[int]:
     """This process's descriptors of sockets at that port."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             descriptor = os.dup(int(name))
-            with socket.socket(fileno=descriptor) as one:
-                if one.getsockname()[1:2] == (port,):
-                    found.append(int(name))
+            opened.callback(os.close, descriptor)
+            one = socket.socket(fileno=descriptor)
+            opened.callback(one.detach)
+            if one.getsockname()[1:2] == (port,):
+                found.append(int(name))
     return found
 
 

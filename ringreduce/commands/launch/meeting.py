@@ -128,12 +128,12 @@ class Peer:
         self._sent_s = time.monotonic()
         self._flush()
 
-    def keep_alive(self) -> None:
-        """Show now and then that this launcher lives; note whether the other one does."""
+    def keep_alive(self, silent_s: float = TIMES.agent_silent_s) -> None:
+        """Show now and then that this launcher lives; it is gone if it was silent for so long."""
         now_s = time.monotonic()
         if now_s - self._sent_s >= TIMES.agent_ping_s:
             self.send(Alive())
-        if now_s - self._received_s >= TIMES.agent_silent_s:
+        if now_s - self._received_s >= silent_s:
             self.is_gone = True
 
     def read(self) -> Sequence[messages.Record]:

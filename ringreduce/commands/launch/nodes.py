@@ -144,7 +144,8 @@ class Nodes:
                         continue
                     self._receive(key.data, joined)
                 for peer in list(connected):
-                    peer.keep_alive()
+                    # A launcher says at once who it is.
+                    peer.keep_alive(TIMES.agent_silent_s if peer.join else TIMES.handshake_s)
                     if peer.is_gone:
                         selector.unregister(peer.end)
                         peer.end.close()
