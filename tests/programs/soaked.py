@@ -1,28 +1,59 @@
-"""Trains 2.5 M weights, 10 MB, for some steps, and says of each when it was done, by how many."""
+"""Trains 2.5 M weights, 10 MB, for some steps, and says of each when it was done, by how many.
 
+One rank writes a file in a callback, for longer than lost ranks are waited for. A rank ends its
+connections when it finds a file `reset` with its number, and exits on SIGTERM, as a preempted one.
+"""
+
+import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
-from shared import digest
+from shared import digest, reset_connections
 
 import ringreduce.keras as rr
 
-STEPS, EPOCHS, BATCH = 40, int(sys.argv[1]), 48
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+STEPS, EPOCHS, BATCH, WRITES_S = 40, int(sys.argv[1]), 48, float(sys.argv[2])
+FOLDER = Path(sys.argv[3])
 ring = rr.init()
+RANK = ring.config.rank
 ended = []
 
 
 class Ends(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if not ended:
-            print(json.dumps({"rank": ring.config.rank, "pid": os.getpid()}), flush=True)
+            print(json.dumps({"rank": RANK, "pid": os.getpid()}), flush=True)
         ended.append((time.monotonic(), list(ring.members)))
 
 
+class Writes(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        with open(FOLDER / "written", "wb") as file:
+            for _ in range(20):
+                file.write(bytes([RANK]) * 1000)
+                file.flush()
+                time.sleep(WRITES_S / 20)
+        found = sorted(set((FOLDER / "written").read_bytes()))
+        print(json.dumps({"writes": RANK, "epoch": epoch, "found": found}), flush=True)
+
+
+def reset_when_told():
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(FOLDER / f"reset{RANK}")
+            reset_connections()
+        time.sleep(0.02)
+
+
+threading.Thread(target=reset_when_told, daemon=True).start()
 keras.utils.set_random_seed(1)
 x = np.random.default_rng(0).normal(size=(BATCH * STEPS, 100)).astype("float32")
 layers = [keras.layers.Dense(1500, "tanh"), keras.layers.Dense(1500, "tanh"), keras.layers.Dense(1)]
@@ -35,10 +66,10 @@ rr.fit(
     batch_size=BATCH,
     epochs=EPOCHS,
     verbose=0,
-    callbacks=Ends(),
+    callbacks=[Ends(), *([rr.callbacks.OnRankZero(Writes())] if WRITES_S else [])],
 )
 found = {
-    "rank": ring.config.rank,
+    "rank": RANK,
     "ended": ended,
     "iterations": int(model.optimizer.iterations.numpy()),
     "weights": model.layers[0].get_weights()[0][0, :50].tolist(),
