@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import Rows, as_tensor, components, is_uneven, slice_rows
+from ringreduce.keras.rows import FIRST_ROWS, Rows, as_tensor, components, is_uneven, slice_rows
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -75,6 +75,10 @@ class Arrays:
     def take(self, rows: np.ndarray) -> Any:
         """Those rows of all arrays, given as indices; floats get Keras's float type."""
         return keras.tree.map_structure(lambda array: array[rows], self.parts)
+
+    def first(self) -> Any:
+        """Of the first rows what `take` gives."""
+        return self.take(np.arange(min(FIRST_ROWS, self.count)))
 
     def batches(
         self, indices: Callable[[int, int], list[np.ndarray]], count: int, rows: int, most: int

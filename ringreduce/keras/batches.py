@@ -24,7 +24,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
 from ringreduce.keras.data_fingerprint import FingerprintedPasses, Reads, fingerprinted
-from ringreduce.keras.rows import count_of, element_of, tensor_of
+from ringreduce.keras.rows import components, count_of, element_of, first_rows, tensor_of
 from ringreduce.keras.shares import Shares
 from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.errors import ConfigError
@@ -48,13 +48,30 @@ class Feed:
     # What the user's generator or PyDataset raised; TensorFlow shows only its text.
     failure: Exception | None = None
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so
-    first: Any = None  # a batch, of data that is made in Python
+    # The first rows of all data, or the first batch; of a tf.data.Dataset once it was read.
+    first: Any = None
 
     def begin(self, epoch: int) -> None:
         """The next pass over `dataset` is that epoch, counted from 0."""
 
     def end(self) -> None:
         """The epoch has ended."""
+
+    def noting_first(self, dataset: Any) -> Any:
+        """`dataset` with the same batches, whose first rows are `first` when they have passed."""
+
+        def note(number: Any, *parts: Any) -> Any:
+            tensors = [tf.convert_to_tensor(part) for part in parts]
+            self.first = tf.nest.pack_sequence_as(dataset.element_spec, tensors, True)
+            return number
+
+        def step(number: Any, batch: Any) -> Any:
+            def call() -> Any:
+                return tf.numpy_function(note, [number, *components(first_rows(batch))], tf.int64)
+
+            return tf.ensure_shape(tf.cond(number == 0, call, lambda: number), []) + 1, batch
+
+        return dataset.scan(np.int64(0), step)
 
 
 @dataclass(frozen=True)
@@ -167,6 +184,7 @@ class _ArrayFeed(Feed):
         steps, size = plan.steps, plan.ring.size
         unit = plan.batch_size or (-(-arrays.count // steps) if steps else BATCH_SIZE)
         plan.require_rows(min(unit, arrays.count), "batch_size")
+        self.first = arrays.first()
         if plan.check:
             compare_arrays(arrays, plan.what, plan.readers or plan.ring)
         passed = -(-arrays.count // unit)
@@ -225,7 +243,8 @@ class _DatasetFeed(Feed):
             plan.require_rows(known, "batch size")
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
         count = int(whole.cardinality())
-        self.dataset = plan.fed(whole, count if count >= 0 else None, tf.data.AUTOTUNE)
+        noted = self.noting_first(whole) if (plan.readers or plan.ring).size > 1 else whole
+        self.dataset = plan.fed(noted, count if count >= 0 else None, tf.data.AUTOTUNE)
 
 
 class _PyDatasetFeed(Feed):
@@ -245,9 +264,7 @@ class _PyDatasetFeed(Feed):
             whole = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         if not plan.deal:
             whole = plan.divide(whole)
-        elif isinstance(plan.check, Reads):
-            plan.check.note(self.first)
-        elif plan.check and (readers := plan.readers or plan.ring).size > 1:
+        elif plan.check is True and (readers := plan.readers or plan.ring).size > 1:
             FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
         steps = plan.run_steps or dataset.num_batches
         self.dataset = _counted(whole, lambda: self._ordered.num_batches if plan.deal else steps)

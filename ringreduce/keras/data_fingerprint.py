@@ -15,6 +15,7 @@ What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
 import itertools
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,13 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.mistakes import users_frame
+from ringreduce.keras.arrays import Arrays
+from ringreduce.keras.mistakes import DataWarning, users_frame, warn_at_users_line
+from ringreduce.keras.repeating import repeated
+from ringreduce.keras.rows import first_rows
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.errors import MismatchError
+from ringreduce.vocabulary.words import named
 
 _PERIOD = 64
 # A group of elements that are handled together has at most this many bytes.
@@ -50,8 +55,7 @@ def fingerprinted(dataset: Any, what: str, remedy: str, ring: Communicator) -> A
     def step(state: Any, element: Any) -> Any:
         number, count, fingerprint = state
         parts = tf.nest.flatten(targets(element), expand_composites=True)
-        known = [tf.bitcast(fingerprint, tf.uint8), *map(_fingerprint, parts)]
-        fingerprint = tf.bitcast(_fingerprint(tf.concat(known, 0)), tf.int64)
+        fingerprint = _joint([tf.bitcast(fingerprint, tf.uint8), *map(_fingerprint, parts)])
         more = 1 if length == 1 else tf.shape(parts[0], out_type=tf.int64)[0]
         total = count + more
 
@@ -94,6 +98,11 @@ def _fingerprints(tensor: Any, count: Any) -> Any:
     return tf.raw_ops.Fingerprint(data=rows, method="farmhash64")
 
 
+def _joint(fingerprints: Iterable[Any]) -> Any:
+    """The fingerprint of several, a scalar int64."""
+    return tf.bitcast(_fingerprint(tf.concat(list(fingerprints), 0)), tf.int64)
+
+
 # How many datasets each line of a program has fingerprinted, by communicator.
 _counts: weakref.WeakKeyDictionary[Communicator, Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -120,10 +129,8 @@ class FingerprintedPasses:
 
     def claim_batch(self, batch: Any) -> None:
         """Claim the targets of the first batch of a new pass over a PyDataset."""
-        parts = [tf.convert_to_tensor(part) for part in tf.nest.flatten(targets(batch))]
-        known = tf.concat([_fingerprint(part) for part in parts], 0)
-        fingerprint = tf.bitcast(_fingerprint(known), tf.int64)
-        self._claim(next(self._numbers), 0, 1, int(fingerprint))
+        parts = map(tf.convert_to_tensor, tf.nest.flatten(targets(batch)))
+        self._claim(next(self._numbers), 0, 1, int(_joint(map(_fingerprint, parts))))
 
     def _claim(self, number: int, before: int, total: int, fingerprint: int) -> None:
         where = f"element {total}" if total == before + 1 else f"elements {before + 1} to {total}"
@@ -150,21 +157,17 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        # For each pass and batch: numbers of y (or x), of x, and the sum of those of its rows.
+        # For each pass and batch its `numbers_of`.
         self._passes: list[list[Any]] = []
 
     def noted(self, dataset: Any) -> Any:
         """`dataset` with the same elements, of which each is noted as it is read."""
 
         def step(number: Any, element: Any) -> Any:
-            number = tf.numpy_function(self._note, [number, *_numbers_of(element)], tf.int64)
+            number = tf.numpy_function(self._note, [number, *numbers_of(element)], tf.int64)
             return tf.ensure_shape(number, []), element
 
         return dataset.scan(np.int64(-1), step)
-
-    def note(self, batch: Any) -> None:
-        """Note a batch in a pass of its own."""
-        self._note(np.int64(-1), *(number.numpy() for number in _numbers_of(batch)))
 
     def _note(self, number: Any, *of_batch: Any) -> Any:
         if number < 0:
@@ -205,13 +208,34 @@ def compare_reads(own: Any, what: str, remedy: str, ring: Communicator) -> None:
             )
 
 
-def _numbers_of(element: Any) -> list[Any]:
+def compare_codes(batch: Any, ring: Communicator) -> None:
+    """Warn on rank 0 if ranks have other numbers of words, or words, in x. Collective.
+
+    Of other types x is often random on purpose, of pixels too.
+    """
+    flat = tf.nest.flatten(keras.utils.unpack_x_y_sample_weight(first_rows(batch))[0])
+    codes = [part for part in flat if tf.as_dtype(part.dtype) in (tf.int32, tf.int64, tf.string)]
+    own = Arrays(codes).digest() if codes else None
+    every = repeated(ring, lambda: ring.all_gather_object(own)) if codes else [own]
+    other = [rank for rank, one in zip(ring.members, every, strict=False) if one != every[0]]
+    if other and ring.rank == 0:
+        warn_at_users_line(
+            "the ranks have read other integers or words in x of the first batch: on "
+            f"{named('rank', other)} not those of rank {ring.members[0]}. If a lookup layer in "
+            "dataset.map, such as StringLookup or TextVectorization, was adapted to each rank's "
+            "part of the data, it numbers words differently: adapt it to the same data on all "
+            "ranks, or give it rank 0's vocabulary. Ignore this if x is random on purpose.",
+            DataWarning,
+        )
+
+
+def numbers_of(element: Any) -> list[Any]:
+    """Of y (or x), of x, and the sum of those of its rows: scalar int64 tensors."""
     inputs = keras.utils.unpack_x_y_sample_weight(element)[0]
     is_dense = all(isinstance(part, tf.Tensor) for part in tf.nest.flatten(inputs))
     parts = tf.nest.flatten(inputs, expand_composites=True)
     count = tf.shape(parts[0])[0] if is_dense else 1
     each = _fingerprints(tf.concat([_fingerprints(part, count) for part in parts], 1), count)
     compared = tf.nest.flatten(targets(element), expand_composites=True)
-    known = tf.concat([_fingerprint(part) for part in compared], 0)
-    whole = [tf.bitcast(_fingerprint(one), tf.int64) for one in (known, each)]
-    return [*whole, tf.reduce_sum(tf.bitcast(each, tf.int64))]
+    known = _joint(map(_fingerprint, compared))
+    return [known, _joint([each]), tf.reduce_sum(tf.bitcast(each, tf.int64))]

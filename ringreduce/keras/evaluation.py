@@ -21,13 +21,13 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states, private
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.batches import BATCH_SIZE, REMEDY, Feed, Plan, feed_of
-from ringreduce.keras.data_fingerprint import Reads, compare_reads
+from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of
 from ringreduce.keras.mistakes import warn_of_metrics
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
-from ringreduce.keras.probe import FIRST_ROWS, FirstBatch, names_apart, try_metrics
-from ringreduce.keras.rows import components, map_arrays, slice_rows, tensor_of
+from ringreduce.keras.probe import names_apart, try_own
+from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.wrappable import settle
 from ringreduce.tensorflow.variables import broadcast_variables
@@ -90,9 +90,6 @@ def evaluate(
     own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
     if share.is_whole:
         return run(**own, steps=steps, verbose=shown, return_dict=return_dict)
-    first = FirstBatch()
-    if isinstance(own["x"], tf.data.Dataset):
-        own["x"] = first.noted(own["x"])
     logs: dict[str, Any] = {}
     states = metric_states.MetricStates()
     if share.is_empty:
@@ -104,14 +101,8 @@ def evaluate(
             logs = run(**own, verbose=shown, return_dict=True)
             # It matters only that the number of batches is not 0.
             states = metric_states.states_of(model, 1)
-            spec = getattr(own["x"], "element_spec", None)
-            if spec is None:
-                arrays = Arrays(*share.parts)
-                rows = arrays.take(np.arange(min(FIRST_ROWS, arrays.count)))
-                spec, first.parts = arrays.spec, components(rows)
-            try_metrics(model, spec, first.parts, ring)
+            try_own(model, share.feed.first, ring, with_losses=False)
         answering.finish(with_losses=True)
-    share.compare()
     names = [] if share.is_empty else in_order(model, logs)
     entries = metric_states.entries_of(logs, states.results)
     gathered = ring.all_gather_object([entries, names, names_apart(model)])
@@ -163,7 +154,6 @@ def predict(
         answering = Answering(model, ring, share.example)
         batches = _predicted(model, share, batch_size, shown)
         answering.finish(with_losses=False)
-    share.compare()
     flat = [keras.tree.flatten(batch) for batch in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
     return keras.tree.pack_sequence_as(batches[0], outputs)
@@ -212,8 +202,9 @@ class _Share:
     ) -> None:
         x = self._x = whole[0]
         self.parts, self.is_empty, self.is_whole = whole, False, True
-        self._feed = Feed()  # Which does nothing, for arrays.
-        self._ring, self._reads = ring, Reads() if check else False
+        self.feed = Feed()  # Which does nothing, for arrays.
+        self._ring = ring
+        self._reads = Reads() if check and not are_arrays(whole) else None
         if ring.size == 1:
             return
         if are_arrays(whole):
@@ -222,41 +213,40 @@ class _Share:
                 count = min(count, steps * (rows or BATCH_SIZE))
             first, end = (count * r // ring.size for r in (ring.rank, ring.rank + 1))
             self.parts, self.is_empty = slice_rows(whole, first, end), first == end
+            self.feed.first = arrays.first()
             size = {"rows": str(count)}
         else:
-            plan = Plan(ring, f"the {_WHAT}", steps=steps, deal=True, check=self._reads)
-            feed = feed_of(whole, plan)
+            plan = Plan(ring, f"the {_WHAT}", steps=steps, deal=True, check=self._reads or False)
+            feed = self.feed = feed_of(whole, plan)
             is_dataset = isinstance(x, tf.data.Dataset)
             known = x.cardinality() if is_dataset else getattr(x, "num_batches", -1)
-            self._feed, self.parts = feed, (feed.dataset, None, None)
+            self.parts = feed.dataset, None, None
             self.is_empty = _is_empty(feed.dataset) if feed.is_empty is None else feed.is_empty
             size = {"batches": str(steps or int(known))}
         remedy = "Pass the same whole data on every rank; each takes its own share."
         require_same_settings([Settings("data", size, remedy)], ring)
         if check and are_arrays(whole):
             compare_reads((*arrays.digest(), 0, 0), _WHAT, _REMEDY, ring)
+        elif check and isinstance(x, keras.utils.PyDataset):
+            numbers = map(int, numbers_of(feed.first))
+            compare_reads((1, *numbers), _WHAT, _REMEDY, ring)
         self.is_whole = all(ring.all_gather_object(self.is_empty))
-
-    def compare(self) -> None:
-        """Raise if ranks have read different batches. Collective."""
-        if isinstance(self._reads, Reads) and not are_arrays(self._x):
-            compare_reads(self._reads.last(), _WHAT, _REMEDY, self._ring)
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        self._feed.begin(0)
+        """Raises MismatchError at the end if ranks have read different batches. Collective."""
+        self.feed.begin(0)
         try:
             yield
         finally:
-            self._feed.end()
+            self.feed.end()
+        if self._reads is not None:
+            compare_reads(self._reads.last(), _WHAT, _REMEDY, self._ring)
 
     def example(self) -> Any:
-        """The first row or batch of the whole data, for a rank that has no share."""
-        if self._feed.first is not None:
-            return _inputs_of(self._feed.first)
-        if isinstance(self._x, tf.data.Dataset):
-            return _inputs_of(next(iter(self._x.take(1))))
-        return map_arrays(tensor_of, slice_rows(self._x, 0, 1))
+        """Some inputs, for a rank that has no share."""
+        first = self.feed.first
+        return _inputs_of(next(iter(self._x.take(1))) if first is None else first)
 
 
 def _is_empty(dataset: Any) -> bool:

@@ -198,7 +198,7 @@ def fit(
                 "slow rank by less: gradients count by rows. An epoch is one pass over it.",
             )
         training = _own_feed(x, "x")
-        training.dataset = join(training.dataset, model, communicator=ring)
+        training.dataset = training.noting_first(join(training.dataset, model, communicator=ring))
     else:
         plan = dividing(
             "the data given to rr.fit",
@@ -240,7 +240,7 @@ def fit(
             spec = (*spec[:2], tf.TensorSpec([None], keras.config.floatx()))
         build(model, spec)
     make_alike(model.weights, model_group(model.weights))
-    every, probe = training_ranks(model.weights, ring), []
+    every = training_ranks(model.weights, ring)
     if every.size > 1:
         if model.run_eagerly and model.optimizer is not None:
             # In a graph the first step does it before it computes gradients.
@@ -250,8 +250,6 @@ def fit(
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
         warn_of_differences(model, every)
-        probe = [Probe(model, training.dataset.element_spec, every)]
-        training.dataset = probe[0].noting(training.dataset)
         if ring.size > 1 and not training.is_even and least is None:
             is_counted = int(training.dataset.cardinality()) >= 0
             weigh_steps(model, "samples", ring, is_counted)
@@ -272,7 +270,7 @@ def fit(
             validation,
             [
                 *place,
-                *probe,
+                Probe(training, every, compares=check and not sharded),
                 *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                 # Before what exchanges metrics when a rank's own validation ends.
                 *([Answering(model, ring, example)] if validation is not None else []),

@@ -1,13 +1,14 @@
 """Computes metrics of all ranks together: from the sum of their states, not the mean of results.
 
 Ranks see different amounts of different data, so the mean of results is not the result on all data.
-But states (total and count, say) add up: one all-reduce sums them, each rank puts the sums into its
-metrics, reads the results, and restores its own values. Each variable's `aggregation` says how its
-values combine; or the metric's ``merge_states(states)``, of which each rank's are a list of arrays,
+But states (total and count, say) add up: each rank puts the sums into its metrics, reads the
+results, and restores its own values. Each variable's `aggregation` says how its values combine; or
+the metric's ``merge_states(states)``, of which each rank's are a list of arrays,
 in the order of its variables: it returns such a list.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +18,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow.agreement import Difference, refuse
-from ringreduce.vocabulary.types import ReduceOp
 
-_MERGED = "merged"  # instead of an aggregation: by the metric itself
 # For each name in logs: whether it is a metric's, and its value if that is a float, else None.
 Entries = Mapping[str, tuple[bool, Any]]
 
@@ -56,7 +55,7 @@ def states_of(model: Any, batches: int) -> MetricStates:
 
 
 def combined(values: Sequence[np.ndarray], aggregation: str) -> np.ndarray:
-    """The value of a variable from those of ranks, as `combined_results` combines them."""
+    """The value of a variable from those of ranks; in float64 counts are exact up to 2**53."""
     if aggregation == "only_first_replica":
         return values[0]
     total = np.sum(values, 0, np.float64)
@@ -76,52 +75,34 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
     keeps its own; results that then differ are averaged. The metrics hold afterwards what they held
     before. MismatchError, on all ranks, if their metrics differ.
     """
-    pairs = zip(states.variables, states.values, strict=True)
-    merging = [metric for metric in metrics_in(model) if hasattr(metric, "merge_states")]
-    merged_here = {id(v) for metric in merging for v in metric.variables}
-    own_layout = [
-        [v.path, n.dtype.name, list(n.shape), _MERGED if id(v) in merged_here else v.aggregation]
-        for v, n in pairs
-    ]
+    pairs = list(zip(states.variables, states.values, strict=True))
+    own_layout = [[v.path, v.aggregation, n.dtype.name, list(n.shape)] for v, n in pairs]
     gathered = ring.all_gather_object([states.batches, own_layout])
     refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
-    counted = [rank for rank, (batches, _) in enumerate(gathered) if batches]
-    if not counted:
+    layout = next((layout for batches, layout in gathered if batches), None)
+    if layout is None:
         return {}
-    is_first = ring.rank == counted[0]
-    layout = gathered[counted[0]][1]
-    lengths = [int(np.prod(shape)) for _, _, shape, _ in layout]
-    # One array for all of them. In float64 counts are exact up to 2**53.
-    packed = np.zeros(sum(lengths), np.float64)
-    parts = np.split(packed, np.cumsum(lengths)[:-1]) if lengths else []
-    aggregations = [aggregation for *_, aggregation in layout]
-    if states.batches:
-        for part, value, aggregation in zip(parts, states.values, aggregations, strict=True):
-            if aggregation in ("sum", "mean") or (aggregation == "only_first_replica" and is_first):
-                part[:] = value.reshape(-1)
-    if packed.size:
-        ring.all_reduce(packed, ReduceOp.SUM)
-    for part, aggregation in zip(parts, aggregations, strict=True):
-        if aggregation == "mean":
-            part /= len(counted)
+    nbytes = sum(np.dtype(dtype).itemsize * math.prod(shape) for _, _, dtype, shape in layout)
+    own = np.frombuffer(b"".join(value.tobytes() for value in states.values), np.uint8)
+    # A row for each rank that had batches.
+    every = ring.all_gather(own.reshape(min(states.batches, 1), nbytes))
     results: dict[str, Any] = {}
-    every: list[dict[str, Any]] = []
-    if _MERGED in aggregations:
-        every = gathered_numbers({str(n): v for n, v in enumerate(states.values)}, ring)
     if states.batches:
-        together = [
-            value if aggregation == "none" else part.reshape(value.shape).astype(value.dtype)
-            for part, value, aggregation in zip(parts, states.values, aggregations, strict=True)
-        ]
-        places = {id(variable): place for place, variable in enumerate(states.variables)}
-        for metric in merging if every else ():
-            own_places = [places[id(variable)] for variable in metric.variables]
-            each = [[np.asarray(one[str(n)]) for n in own_places] for one in every if one]
-            for n, value in zip(own_places, metric.merge_states(each), strict=True):
-                together[n] = np.asarray(value, together[n].dtype)
+        parts = np.split(every, np.cumsum([value.nbytes for value in states.values])[:-1], axis=1)
+        columns = {
+            id(variable): part.copy().view(value.dtype).reshape(len(every), *value.shape)
+            for (variable, value), part in zip(pairs, parts, strict=False)
+        }
         with restored(states.variables):
-            for variable, value in zip(states.variables, together, strict=True):
-                variable.assign(value)
+            for variable, value in pairs:
+                how = variable.aggregation
+                variable.assign(value if how == "none" else combined(columns[id(variable)], how))
+            for metric in metrics_in(model):
+                if hasattr(metric, "merge_states"):
+                    of_ranks = zip(*(columns[id(v)] for v in metric.variables), strict=True)
+                    together = metric.merge_states([list(one) for one in of_ranks])
+                    for variable, value in zip(metric.variables, together, strict=True):
+                        variable.assign(value)
             results = numbers_in(model.get_metrics_result())
     found = gathered_numbers(results, ring)
     names = dict.fromkeys(name for theirs in found for name in theirs)
@@ -216,4 +197,4 @@ def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | Non
 
 
 def _described(layout: list[Any]) -> str:
-    return ", ".join(f"{path} ({dtype} of shape {tuple(n)})" for path, dtype, n, _ in layout)
+    return ", ".join(f"{path} ({dtype} of shape {tuple(n)})" for path, _, dtype, n in layout)

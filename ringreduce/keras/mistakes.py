@@ -40,7 +40,7 @@ _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
 
 
 class DataWarning(UserWarning):
-    """All ranks may be training on the same data, or on less than all of it."""
+    """Ranks may train on the same data, on less than all of it, or on x made differently."""
 
 
 class WeightsWarning(UserWarning):
@@ -149,14 +149,15 @@ def warn_of_differences(
 
 
 def warn_of_losses(names: Sequence[str], rows: int, ring: Communicator) -> None:
-    """Warn that losses reduce by themselves, and not to a mean over samples."""
-    warn_at_users_line(
-        f"{ring.size} ranks will not train exactly as one process does with the same global batch: "
-        f"the loss {', '.join(names)} is no mean over samples. Its value for the first {rows} rows "
-        "is not the mean of those for two parts of them, as the ranks' gradients are averaged. "
-        "Let it return a value for each sample; mask by sample_weight.",
-        ParityWarning,
-    )
+    """Warn on rank 0 of losses that reduce by themselves, and not to a mean over samples."""
+    if ring.rank == 0 and names:
+        warn_at_users_line(
+            f"{ring.size} ranks will not train exactly as one process does with the same global "
+            f"batch: the loss {', '.join(names)} is no mean over samples. Its value for the first "
+            f"{rows} rows is not the mean of those for two parts of them, as the ranks' gradients "
+            "are averaged. Let it return a value for each sample; mask by sample_weight.",
+            ParityWarning,
+        )
 
 
 def warn_of_metrics(names: Iterable[str], ring: Communicator) -> None:

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+FIRST_ROWS = 64
+
 
 def count_of(tensor: Any) -> Any:
     """The number of rows, a scalar int32 tensor."""
@@ -75,6 +77,11 @@ def map_arrays(function: Callable[[Any], Any], parts: Any) -> Any:
 def slice_rows(parts: Any, first: Any, end: Any) -> Any:
     """Rows `first` to `end` of every array or tensor in `parts`; None stays."""
     return map_arrays(lambda array: rows_of(array, first, end), parts)
+
+
+def first_rows(batch: Any) -> Any:
+    """At most the first 64 rows of `batch`."""
+    return slice_rows(batch, 0, tf.minimum(rows_in(batch), FIRST_ROWS))
 
 
 def element_of(index: int, *window: Any) -> Any:

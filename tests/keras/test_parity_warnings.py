@@ -6,6 +6,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import ops
 
 import ringreduce.keras as rr
@@ -145,6 +146,34 @@ def test_a_metric_that_merges_states_is_that_of_all_rows():
     assert texts == []
     for history, evaluated in results:
         assert history["largest"] == history["val_largest"] == evaluated["largest"] == 15.0
+
+
+def of_lookups(vocabularies, dtype="int64"):
+    """What is warned of where each rank looks words up in a `dataset.map` with its own layer."""
+    words = np.array([["a"], ["b"]] * 4)
+
+    def work(ring):
+        lookup = keras.layers.StringLookup(vocabulary=vocabularies[ring.rank])
+        data = tf.data.Dataset.from_tensor_slices((words, np.ones((8, 1), "float32"))).batch(4)
+        data = data.map(lambda x, y: (tf.cast(lookup(x), dtype), y))
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.layers[0].kernel.assign([[0.0]])
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0), ring)
+        model.compile(optimizer, "mse", run_eagerly=True)
+        rr.fit(model, data, verbose=0, communicator=ring)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        ring_of_threads(2, work)
+    return [str(one.message) for one in shown if one.category is rr.DataWarning]
+
+
+def test_a_lookup_in_a_dataset_that_each_rank_has_adapted_is_named():
+    (text,) = of_lookups([["a", "b"], ["b", "a"]])
+    assert "other integers or words in x of the first batch: on rank 1 not those of rank 0" in text
+    assert of_lookups([["a", "b"], ["a", "b"]]) == []
+    # Pixels and floats are often random on purpose.
+    assert of_lookups([["a", "b"], ["b", "a"]], "uint8") == []
 
 
 def test_none_of_kerass_own_is_tried():
