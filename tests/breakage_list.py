@@ -140,8 +140,8 @@ BREAKAGES = (
     Breakage(
         "meetings-forget-what-was-learned",
         "ringreduce/keras/meetings.py",
-        "variable), anchor.dtype) + (anchor - sent)",
-        "variable), anchor.dtype) * 0 + anchor",
+        "tf.cast(value + (anchor - sent), variable.dtype)",
+        "tf.cast(anchor, variable.dtype)",
         "Steps made while a meeting is under way are lost.",
         ("tests/keras/test_meetings.py",),
     ),

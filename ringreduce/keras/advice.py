@@ -16,13 +16,11 @@ ABSENT.add("mpi_threads_supported")
 
 # What `ringreduce.keras.horovod` has.
 _PROVIDED = {
+    **dict.fromkeys(("ProcessSet", "add_process_set", "process_set_included_op"), _GROUPS),
+    **{name: f'write op="{name.lower()}"' for name in ("Max", "Min", "Product", "Sum")},
+    **{f"{name}_op": f"use {name}()" for name in ("local_rank", "local_size", "rank", "size")},
+    **dict.fromkeys(ABSENT, "there is no such transport here"),
     "Average": 'write op="mean"; for gradients that is the default',
-    "Max": 'write op="max"',
-    "Min": 'write op="min"',
-    "ProcessSet": _GROUPS,
-    "Product": 'write op="product"',
-    "Sum": 'write op="sum"',
-    "add_process_set": _GROUPS,
     "allgather": "use all_gather(tensor)",
     "allgather_object": "use all_gather_object(value)",
     "allreduce": 'use all_reduce(tensor, op="mean"); without op it is the sum',
@@ -33,14 +31,8 @@ _PROVIDED = {
     "grouped_allgather": "use all_gather(tensor) of each",
     "grouped_allreduce": 'use all_reduce([...], op="mean")',
     "grouped_reducescatter": 'use reduce_scatter(tensor, op="mean") of each',
-    "local_rank_op": "use local_rank()",
-    "local_size_op": "use local_size()",
-    "process_set_included_op": _GROUPS,
-    "rank_op": "use rank()",
     "reducescatter": 'use reduce_scatter(tensor, op="mean")',
     "remove_process_set": "use close() of the communicator that split returned",
-    "size_op": "use size()",
-    **dict.fromkeys(ABSENT, "there is no such transport here"),
 }
 _NAMES = {
     **_PROVIDED,
@@ -58,12 +50,10 @@ _NAMES = {
 OPTIONS = {
     "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
     "backward_passes_per_step": "use accumulate_steps; it is always the mean of the steps",
-    "device_dense": "leave it out: there is one way to reduce",
-    "device_sparse": "leave it out: there is one way to reduce",
+    **dict.fromkeys(("device_dense", "device_sparse"), "leave it out: there is one way to reduce"),
+    **dict.fromkeys(("groups", "num_groups"), "leave it out, or use bucket_bytes"),
     "gradient_predivide_factor": "leave it out: sums are divided before they are rounded",
-    "groups": "leave it out, or use bucket_bytes",
     "name": "leave it out: it has the name of the optimizer it wraps",
-    "num_groups": "leave it out, or use bucket_bytes",
     "process_set": "use communicator, or DistributedOptimizer of ringreduce.keras.horovod",
 }
 

@@ -35,11 +35,11 @@ from ringreduce.keras.settings import (
 )
 from ringreduce.keras.shares import Measure, agreed_shares
 from ringreduce.keras.wrappable import (
-    is_distributed,
     refuse_other_optimizer,
     refuse_other_ring,
     require_compiled,
     require_distributed,
+    wrappers_in,
 )
 from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
@@ -245,7 +245,7 @@ def fit(
         if model.run_eagerly and model.optimizer is not None:
             # In a graph the first step does it before it computes gradients.
             model.optimizer.build(model.trainable_variables)
-        if not is_distributed(model):
+        if not wrappers_in(model):
             # Else its optimizer compares that in the first step.
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)

@@ -107,7 +107,7 @@ class _GlobalProcessSet(ProcessSet):
         return default_communicator()
 
 
-global_process_set = _GlobalProcessSet()
+global_process_set = _ALL = _GlobalProcessSet()
 _numbers = itertools.count(1)
 _added: dict[int | None, ProcessSet] = {0: global_process_set}
 
@@ -165,10 +165,9 @@ def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
     *,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
-    scale_local_gradients: bool = True,
     **options: Any,
 ) -> Any:
     """`ringreduce.keras.DistributedOptimizer` with its `options`, and Horovod's at their defaults.
@@ -177,7 +176,8 @@ def DistributedOptimizer(
         backward_passes_per_step: `accumulate_steps`; more than 1 only with
             `average_aggregated_gradients`.
         average_aggregated_gradients: apply the mean of the accumulated steps; there is no sum.
-        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        options: `scale_local_gradients` is True by default: gradients of local variables are
+            divided by the number of ranks.
 
     Raises:
         ConfigError: an option of Horovod's has a value that is not supported; says what to use.
@@ -192,23 +192,17 @@ def DistributedOptimizer(
                 "by the number of passes.",
             )
         options["accumulate_steps"] = backward_passes_per_step
-    options["scale_local_gradients"] = scale_local_gradients
-    return rr.DistributedOptimizer(optimizer, _unless_global(process_set), **_with_effect(options))
+    return rr.DistributedOptimizer(optimizer, _unless_global(process_set), **_translated(options))
 
 
 def DistributedGradientTape(
-    tape: Any = None,
-    *,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    **options: Any,
+    tape: Any = None, *, process_set: ProcessSet = _ALL, **options: Any
 ) -> Any:
     """`ringreduce.keras.DistributedGradientTape` with its `options`, as `DistributedOptimizer`."""
-    options["scale_local_gradients"] = scale_local_gradients
-    return rr.DistributedGradientTape(tape, _unless_global(process_set), **_with_effect(options))
+    return rr.DistributedGradientTape(tape, _unless_global(process_set), **_translated(options))
 
 
-def SyncBatchNormalization(*, process_set: ProcessSet = global_process_set, **options: Any) -> Any:
+def SyncBatchNormalization(*, process_set: ProcessSet = _ALL, **options: Any) -> Any:
     """`ringreduce.keras.SyncBatchNormalization` with its `options`."""
     return rr.SyncBatchNormalization(communicator=_unless_global(process_set), **options)
 
@@ -221,7 +215,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> Any:
     """Reduce a tensor over all ranks, by default to the mean; `ringreduce.keras.all_reduce`.
 
@@ -241,20 +235,14 @@ def allreduce(
     return _reduced(rr.all_reduce, scaled, reduce_op(op), postscale_factor, ring)
 
 
-def allgather(
-    tensor: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
-) -> Any:
+def allgather(tensor: Any, name: str | None = None, *, process_set: ProcessSet = _ALL) -> Any:
     """Join the tensors of all ranks along the first dimension; `ringreduce.keras.all_gather`."""
     ring = process_set.communicator
     return rr.all_gather(_with_gradient_times(tensor, 1 / ring.size), ring)
 
 
 def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    *,
-    process_set: ProcessSet = global_process_set,
+    tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet = _ALL
 ) -> Any:
     """Send a part of `tensor` to each rank; `ringreduce.keras.all_to_all`.
 
@@ -279,11 +267,7 @@ def alltoall(
 
 
 def broadcast(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    *,
-    process_set: ProcessSet = global_process_set,
+    tensor: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet = _ALL
 ) -> Any:
     """The tensor that rank `root_rank` passed, on every rank; `ringreduce.keras.broadcast`."""
     ring = process_set.communicator
@@ -298,7 +282,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> Any:
     """Reduce as `allreduce`; each rank gets its rows; `ringreduce.keras.reduce_scatter`."""
     ring = process_set.communicator
@@ -307,7 +291,7 @@ def reducescatter(
 
 
 def broadcast_variables(
-    variables: Sequence[Any], root_rank: int = 0, *, process_set: ProcessSet = global_process_set
+    variables: Sequence[Any], root_rank: int = 0, *, process_set: ProcessSet = _ALL
 ) -> None:
     """Give `variables` rank `root_rank`'s values; `ringreduce.keras.broadcast_variables`."""
     ring = process_set.communicator
@@ -319,7 +303,7 @@ def broadcast_(
     root_rank: int,
     name: str | None = None,
     *,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> list[Any]:
     """Give `variables` rank `root_rank`'s values; return these."""
     broadcast_variables(variables, root_rank, process_set=process_set)
@@ -331,7 +315,7 @@ def broadcast_object(
     root_rank: int = 0,
     name: str | None = None,
     *,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> Any:
     """The object that rank `root_rank` passed, on every rank."""
     ring = process_set.communicator
@@ -339,20 +323,20 @@ def broadcast_object(
 
 
 def broadcast_object_fn(
-    root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
+    root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = _ALL
 ) -> Callable[[Any], Any]:
     """A function that returns, on every rank, the object that rank `root_rank` passes to it."""
     return lambda value: broadcast_object(value, root_rank, process_set=process_set)
 
 
 def allgather_object(
-    value: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
+    value: Any, name: str | None = None, *, process_set: ProcessSet = _ALL
 ) -> list[Any]:
     """The objects that all ranks passed, in rank order."""
     return process_set.communicator.all_gather_object(value)
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
+def barrier(process_set: ProcessSet = _ALL) -> None:
     """Return once every rank has called it."""
     process_set.communicator.barrier()
 
@@ -418,12 +402,12 @@ def _root_in(process_set: ProcessSet, root_rank: int) -> int:
     return process_set.ranks.index(root_rank)
 
 
-def _with_effect(options: dict[str, Any]) -> dict[str, Any]:
+def _translated(options: dict[str, Any]) -> dict[str, Any]:
     """`options` without those of Horovod's that are of no effect; ConfigError if one would be."""
     for name, default in _OF_NO_EFFECT.items():
         if (value := options.pop(name, default)) != default:
             raise ConfigError(f"got {name}={value!r}", remedy=f"{OPTIONS[name]}.".capitalize())
-    return options
+    return {"scale_local_gradients": True, **options}
 
 
 def _reduced(

@@ -30,7 +30,6 @@ from ringreduce.vocabulary.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-# AutoGraph must not convert this, nor what it calls.
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int = 0, communicator: Communicator | None = None
 ) -> None:

@@ -29,9 +29,11 @@ def joint_in(optimizer: Any) -> str | None:
 class LocalVariables:
     """Variables whose values and gradients are not shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Sequence[Any]) -> None:
         # By identity, since variables compare by value.
         self._variables: dict[int, Any] = {}
+        for variable in variables:
+            self.add(variable)
 
     def __contains__(self, variable: Any) -> bool:
         return id(plain_variable(variable)) in self._variables

@@ -144,9 +144,7 @@ class _Alone(Running):
         if overlap:
             is_due = tf.logical_and(tf.equal(place, overlap), number > self._strategy.every)
             tf.cond(is_due, mine.merge, lambda: None)
-            tf.cond(tf.equal(place, 0), mine.meet, lambda: None)
-        else:
-            tf.cond(tf.equal(place, 0), mine.meet_and_merge, lambda: None)
+        tf.cond(tf.equal(place, 0), mine.meet if overlap else mine.meet_and_merge, lambda: None)
 
     def settle(self) -> None:
         for mine in self._rounds.values():
@@ -194,50 +192,49 @@ class _Round:
     """What ranks have between meetings, for one set of variables."""
 
     def __init__(self, variables: Sequence[Any], strategy: LocalSGD, use: Use) -> None:
-        self._variables, self._every = variables, strategy.every
-        self._overlaps = strategy.overlap > 0
-        self._ring, self._compression = use.communicator, str(use.compression)
-        self._meeting: _Meeting | None = None
+        self._variables, self._every, self._ring = variables, strategy.every, use.communicator()
         self.is_settled = lasting(True)
         # Steps since the ranks were settled; this rank's samples since the last meeting.
         self.count, self.own = lasting(np.int64(0)), lasting(0.0)
-        values = [tf.cast(tf.convert_to_tensor(each), wide(each)) for each in variables]
         # Equal on all ranks.
-        self._anchors = [lasting(each) for each in values]
+        self._anchors = list(map(lasting, self._values()))
         # This rank's weights when the meeting under way began.
-        self._sent = [lasting(each) for each in values if self._overlaps]
+        self._sent = list(map(lasting, self._values())) if strategy.overlap else []
+        shapes = [tuple(each.shape) for each in self._anchors]
+        self._meeting = _Meeting(self._ring, shapes, str(use.compression))
         self._outer = strategy.made_outer()
         if self._outer is not None:
             self._outer.build(self._anchors)
         self.outer_state = [] if self._outer is None else list(self._outer.variables)
 
+    def _values(self) -> list[Any]:
+        return [tf.cast(tf.convert_to_tensor(each), wide(each)) for each in self._variables]
+
     def begin(self) -> None:
         """Take the weights as they are: they may have been loaded."""
-        for anchor, variable in zip(self._anchors, self._variables, strict=True):
-            anchor.assign(tf.cast(tf.convert_to_tensor(variable), anchor.dtype))
+        for anchor, value in zip(self._anchors, self._values(), strict=True):
+            anchor.assign(value)
         self.is_settled.assign(False)
         self.count.assign(0)
         self.own.assign(0.0)
 
     def meet(self) -> None:
         vouch_for_branch()
-        changes = []
-        pairs = zip(self._anchors, self._variables, strict=True)
-        for number, (anchor, variable) in enumerate(pairs):
-            value = tf.cast(tf.convert_to_tensor(variable), anchor.dtype)
-            if self._overlaps:
-                self._sent[number].assign(value)
-            changes.append(tf.cast(anchor - value, tf.float32))
+        values = self._values()
+        for sent, value in zip(self._sent, values, strict=False):
+            sent.assign(value)
+        pairs = zip(self._anchors, values, strict=True)
+        changes = [tf.cast(anchor - value, tf.float32) for anchor, value in pairs]
         given = [*changes, tf.convert_to_tensor(self.own)]
-        call(self._ring(), "begin a meeting", self._made().begin, given, [((), tf.int32)])
+        call(self._ring, "begin a meeting", self._meeting.begin, given, [((), tf.int32)])
         self.own.assign(0.0)
 
     def merge(self) -> None:
         """Wait for its end, and use the mean change; what was learned meanwhile stays."""
         self._move_anchors()
-        for anchor, sent, variable in zip(self._anchors, self._sent, self._variables, strict=True):
-            value = tf.cast(tf.convert_to_tensor(variable), anchor.dtype) + (anchor - sent)
-            variable.assign(tf.cast(value, variable.dtype))
+        each = zip(self._variables, self._values(), self._anchors, self._sent, strict=True)
+        for variable, value, anchor, sent in each:
+            variable.assign(tf.cast(value + (anchor - sent), variable.dtype))
 
     def meet_and_merge(self) -> None:
         """Both at once: weights are equal then."""
@@ -247,7 +244,7 @@ class _Round:
 
     def settle(self) -> None:
         """Make weights equal. Eager; collective."""
-        if self._made().work is not None:
+        if self._meeting.work is not None:
             self.merge()
         # After no step an outer optimizer with momentum would move weights that nobody has changed.
         if int(self.count.numpy()) % self._every:
@@ -263,7 +260,7 @@ class _Round:
     def _move_anchors(self) -> None:
         vouch_for_branch()
         shapes = [(anchor.shape, tf.float32) for anchor in self._anchors]
-        found = call(self._ring(), "end a meeting", self._made().end, [], shapes)
+        found = call(self._ring, "end a meeting", self._meeting.end, [], shapes)
         pairs = zip(found, self._anchors, strict=True)
         means = [tf.cast(mean, anchor.dtype) for mean, anchor in pairs]
         if self._outer is not None:
@@ -271,12 +268,6 @@ class _Round:
             return
         for anchor, mean in zip(self._anchors, means, strict=True):
             anchor.assign_sub(mean)
-
-    def _made(self) -> _Meeting:
-        if self._meeting is None:
-            shapes = [tuple(each.shape) for each in self._anchors]
-            self._meeting = _Meeting(self._ring(), shapes, self._compression)
-        return self._meeting
 
 
 class _Meeting:
@@ -286,7 +277,7 @@ class _Meeting:
         self._ring, self._shapes = ring, shapes
         sizes = [int(np.prod(shape)) for shape in shapes]
         self._memory = np.zeros(sum(sizes), np.float32)
-        self._ends = np.cumsum(sizes)
+        self._parts = np.split(self._memory, np.cumsum(sizes)[:-1])
         self._signature = signature_of("meeting", sizes, compression)
         self._coding = None
         if compression != "none" and ring.transport != "shm":
@@ -299,7 +290,7 @@ class _Meeting:
 
     def begin(self, *given: np.ndarray) -> list[Any]:
         *changes, own = given
-        for part, change in zip(self._parts(), changes, strict=True):
+        for part, change in zip(self._parts, changes, strict=True):
             part[:] = change.reshape(-1)
         weight = float(own)
         self.work = self._ring.engine.submit(lambda: self._meet(weight))
@@ -310,11 +301,8 @@ class _Meeting:
         began = time.perf_counter()
         work.wait()
         self._ring.blocked_for(time.perf_counter() - began, self._took_s)
-        found = zip(self._parts(), self._shapes, strict=True)
+        found = zip(self._parts, self._shapes, strict=True)
         return [part.reshape(shape).copy() for part, shape in found]
-
-    def _parts(self) -> list[np.ndarray]:
-        return np.split(self._memory, self._ends[:-1])
 
     def _meet(self, own: float) -> None:
         began = time.perf_counter()

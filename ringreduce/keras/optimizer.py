@@ -13,10 +13,12 @@ state of one that is already built. Three facts of Keras 3 shape it:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import lru_cache, partial
-from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import keras
@@ -31,7 +33,6 @@ from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
-from ringreduce.keras.kept_options import as_array
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import (
     model_in_fit,
@@ -43,13 +44,12 @@ from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, sav
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import check_parts, joint, mark_state
 from ringreduce.keras.repeating import is_repeating
-from ringreduce.keras.seeds import refuse_update, refused_draws, states_in
+from ringreduce.keras.seeds import states_in
 from ringreduce.keras.strategies import Strategy, StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.wrappable import (
     all_within,
-    is_of_user,
     refuse_scales,
     refuse_unusable,
     refuse_wrapped,
@@ -67,6 +67,8 @@ from ringreduce.vocabulary.types import ReduceOp
 
 # Updates variables with gradients.
 _Apply = Callable[[Sequence[Any], Sequence[Any]], None]
+# This rank's gradients of a step, their variables as they were given, and what takes the means.
+Given = tuple[list[Any], list[Any] | None, _Apply]
 
 
 class DistributedOptimizer(Wrapper):
@@ -107,15 +109,12 @@ class DistributedOptimizer(Wrapper):
             the table: docs/guides/keras.md says what momentum, decay and clipping mean then.
             For optimizers that work element by element; not under ``jit_compile=True``.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
-        check_numerics: what to do when a gradient holds NaN or infinity. Every rank checks its own
-            gradients just before they are averaged; those of pieces and local variables, which are
-            not, go unchecked. ``"raise"``: all ranks raise the same
-            `NumericsError`, which names rank, variable, element and step; also where all gradients
-            are finite and their sum overflows (16-bit ones cannot: they are summed in float32).
-            ``"warn"``: that rank logs the same at its first, 10th, 100th, ... bad step, and
-            training continues. ``"off"``, the default: no check. Checking reads all gradients once
-            more: 3.5 % of a step of the benchmarks' MLP. Leave it off around a LossScaleOptimizer,
-            which skips such steps.
+        check_numerics: what to do when a gradient of this rank holds NaN or infinity just before it
+            is averaged; those of pieces and local variables are not. ``"raise"``: all ranks raise
+            the same `NumericsError`, which names rank, variable, element and step; also where the
+            sum of finite gradients overflows. ``"warn"``: that rank logs the same at its first,
+            10th, 100th, ... bad step. ``"off"``, the default: no check, which would read all
+            gradients once more. Leave it off around a LossScaleOptimizer, which skips such steps.
 
     Raises:
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
@@ -197,32 +196,20 @@ class DistributedOptimizer(Wrapper):
         self._state = StrategyState(self._state_now, self._load_state) if has_state else None
         if self.built:
             mark_state(inner)
-        self._local = LocalVariables()
+        self._local = LocalVariables(local_variables)
         self._initial = InitialValues()
-        self._has_updated = False
-        self._deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
-        for variable in local_variables:
-            self.register_local_var(variable)
+        self._deferred: list[Given] | None = None
 
-    @property
-    def updates_all_rows(self) -> bool:
-        """Whether tables are updated whole, also where few rows have a gradient."""
-        return self._touched is None
+    has_local_variables = property(lambda self: bool(self._local))
 
     @property
     def options(self) -> dict[str, Any]:
         """As they were given, by name, and the number of local variables."""
         return {**self._options, "local_variables": len(self._local)}
 
-    @property
-    def has_local_variables(self) -> bool:
-        """Whether some variables are not shared."""
-        return bool(self._local)
-
     def _ring(self) -> Communicator:
         return self.communicator or default_communicator()
 
-    # AutoGraph must not convert this: it is Python that runs while tracing.
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Average `grads` over all ranks and apply them with the inner optimizer.
 
@@ -238,14 +225,14 @@ class DistributedOptimizer(Wrapper):
                 which is a `tf.errors.UnknownError` too.
         """
         variables = None if trainable_variables is None else list(trainable_variables)
-        self._take(list(grads), variables, self._inner.apply)
+        self.take(list(grads), variables, self._inner.apply)
 
-    def _take(self, grads: list[Any], variables: list[Any] | None, apply: _Apply) -> None:
+    def take(self, grads: list[Any], variables: list[Any] | None, apply: _Apply) -> None:
         """Use this rank's gradients of a step; `apply` is the inner optimizer's, for means."""
         if not grads:
             return
         if self._deferred is not None:
-            self._deferred.append((grads, lambda given: self._take(given, variables, apply)))
+            self._deferred.append((grads, variables, apply))
             return
         if not self.built and variables is not None:
             # As the inner `apply` would, so that variables get the same names.
@@ -290,31 +277,12 @@ class DistributedOptimizer(Wrapper):
 
     def _apply_means(self, apply: _Apply, gradients: Sequence[Any], variables: list[Any]) -> None:
         def update(means: Sequence[Any]) -> None:
-            with self._equal_updates(variables):
-                joint(self._inner, means, variables, apply)
+            joint(self._inner, means, variables, apply)
 
         if self.commit_point is None:
             update(gradients)
         else:
             self.commit_point.passed(gradients, update)
-
-    @contextmanager
-    def _equal_updates(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Raise ConfigError if a class of the user's makes something else of means on each rank."""
-        ring, is_first = self._ring(), not self._has_updated
-        own = [type(one) for one in all_within(self._inner) if is_of_user(type(one))]
-        if not own or ring.size == 1 or self.is_alone:
-            yield
-        elif not tf.executing_eagerly():
-            with refused_draws(own[0], states_in(self._inner), ring):
-                yield
-        else:
-            yield
-            # Of a step that is repeated some ranks may have come here before.
-            if is_first and elastic_minimum() is None:
-                self._has_updated = True
-                if differing(self.equal_now(variables), ring):
-                    refuse_update(own[0], "made other weights of equal gradients", ring)
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """As `Wrapper.build_inner`; state for parts is in pieces too."""
@@ -322,21 +290,23 @@ class DistributedOptimizer(Wrapper):
         refuse_wrapped(self._inner)  # A MultiOptimizer may make those in it only now.
         mark_state(self._inner)
 
-    @property
-    def strategy_state(self) -> StrategyState | None:
-        """What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's."""
-        return self._state
+    # What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's; or None.
+    strategy_state = property(attrgetter("_state"))
 
     @property
     def kept_options(self) -> StrategyState | None:
-        """What Keras saves of the options, where some are not those by default."""
-        defaults = signature(DistributedOptimizer.__init__).parameters
-        usual = {name: (defaults[name].default, strategies.EveryStep()) for name in self._options}
-        found = {n: value for n, value in self._options.items() if value not in usual[n]}
+        """What Keras saves of the options, where some are not those by default: JSON."""
+        defaults = DistributedOptimizer.__init__.__kwdefaults__ or {}
+        usual = {**defaults, "strategy": strategies.EveryStep()}
+        found = {n: value for n, value in self._options.items() if value != usual[n]}
         trained = private.trained_variables(self._inner) if self._local and self.built else []
         if trained:
             found["local_variables"] = [n for n, each in enumerate(trained) if each in self._local]
-        return StrategyState(lambda: {"text": as_array(found)}, lambda _: None) if found else None
+        if "op" in found:
+            found["op"] = found["op"].name
+        text = json.dumps(found, skipkeys=True, default=_described).encode()
+        state = {"text": np.frombuffer(text, np.uint8)}
+        return StrategyState(lambda: state, lambda _: None) if found else None
 
     def _state_now(self) -> dict[str, np.ndarray]:
         thin, found = self._bridge.low_rank, dict(self._running.state())
@@ -363,20 +333,10 @@ class DistributedOptimizer(Wrapper):
         if ring.rank != root and found:
             self._load_state(found)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all ranks' weights are equal: not between meetings of `LocalSGD`."""
-        return self._running.is_settled
-
-    @property
-    def has_met(self) -> bool:
-        """Whether ranks have met in the latest step, and no meeting of them is under way."""
-        return self._running.has_met
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a step needs no other rank, but at meetings."""
-        return self._running.is_alone
+    # As the strategy at work has them (`Running`).
+    is_settled = property(attrgetter("_running.is_settled"))
+    has_met = property(attrgetter("_running.has_met"))
+    is_alone = property(attrgetter("_running.is_alone"))
 
     def settle(self) -> None:
         """Make all ranks' weights equal, by a meeting if the strategy has some. Collective."""
@@ -385,7 +345,26 @@ class DistributedOptimizer(Wrapper):
     def finalize_variable_values(self, var_list: Any) -> None:
         """What Keras's `fit` calls at its end: `settle`, and the inner optimizer's."""
         self.settle()
+        if elastic_minimum() is None:  # A step of it cannot be made again.
+            self.require_equal()
         self._inner.finalize_variable_values(var_list)
+
+    def require_equal(self) -> None:
+        """ConfigError if a class of the user's has made other weights on each rank. Collective."""
+        kinds = map(type, all_within(self._inner))
+        own = [kind.__name__ for kind in kinds if not private.is_of_keras(kind)]
+        if not own or not self.built:
+            return
+        ring, trained = self._ring(), private.trained_variables(self._inner)
+        if ring.size > 1 and differing(self.equal_now(trained), ring):
+            raise ConfigError(
+                f"found that weights have gone apart, which {own[0]} updates on each rank",
+                **ring.config.who,
+                remedy="If it draws random numbers, let it draw them by keras.random, with "
+                "seed=self.seed, where self.seed = keras.random.SeedGenerator(1) is an attribute "
+                "of the optimizer: ranks get rank 0's. Else look for code that changes weights on "
+                "some ranks only.",
+            )
 
     def equal_now(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables` that are equal on all ranks at this moment."""
@@ -431,8 +410,8 @@ class DistributedOptimizer(Wrapper):
                 warn_of_different_weights(model, trained, self._ring())
 
     @contextmanager
-    def deferred(self) -> Iterator[list[tuple[list[Any], Callable[[list[Any]], None]]]]:
-        """Within the block gradients only join the list that this yields, with what uses them."""
+    def deferred(self) -> Iterator[list[Given]]:
+        """Within the block gradients only join the list that this yields: arguments of `take`."""
         self._deferred = []
         try:
             yield self._deferred
@@ -474,7 +453,7 @@ class DistributedOptimizer(Wrapper):
             pairs = list(zip(means, variables, strict=True))
             returned.append(self._inner.apply_gradients(pairs, **options))
 
-        self._take(list(gradients), list(variables), apply)
+        self.take(list(gradients), list(variables), apply)
         return returned[0] if returned else self._inner._iterations
 
     def stateless_apply(self, *_: Any, **__: Any) -> Any:
@@ -509,10 +488,7 @@ class DistributedOptimizer(Wrapper):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Wrap an optimizer made from `config`, as ``type(optimizer).from_config`` of a wrapper.
-
-        `keras.optimizers.deserialize` and `load_model` make a plain optimizer of the same `config`.
-        """
+        """Wrap an optimizer made from `config`; Keras's `deserialize` makes a plain one of it."""
         further = {} if custom_objects is None else {"custom_objects": custom_objects}
         return DistributedOptimizer(cls._inner_class.from_config(config, **further))
 
@@ -558,6 +534,11 @@ def _named_after(inner: type) -> type[DistributedOptimizer]:
     if inner in private.registered_names:
         private.registered_names[named] = private.registered_names[inner]
     return named
+
+
+def _described(value: Any) -> dict[str, Any]:
+    """In a file, what is neither number nor text: ``{"LocalSGD": {"every": 50, "overlap": 0}}``."""
+    return {type(value).__name__: vars(value) if is_dataclass(value) else str(value)}
 
 
 def _copy(

@@ -100,6 +100,11 @@ def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
     }
 
 
+def is_of_keras(what: Any) -> bool:
+    """Whether a class or function is Keras's or ours, not the user's."""
+    return str(getattr(what, "__module__", "")).startswith(("keras.", "ringreduce."))
+
+
 def learning_rate_of(optimizer: Any) -> Any:
     """As it was given: a variable, a schedule or a function; None where it has none."""
     return getattr(optimizer, "_learning_rate", None)

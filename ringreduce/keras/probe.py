@@ -126,16 +126,12 @@ def _not_combining(model: Any, names: Sequence[str], given: Any, half: int) -> l
     ]
 
 
-def _is_of_keras(one: Any) -> bool:
-    return str(getattr(one, "__module__", "")).startswith(("keras.", "ringreduce."))
-
-
 def _own_losses(model: Any) -> Iterator[tuple[str, Any]]:
     """By name, those of the losses of a built model that are not Keras's, as functions."""
     if type(model).compute_loss is not keras.Model.compute_loss or own_step(model) is not None:
         return
     for path, loss, _, name in private.losses_of(model):
-        if _is_of_keras(type(loss)) and _is_of_keras(getattr(loss, "fn", type(loss))):
+        if private.is_of_keras(type(loss)) and private.is_of_keras(getattr(loss, "fn", type(loss))):
             continue
         if loss.reduction in ("mean_with_sample_weight", "sum"):
             continue  # Which says it by itself.
@@ -153,7 +149,7 @@ def _value_of(path: Sequence[Any], loss: Any, y: Any, outputs: Any) -> Any:
 
 
 def _may_not_combine(metric: Any) -> bool:
-    combines = [hasattr(metric, "merge_states"), _is_of_keras(type(metric))]
+    combines = [hasattr(metric, "merge_states"), private.is_of_keras(type(metric))]
     return not any(combines) and all(v.aggregation != "none" for v in metric.variables)
 
 

@@ -4,19 +4,29 @@ Files of models trained under `DistributedOptimizer` hold the wrapped optimizer,
 plain Keras passes over: they load where ringreduce is not installed, and those of Keras load here.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import h5py
 import keras
+import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.kept_options import options_in, weights_in
+from ringreduce.keras.meetings import DiLoCo, LocalSGD
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.parts.layer import PartLayer
+from ringreduce.keras.strategies import Accumulate, EveryStep
+from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.vocabulary.errors import ConfigError
+
+# What options may be, besides numbers and texts, that a file can restore.
+_CLASSES = {one.__name__: one for one in (Accumulate, EveryStep, DiLoCo, LocalSGD, PowerSGD)}
 
 
 def load_model(
@@ -62,8 +72,8 @@ def load_model(
     replaced = dict(replace or {})
     if sync_batch_normalization:
         replaced[keras.layers.BatchNormalization] = SyncBatchNormalization
-    with weights_in(str(path)) as file:
-        options = options_in(file, options) if compile else options
+    with _weights_in(str(path)) as file:
+        options = _options_in(file, options) if compile else options
         # In a file they are numbers, since the variables are made only now.
         local = options.pop("local_variables", ())
         loading = _Loading(replaced, communicator, options)
@@ -82,6 +92,49 @@ def load_model(
         trained = private.trained_variables(model.optimizer)
         model.optimizer.register_local_var(trained[one] if isinstance(one, int) else one)
     return model
+
+
+@contextlib.contextmanager
+def _weights_in(path: str) -> Iterator[Mapping[str, Any]]:
+    """What is in the file of a saved model beside its configuration; empty where that is none."""
+    file: Mapping[str, Any] = {}
+    with contextlib.ExitStack() as opened:
+        # Of an error on the way Keras says what is wrong.
+        with contextlib.suppress(KeyError, OSError, zipfile.BadZipFile, tf.errors.OpError):
+            weights: Any = f"{path}/model.weights.h5"
+            if not tf.io.gfile.isdir(path):
+                whole = opened.enter_context(tf.io.gfile.GFile(path, "rb"))
+                archive = opened.enter_context(zipfile.ZipFile(whole))
+                weights = opened.enter_context(archive.open("model.weights.h5"))
+            file = opened.enter_context(h5py.File(weights, "r"))
+        yield file
+
+
+def _options_in(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, and what else the file of a model keeps; ConfigError where that cannot be made."""
+    text = file.get("optimizer/kept_options/vars/text")
+    kept: dict[str, Any] = {} if text is None else json.loads(bytes(text[()]))
+    if "accumulate_steps" in given:
+        kept.pop("strategy", None)
+    found = dict(given)
+    for name in [name for name in kept if name not in given]:
+        try:
+            found[name] = _made(kept[name])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"got a model that was trained with {name}={kept[name]}, which its file cannot "
+                "restore",
+                remedy=f"Pass it: rr.load_model(path, {name}=...); or compile=False, and compile "
+                "the model anew.",
+            ) from error
+    return found
+
+
+def _made(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    [(name, settings)] = value.items()
+    return _CLASSES[name](**{key: _made(each) for key, each in settings.items()})
 
 
 class _Loading:

@@ -8,9 +8,8 @@ An optimizer's noise must be equal on all ranks instead, or their weights would 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,12 +20,8 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.parts.replicas import make_alike, model_group
 from ringreduce.keras.wrappable import all_within
 from ringreduce.pure.wire import signature_of
-from ringreduce.tensorflow.private import graphs_being_traced, traced_ops
+from ringreduce.tensorflow.private import graphs_being_traced
 from ringreduce.tensorflow.variables import path_of
-from ringreduce.vocabulary.errors import ConfigError
-
-# Ops of `tf.random.Generator`, and those with a state of their own.
-_DRAWING = ("Rng", "Random", "Truncated", "Parameterized", "Multinomial")
 
 
 def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
@@ -83,29 +78,3 @@ def states_in(optimizer: Any) -> list[Any]:
     kinds = keras.random.SeedGenerator, tf.random.Generator
     held = [value for one in all_within(optimizer) for value in vars(one).values()]
     return [value.state for value in held if isinstance(value, kinds)]
-
-
-@contextmanager
-def refused_draws(kind: type, equal: Sequence[Any], ring: Communicator) -> Iterator[None]:
-    """ConfigError if what is traced in the block draws from states other than those in `equal`.
-
-    Those from which the same function has drawn before it are not noticed.
-    """
-    known = {id(getattr(state, "_value", state)) for state in (*seed_states_in_use(), *equal)}
-    with traced_ops() as ops:
-        yield
-    has_generator = not all(map(is_seed_state, equal))
-    found = [op for op in ops if op.startswith(_DRAWING[has_generator:])]
-    found += [path_of(state) for state in seed_states_in_use() if id(state) not in known]
-    if found:
-        refuse_update(kind, f"draws other random numbers, by {found[0]},", ring)
-
-
-def refuse_update(kind: type, what: str, ring: Communicator) -> NoReturn:
-    """ConfigError: an optimizer of the class `kind` makes weights differ between ranks."""
-    raise ConfigError(
-        f"updates weights with {kind.__name__}, which {what} on each rank",
-        **ring.config.who,
-        remedy="Draw by keras.random, with seed=self.seed, where self.seed = "
-        "keras.random.SeedGenerator(1) is an attribute of the optimizer: ranks get rank 0's.",
-    )

@@ -132,7 +132,7 @@ def saved_beside_weights(layer: Any, *, by_keras: bool) -> dict[str, str]:
     """
     kind = type(layer)
     methods = [getattr(kind, "save_assets", None), kind.save_own_variables]
-    is_known = all(m is None or m.__module__.startswith(("keras.", "ringreduce.")) for m in methods)
+    is_known = all(m is None or private.is_of_keras(m) for m in methods)
     # Known ones that have variables save these alone.
     is_plain = methods == [None, keras.Layer.save_own_variables] or (is_known and layer.variables)
     if is_plain or is_known != by_keras:

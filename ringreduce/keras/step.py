@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.optimizer import DistributedOptimizer, Given
 from ringreduce.keras.wrappable import require_compiled
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -82,7 +82,7 @@ def _divided(model: Any, step: Step, data: Any) -> Any:
     if tf.executing_eagerly():
         return step(data)  # With run_eagerly=True nothing is compiled.
     _require_wrapped(model)  # It may have been compiled again.
-    applied: list[tuple[Any, Callable[[Any], None]]] = []
+    applied: list[Given] = []
 
     # A new one in each trace of the function around it, which is traced again for any change.
     @tf.function(jit_compile=True, autograph=False)
@@ -90,7 +90,7 @@ def _divided(model: Any, step: Step, data: Any) -> Any:
         with model.optimizer.deferred() as calls:
             logs = step(data)
         applied[:] = calls
-        return logs, [gradients for gradients, _ in calls]
+        return logs, [gradients for gradients, *_ in calls]
 
     logs, gradients = compiled(data)
     if len(applied) != 1:
@@ -99,5 +99,5 @@ def _divided(model: Any, step: Step, data: Any) -> Any:
             remedy="rr.compile_gradients is for one that does so once: compile a function of "
             "your own that computes gradients, and apply them outside of it.",
         )
-    applied[0][1](gradients[0])
+    model.optimizer.take(gradients[0], *applied[0][1:])
     return logs

@@ -14,7 +14,8 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.gradients import Reducer
-from ringreduce.keras.initial import InitialValues, plain_variable
+from ringreduce.keras.initial import InitialValues
+from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.weighting import Kind, gradient_op
@@ -81,7 +82,7 @@ class DistributedGradientTape:
                 remedy="Use DistributedOptimizer with a plain tape, or 'bf16'.",
             )
         self._tape, self._communicator = tape, communicator
-        self._op, self._local = gradient_op(op), set(map(_identity, local_variables))
+        self._op, self._local = gradient_op(op), LocalVariables(local_variables)
         self._scale_local = scale_local_gradients
         self._options = bucket_bytes, check_numerics, compression, sparse_as_dense
         # Used unless an earlier tape had the same options.
@@ -94,7 +95,6 @@ class DistributedGradientTape:
     def __exit__(self, *exception: Any) -> None:
         self._tape.__exit__(*exception)
 
-    # AutoGraph must not convert this: it is Python that runs while tracing.
     def gradient(
         self,
         target: Any,
@@ -136,21 +136,17 @@ class DistributedGradientTape:
                 "optimizer would not know that",
                 remedy="Use DistributedOptimizer with a plain tape; it works in loops too.",
             )
-        return Kind.LOCAL if _identity(source) in self._local else Kind.MEAN
+        return Kind.LOCAL if source in self._local else Kind.MEAN
 
     def register_local_source(self, source: Any) -> None:
         """Add a variable to `local_variables`."""
-        self._local.add(_identity(source))
+        self._local.add(source)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this for what the class lacks: watch, stop_recording, reset, jacobian.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._tape, name)
-
-
-def _identity(variable: Any) -> int:
-    return id(plain_variable(variable))
 
 
 # What all tapes of a communicator share, since each step makes a new one. Bridges, by their

@@ -52,6 +52,18 @@ class Weight:
         return tf.math.divide_no_nan(self.own, self.mean)
 
 
+class _Local(threading.local):
+    """Of what this thread computes or traces."""
+
+    weight: Weight | None = None
+    kept: Weight | None = None
+    has_moved = False  # whether rows were sent between ranks
+    is_in_parts = False  # whether gradients are those of all ranks' mean loss, and not weighted
+
+
+_local = _Local()
+
+
 def weighted(gradient: Any, own: Any) -> Any:
     """`gradient` times `own`; with 0 it is left out, even if it is NaN."""
     if gradient is None:
@@ -83,7 +95,7 @@ def across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     those it receives are multiplied by its own weight later, with all its gradients.
     """
     weight = current()
-    if weight is None or _is_in_parts() or not value.dtype.is_floating:
+    if weight is None or _local.is_in_parts or not value.dtype.is_floating:
         return collective(value)
     value = times_back(value, tf.math.divide_no_nan(weight.mean, weight.own))
     return times_back(collective(value), weight.factor)
@@ -91,7 +103,7 @@ def across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
 
 def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     """`across_ranks` for what sends rows to other ranks, whose local variables may use them."""
-    if current() is not None and not _is_in_parts() and value.dtype.is_floating:
+    if current() is not None and not _local.is_in_parts and value.dtype.is_floating:
         _local.has_moved = True
     return across_ranks(value, collective)
 
@@ -99,7 +111,7 @@ def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
 def refuse_local(kinds: Sequence[Kind], ring: Communicator) -> None:
     """ConfigError if gradients of local variables may have come from other ranks' batches."""
     # How much those count is not known here: a rank without rows would count them not at all.
-    if Kind.LOCAL in kinds and getattr(_local, "has_moved", False):
+    if Kind.LOCAL in kinds and _local.has_moved:
         raise ConfigError(
             "has local variables and sends rows between ranks (all_to_all, gather, scatter, send) "
             "in steps whose batches differ in length: gradients would count wrongly",
@@ -125,14 +137,17 @@ def in_parts(
         communicator: by default the process's.
     """
     ring = communicator or default_communicator()
-    if ring.size == 1 or _is_in_parts():
+    if ring.size == 1 or _local.is_in_parts:
         return function(*tensors)
     weight = current()
     share = tf.constant(1.0) if weight is None else weight.factor
     share /= ring.size
     within = tf.nest.map_structure(lambda value: _scaled(value, 1 / share, share), list(tensors))
-    with _in_parts():
+    _local.is_in_parts = True
+    try:
         result = function(*within)
+    finally:
+        _local.is_in_parts = False
     return tf.nest.map_structure(lambda value: _scaled(value, share, share), result)
 
 
@@ -141,20 +156,6 @@ def _scaled(value: Any, factor: Any, share: Any) -> Any:
     if not tf.is_tensor(value) or not value.dtype.is_floating:
         return value
     return times_back(value, tf.where(share > 0, factor, tf.zeros_like(share)))
-
-
-@contextmanager
-def _in_parts() -> Iterator[None]:
-    """Within the block gradients are those of all ranks' mean loss, and not weighted."""
-    before, _local.is_in_parts = _is_in_parts(), True
-    try:
-        yield
-    finally:
-        _local.is_in_parts = before
-
-
-def _is_in_parts() -> bool:
-    return getattr(_local, "is_in_parts", False)
 
 
 @tf.custom_gradient
@@ -167,12 +168,9 @@ def times_back(values: Any, factor: Any) -> Any:
     return tf.identity(values), gradient
 
 
-_local = threading.local()
-
-
 def current() -> Weight | None:
     """The weight of the step that this thread computes or traces; None: all ranks are equal."""
-    return getattr(_local, "weight", None)
+    return _local.weight
 
 
 @contextmanager
@@ -198,11 +196,10 @@ def using(weight: Weight | None) -> Iterator[None]:
 
 def _kept() -> Weight:
     """This thread's weight as variables: a traced function would keep values as constants."""
-    if not hasattr(_local, "kept"):
+    if _local.kept is None:
         own, mean = (tf.Variable(1.0, trainable=False) for _ in range(2))
         _local.kept = Weight(own, mean)
-    kept: Weight = _local.kept
-    return kept
+    return _local.kept
 
 
 @contextmanager

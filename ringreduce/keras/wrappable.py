@@ -82,14 +82,10 @@ def state_for(optimizer: Any, variable: Any) -> list[Any]:
     return found
 
 
-def is_of_user(what: Any) -> bool:
-    """Whether a class or function is the user's, neither Keras's nor ours."""
-    return not str(getattr(what, "__module__", "")).startswith(("keras.", "ringreduce."))
-
-
 def own_step_in(optimizer: Any) -> str | None:
     """The method of the user's own, if there is one, that sees all of a step's gradients."""
-    return next((name for name in _STEPS_OF_ALL if is_of_user(getattr(optimizer, name))), None)
+    found = (n for n in _STEPS_OF_ALL if not private.is_of_keras(getattr(optimizer, n)))
+    return next(found, None)
 
 
 def works_by_element(optimizer: Any) -> bool:
@@ -119,11 +115,6 @@ def is_alone(model: Any) -> bool:
     """Whether `model` has optimizers, none of which needs other ranks in each step."""
     found = wrappers_in(model)
     return bool(found) and all(wrapper.is_alone for wrapper in found)
-
-
-def is_distributed(model: Any) -> bool:
-    """Whether an optimizer of `model` averages gradients."""
-    return bool(wrappers_in(model))
 
 
 def wrappers_in(model: Any) -> list[Any]:
@@ -174,7 +165,7 @@ def refuse_other_optimizer(model: Any, ring: Communicator) -> None:
 def warn_of_plain_optimizer(model: Any, where: str, ring: Communicator) -> None:
     """Log a warning if nothing seems to average the gradients of `model`."""
     optimizer = model.optimizer
-    if ring.size == 1 or optimizer is None or is_distributed(model):
+    if ring.size == 1 or optimizer is None or wrappers_in(model):
         return
     _log.warning(
         "[%d/%d] %s got a model whose optimizer (%s) is no DistributedOptimizer: ranks train "
@@ -194,7 +185,7 @@ def require_compiled(model: Any, more: str = "") -> None:
 
 def require_distributed(model: Any, ring: Communicator) -> None:
     """ConfigError unless `model` averages gradients, or may do so in a `train_step` of its own."""
-    if is_distributed(model):
+    if wrappers_in(model):
         return
     if type(model).train_step is not keras.Model.train_step:
         return warn_of_plain_optimizer(model, "rr.fit", ring)

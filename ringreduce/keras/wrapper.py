@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from inspect import isfunction
+from operator import attrgetter
 from typing import Any
 
 import keras
@@ -31,20 +32,9 @@ class Wrapper(keras.optimizers.Optimizer):
         """The optimizer that updates weights; Keras's name for it, in callbacks and in files."""
         return getattr(self._inner, "inner_optimizer", self._inner)
 
-    @property
-    def variables(self) -> list[Any]:
-        """The inner optimizer's variables."""
-        return list(self._inner.variables)
-
-    @property
-    def built(self) -> bool:
-        """Whether the inner optimizer has its variables."""
-        return bool(self._inner.built)
-
-    @property
-    def iterations(self) -> Any:
-        """The inner optimizer's step counter."""
-        return self._inner.iterations
+    variables = property(attrgetter("_inner.variables"))
+    built = property(attrgetter("_inner.built"))
+    iterations = property(attrgetter("_inner.iterations"))
 
     @property
     def learning_rate(self) -> Any:

@@ -6,8 +6,7 @@ that it is given.
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,10 +56,6 @@ is_compiled_by_xla = named("tensorflow.python.ops.control_flow_util", "GraphOrPa
 call_module = named("tensorflow.compiler.tf2xla.python.xla", "call_module")
 # Adds an op by its name, including ops registered at run time.
 apply_op = named("tensorflow.python.framework.op_def_library", "apply_op")
-# Functions that are called with each op that this thread adds or runs.
-_CALLBACKS = "tensorflow.python.framework.op_callbacks"
-_add_op_callback = named(_CALLBACKS, "add_op_callback")
-_remove_op_callback = named(_CALLBACKS, "remove_op_callback")
 
 _autograph = named("tensorflow.python.autograph.core", "config")
 
@@ -91,18 +86,6 @@ def graphs_being_traced() -> list[Any]:
         found.append(graph)
         graph = graph.outer_graph
     return found
-
-
-@contextmanager
-def traced_ops() -> Iterator[list[str]]:
-    """The kinds of ops that are added in the block to the graph being traced, and those in it."""
-    kinds: list[str] = []
-    note = lambda kind, *_, **__: kinds.append(kind)  # noqa: E731
-    _add_op_callback(note)
-    try:
-        yield kinds
-    finally:
-        _remove_op_callback(note)
 
 
 def call_through(function: Any, around: Callable[[partial[Any]], Any]) -> None:

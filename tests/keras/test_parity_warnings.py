@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 import ringreduce.keras as rr
-from ringreduce.keras import mistakes, probe
+from ringreduce.keras import mistakes, private, probe
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
@@ -187,4 +187,4 @@ def test_none_of_kerass_own_is_tried():
             assert list(probe._own_losses(model)) == [], name
     for one in vars(keras.metrics).values():
         if inspect.isclass(one):
-            assert probe._is_of_keras(one)
+            assert private.is_of_keras(one)
