@@ -186,17 +186,24 @@ LEAVES_BLOCK = """
 """
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(0)", "ring.close(); hold()", LEAVES_BLOCK])
+CLOSED = ("MismatchError", "rank 1, which closed its communicator after 1 call ")
+EXITED = ("PeerLostError", "rank 1, which ended with SystemExit")
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind", "said"),
+    [("sys.exit(0)", *CLOSED), ("ring.close(); hold()", *CLOSED), (LEAVES_BLOCK, *EXITED)],
+)
 def test_a_rank_that_makes_fewer_calls_is_named(
-    tmp_path: Path, transport: str, ending: str
+    tmp_path: Path, transport: str, ending: str, kind: str, said: str
 ) -> None:
     with Ring(tmp_path, 3, EARLY.format(ending=ending), transport=transport) as ring:
         for fact in ring.wait("result", [0, 2]):
-            assert (fact["kind"], fact["peer"]) == ("MismatchError", 1), fact
-            assert "rank 1, which closed its communicator after 1 call " in fact["text"]
+            assert (fact["kind"], fact["peer"]) == (kind, 1), fact
+            assert said in fact["text"]
             assert fact["seconds"] < SOON_S
         for fact in ring.wait("again", [0, 2]):
-            assert fact["kind"] == "MismatchError"
+            assert fact["kind"] == kind
             assert fact["seconds"] < 0.5
         ring.release()
 

@@ -170,7 +170,7 @@ def test_a_rank_that_ends_early_with_0_is_named_by_the_launchers_report(tmp_path
     (tmp_path / "worker.py").write_text(program)
     with launcher(tmp_path, "run", "-n", "3", "worker.py") as job:
         assert job.wait(20) == 1
-        told = [line for line in job.stderr.splitlines() if "MismatchError" in line]
+        told = [line for line in job.stderr.splitlines() if "PeerLostError" in line]
         assert told
         assert all("rank 1" in line for line in told), told
 

@@ -218,7 +218,7 @@ SCENARIOS = {
         (
             "found different models: layer 'first': activation is 'relu' on rank 0 and 'tanh' on "
             "rank 1, in comparison of settings.",
-            "Build the same model on every rank; leave out of",
+            "Build the same model on every rank, and adapt layers",
         ),
     ),
     "activation in rr.fit": (
@@ -239,7 +239,7 @@ SCENARIOS = {
     "loss": ("divided('mae' if ODD else 'mse')", ("loss is 'mse' on rank 0 and 'mae' on rank 1",)),
     "a callback of one rank": (
         "divided(callbacks=[FasterOnOneRank()])",
-        ("Look for code that changes weights on some ranks only",),
+        ("the learning rate is 0.25 on rank 0 and 0.5 on rank 1", "alike on all ranks"),
     ),
     "None from the start": ("fit_closed()", CLOSED),
     "None later in fit": ("fit_twice()", CLOSED),
