@@ -998,7 +998,7 @@ BREAKAGES = (
     Breakage(
         "elastic-exit-is-an-end",
         "ringreduce/communicator/session.py",
-        '"a call of close() in training" if self.lasting.trains else ""',
+        '"a call of close() in training" if trains else ""',
         '""',
         "A rank that leaves by sys.exit, as when its host is taken away, ends an elastic job.",
         ("tests/keras/test_elastic.py",),

@@ -50,7 +50,6 @@ class Calls:
 
     @property
     def caller(self) -> int | None:
-        """The thread that is in a call; None while none is."""
         return self._caller.value or None
 
     def use(self, small: SmallCalls) -> None:

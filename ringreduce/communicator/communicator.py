@@ -337,8 +337,7 @@ class Communicator(MovingCalls, PairCalls):
     def __repr__(self) -> str:
         """Rank, size and state."""
         state = "closed" if self.closed else "broken" if self.failure else "open"
-        is_group = self._session.membership.group > 0
-        group = f", ranks {self.members} of the job" if is_group else ""
+        group = f", ranks {self.members} of the job" if self._session.membership.group else ""
         return f"<Communicator rank {self.rank} of {self.size}{group}, {state}>"
 
     def _reducible(

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -62,9 +62,8 @@ class Job:
     # What this rank knows of the choice of the next ring's ranks; kept by attempts that fail.
     agreement: Agreement
     has_left_out: bool = False  # ranks that may be alive, and are told so when they wake
-    # Whether its ring is formed anew when it has failed; what that is for has ended on this rank.
-    is_repeated: bool = False
-    has_ended: bool = False
+    # Whether the training that its ring is formed anew for has ended here; None: there was none.
+    has_ended: bool | None = None
     highest_group: int = 0  # of the groups that this rank has taken part in forming
     # By rank of this host that shares memory: which process it is, by its number and its start.
     processes: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class Job:
             for_s = config.busy_timeout_s if is_busy else for_s
             visits, view = self.visits(), self.agreement.view
             self.standby.answering.callback(visits.close)
-            visits.answer(view, for_s, has_ended=self.has_ended, is_busy=is_busy)
+            visits.answer(view, for_s, has_ended=bool(self.has_ended), is_busy=is_busy)
 
     def place(self, membership: Membership) -> Placement:
         """Which members share memory."""
@@ -130,7 +129,8 @@ def form(config: Config, waiting: Waiting) -> Formed:
     membership, security = whole(config.size), Security.of(config)
     networks = own_networks(config)
     bind = bind_of(config, networks)
-    with undone_if_it_fails(config, membership, bind) as undo:
+    _reserve(config, membership, bind)
+    with contextlib.ExitStack() as undo:  # What closes them after an error.
         opened = open_sockets(config, membership, security, bind, waiting, undo)
         standby = Standby(bind, rank=config.rank, size=config.size)
         undo.callback(standby.close)
@@ -191,7 +191,8 @@ def form_group(
     what it needs, or reach another.
     """
     security = job.security.for_group(membership)
-    with undone_if_it_fails(config, membership, job.bind) as undo:
+    _reserve(config, membership, job.bind)
+    with contextlib.ExitStack() as undo:
         with parent.guarded():
             transport = job.place(membership).transport
             opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
@@ -216,16 +217,11 @@ def take_no_part(config: Config, job: Job, parent: reaching.Exchange) -> None:
     parent.exchange(None)
 
 
-@contextlib.contextmanager
-def undone_if_it_fails(
-    config: Config, membership: Membership, bind: Bind
-) -> Iterator[contextlib.ExitStack]:
-    """Room for the sockets of a ring, and what closes them after an error."""
+def _reserve(config: Config, membership: Membership, bind: Bind) -> None:
+    """Make room for the sockets of a ring."""
     channels = len(channel_distances(membership.size, config.streams)) + CONTROL_CHANNELS
     count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
     descriptors.reserve(count, **config.who)
-    with contextlib.ExitStack() as undo:
-        yield undo
 
 
 def connect(

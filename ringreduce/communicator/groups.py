@@ -20,7 +20,6 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
     """
     config, membership, job = parent.config, parent.membership, parent.job
     own = _own_group(parent, color, key)
-
     form = None
     if own is not None and own.size > 1:
         assert job is not None

@@ -20,8 +20,6 @@ class Lasting:
 
     def __init__(self) -> None:
         self.events = Events()  # what its calls were
-        # Whether it is in a training which the others go on with if it leaves.
-        self.trains = False
         # The background thread, with the plans of traced steps; None until it is needed.
         self.engine: Engine | None = None
         # They know what signatures stand for.

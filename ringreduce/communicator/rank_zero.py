@@ -11,23 +11,13 @@ from typing import Any, TypeVar
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.payload import encode
-from ringreduce.vocabulary.errors import ArrayError, WorkerError
+from ringreduce.vocabulary.errors import WorkerError
 
 _Result = TypeVar("_Result")
-_Assistant = Callable[[Any], None]
 
 # What ranks do that wait while rank 0's function needs them, by name.
-_assistants: dict[str, _Assistant] = {}
+assistants: dict[str, Callable[[Any], None]] = {}
 _asking = threading.local()
-
-
-def assistant(name: str) -> Callable[[_Assistant], _Assistant]:
-    """Have the ranks that wait in `on_rank_zero` call a function when rank 0 asks for `name`."""
-
-    def register(function: _Assistant) -> _Assistant:
-        return _assistants.setdefault(name, function)
-
-    return register
 
 
 def waiting_ranks() -> Communicator | None:
@@ -82,7 +72,7 @@ def on_rank_zero(
     if ring.rank != 0:
         asked, told = ring.broadcast_object(None)
         while asked:
-            _assistants[asked](told)
+            assistants[asked](told)
             asked, told = ring.broadcast_object(None)
         result, error = told
         if error:
@@ -96,7 +86,7 @@ def on_rank_zero(
     before, _asking.ring = waiting_ranks(), ring
     try:
         result = function(*args, **kwargs)
-        _check_sendable(result, name)
+        encode(result)
     except Exception as error:
         ring.broadcast_object(["", (None, f"{type(error).__name__}: {error}")])
         raise
@@ -104,14 +94,3 @@ def on_rank_zero(
         _asking.ring = before
     ring.broadcast_object(["", (result, "")])
     return result
-
-
-def _check_sendable(result: Any, name: str) -> None:
-    try:
-        encode(["", (result, "")])
-    except ArrayError as error:
-        raise ArrayError(
-            f"cannot send the result of {name}, a {type(result).__name__}, to the other ranks",
-            remedy="Let the function return None, or numbers, text, bytes, lists and dicts; "
-            "put what they need into a file.",
-        ) from error

@@ -21,18 +21,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Killed
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import Session
-from ringreduce.pure.membership import EPOCHS_MAX, Membership
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.unix import end_process, is_stopped
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
-    ArrayError,
     ClosedError,
     ConfigError,
     PeerError,
@@ -69,7 +66,6 @@ def reform(
     `at_end`: this rank may be told by another that it has ended (`answer_others`).
 
     Raises:
-        ArrayError: `without` has this rank, or none of the job; or `communicator` is a group.
         ClosedError: `communicator` was closed.
         ConfigError: this system cannot shut a port, so that no rank waits for others.
         EndedError: as said.
@@ -78,9 +74,16 @@ def reform(
         PeerError: others were lost time and again while the ring formed.
     """
     old = communicator._session
-    _check(old, without)
-    old.leave("", gives_way=True)
     job, config = old.job, old.config
+    if old.is_closed if job is None else job.standby.is_closed:
+        raise ClosedError("cannot form the ring anew after close()", **config.who)
+    if job is not None and not all(job.standbys):
+        raise ConfigError(
+            f"cannot form the ring anew: rank {job.standbys.index('')} has no port for that",
+            **config.who,
+            remedy="Rings are formed anew on Linux alone.",
+        )
+    old.leave("", gives_way=True)
     if job is None:
         alone = replace(old.membership, epoch=old.membership.epoch + 1)
         communicator._use(Session(config, alone, None, None, old.lasting))
@@ -116,33 +119,9 @@ def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
     is over. If the ring fails while this rank is in user code, it answers as well.
     """
     job = communicator._session.job
-    communicator._session.lasting.trains = not has_ended
     if job is not None and all(job.standbys):
-        job.is_repeated, job.has_ended = True, has_ended
+        job.has_ended = has_ended
         job.answer(communicator.config)
-
-
-def _check(old: Session, without: Collection[int]) -> None:
-    rank, who = old.config.rank, old.config.who
-    is_over = old.is_closed if old.job is None else old.job.standby.is_closed
-    if is_over:
-        raise ClosedError("cannot form the ring anew after close()", **who)
-    problem, remedy = "", ""
-    if old.membership.group:
-        problem, remedy = "a group anew", "Form the job's ring anew, then split it."
-    elif rank in without or not set(without) <= set(range(old.config.size)):
-        problem = f"the ring anew without {sorted(without)}"
-        remedy = "Pass ranks of the job that are lost."
-    elif old.membership.epoch >= EPOCHS_MAX - old.config.size:
-        problem = f"the ring anew more than {EPOCHS_MAX - 1} times"
-    if problem:
-        raise ArrayError(f"cannot form {problem}", **who, remedy=remedy)
-    if old.job is not None and not all(old.job.standbys):
-        raise ConfigError(
-            f"cannot form the ring anew: rank {old.job.standbys.index('')} has no port for that",
-            **who,
-            remedy="Rings are formed anew on Linux alone.",
-        )
 
 
 class Survivors:
@@ -154,11 +133,7 @@ class Survivors:
     """
 
     def __init__(
-        self,
-        config: Config,
-        job: formation.Job,
-        without: Collection[int],
-        at_end: bool = False,
+        self, config: Config, job: formation.Job, without: Collection[int], at_end: bool = False
     ) -> None:
         job.standby.answering.close()
         self._config, self._job, self._without, self._at_end = config, job, without, at_end
@@ -277,7 +252,6 @@ class Survivors:
             "[%d/%d] killed rank %d, process %d of this host, which did not answer",
             *(self._rank, self._config.size, rank, process[0]),
         )
-        handover.tell(Killed(rank))
         return True
 
     def _described(self, gone: Collection[int]) -> str:

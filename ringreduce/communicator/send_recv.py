@@ -246,7 +246,6 @@ class Messages:
         return found
 
     def pending(self) -> Pending | None:
-        """The call that a thread of the program waits in; from any thread."""
         # One C call under the GIL.
         for direction in list(self._directions.values()):
             if (pending := direction.waits_in()) is not None:
@@ -254,7 +253,6 @@ class Messages:
         return None
 
     def leaves_later(self, why: str) -> bool:
-        """Have the call that this thread is in leave when it ends; False: it is in none."""
         for direction in list(self._directions.values()):
             if direction.caller == threading.get_ident():
                 direction.leaves_with = why

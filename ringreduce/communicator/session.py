@@ -185,7 +185,6 @@ class Session:
 
     @property
     def engine(self) -> Engine:
-        """The background thread, started by its first use. Raises ClosedError after `close`."""
         if self.is_inherited:
             raise forked(self.config)
         with self._life.lock:
@@ -278,7 +277,8 @@ class Session:
         if self._recorder.current_call().operation is None:
             # In user code no call fails. The others may form the ring anew before one does.
             job, is_over = self.job, self._life.state >= State.LEAVING
-            if job is not None and job.is_repeated and not (self.membership.group or is_over):
+            trains = not self.membership.group and job is not None and job.has_ended is not None
+            if job is not None and trains and not is_over:
                 job.answer(self.config, is_busy=True)
             self._record(first)
 
@@ -329,7 +329,6 @@ class Session:
             self.refuse()
 
     def refuse(self) -> None:
-        """Raise the error of a call that may not begin."""
         if self.failure is None or self.is_closed:
             raise closed(self.config)
         raise again(self.failure)
@@ -350,8 +349,10 @@ class Session:
         self._close_standby()
         if error is None or (isinstance(error, SystemExit) and not error.code):
             # The usual end of a program, unless others still train with it.
-            trains = "a call of close() in training" if self.lasting.trains else ""
-            self.leave(described(error) if error else handover.exiting or trains)
+            job = None if self.membership.group else self.job
+            trains = job is not None and job.has_ended is False
+            why = "a call of close() in training" if trains else ""
+            self.leave(described(error) if error else handover.exiting or why)
             return
         if self.failure is None and not self.is_closed and not self.is_inherited:
             self._record(error)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-GROUPS_MAX = EPOCHS_MAX = 1 << 16  # numbers of groups, and of epochs, have 16 bits in a header
+GROUPS_MAX = 1 << 16  # numbers of groups have 16 bits in a header
 
 
 class Choice(NamedTuple):

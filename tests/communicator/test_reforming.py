@@ -25,7 +25,6 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
-    ArrayError,
     ClosedError,
     MismatchError,
     RendezvousError,
@@ -547,20 +546,6 @@ def test_what_explains_mismatches_does_so_in_the_new_ring_too() -> None:
         reform(comm, [])
         with pytest.raises(MismatchError, match="has another variable"):
             comm.all_reduce(np.ones(3 + comm.rank))
-
-    ring_of_threads(2, work)
-
-
-def test_what_cannot_be_formed_anew_is_refused_and_changes_nothing() -> None:
-    def work(comm: Communicator) -> None:
-        group = comm.split(0)
-        assert group is not None
-        for without in ([comm.rank], [2], [-1], ["1"]):
-            with pytest.raises(ArrayError, match="cannot form the ring anew without"):
-                reform(comm, without)
-        with pytest.raises(ArrayError, match="cannot form a group anew"):
-            reform(group, [])
-        assert comm.all_reduce(np.ones(1)) == 2
 
     ring_of_threads(2, work)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.rank_zero import assistant, assisted_call, waiting_ranks
+from ringreduce.communicator.rank_zero import assistants, assisted_call, waiting_ranks
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -205,5 +205,5 @@ def _rest(part: Part) -> tuple[int, ...]:
     return (*part.shape[: part.axis], *part.shape[part.axis + 1 :])
 
 
-assistant("gather a part")(partial(_assist, _gathered))
-assistant("scatter a part")(partial(_assist, _scattered))
+assistants["gather a part"] = partial(_assist, _gathered)
+assistants["scatter a part"] = partial(_assist, _scattered)
