@@ -32,7 +32,6 @@ class Place(keras.callbacks.Callback):
         return (self._epoch + 1, 0) if steps == self.params["steps"] else (self._epoch, steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note where it begins."""
         self._epoch, self._before = epoch, self._count()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -40,7 +39,6 @@ class Place(keras.callbacks.Callback):
         self._before = self._count() - batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Go on with the next one."""
         self.on_epoch_begin(epoch + 1)
 
 

@@ -10,8 +10,6 @@ one apart. A rank that is behind takes from one ahead what that unit has led to:
 optimizer's state, or a meeting's result.
 """
 
-import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +29,6 @@ from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
 from ringreduce.vocabulary.errors import PeerError, RingReduceError
-
-_log = logging.getLogger(__name__)
 
 
 class Elastic:
@@ -60,7 +56,7 @@ class Elastic:
             # Its code after the update would see the weights before it.
             "own train_step in XLA": bool(model.jit_compile) and is_own,
             "callbacks": differing(ring, callbacks),
-            "rr.elastic.run around rr.fit": is_repeating(ring),
+            "rr.elastic.run around it": is_repeating(ring),
         }
         refuse(ring, facts | facts_of(model), *(one.options for one in wrappers))
         self._model, self._ring, self._minimum = model, ring, minimum
@@ -76,7 +72,6 @@ class Elastic:
         self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
         self._changed: list[Any] = []
         self._begun: list[Any] = []
-        self._most_rows = 0  # that a rank had in a step
         self._batches = tf.nest.map_structure(_of_any_rows, batches)
 
     def __enter__(self) -> "Elastic":
@@ -99,12 +94,9 @@ class Elastic:
                 self._at_end = True
                 self._meeting(self._ring.barrier)
         finally:
-            self._restore()
-
-    def _restore(self) -> None:
-        del repeaters[self._ring]
-        self._model.train_step = self._plain
-        self._optimizer.commit_point = self._model.train_function = None
+            del repeaters[self._ring]
+            self._model.train_step = self._plain
+            self._optimizer.commit_point = self._model.train_function = None
 
     def _keeping(self, step: Any) -> Any:
         """`step`, compiled as the model is; first it keeps what it changes besides weights."""
@@ -140,20 +132,11 @@ class Elastic:
             if (mean := count / ring.size) != self._mean_now:
                 self._mean_now = mean
                 self._mean.assign(mean)
-                self._note_rows(math.ceil(mean))
             run = self._uneven if count % ring.size else self._even
             return run(slice_rows(batch, *own_rows(count, ring.rank, ring.size)))
 
         logs = self._unit(step, is_step=True)
         return self._model.get_metrics_result() if logs is None else logs
-
-    def _note_rows(self, most: int) -> None:
-        if self._ring.rank == 0 and 0 < self._most_rows < most:
-            _log.warning(
-                "[%d/%d] a rank has up to %d rows of a batch now, before %d: it needs more memory",
-                *(*self._ring.config.who.values(), most, self._most_rows),
-            )
-        self._most_rows = max(most, self._most_rows)
 
     def _meeting(self, make: Callable[[], Any]) -> Any:
         return self._unit(make, is_step=False) if self._steps else make()
@@ -170,7 +153,9 @@ class Elastic:
                 if is_step and self._commit.count > self._passed:
                     self._end(None)  # It was committed, and failed afterwards.
                 elif is_step:
-                    self._put_back()
+                    # Undo the part of a step that comes before its commit point.
+                    for variable, begun in zip(self._changed, self._begun, strict=True):
+                        variable.assign(begun.value())
                 where = f"in step {self._steps + 1}" if is_step else f"after step {self._steps}"
                 self._go_on(error, where)
                 if self._units > units:
@@ -180,17 +165,11 @@ class Elastic:
             return found
 
     def _end(self, result: Any, *, is_step: bool = True) -> None:
-        """A unit has ended on this rank."""
         self._units, self._result = self._units + 1, result
         if is_step:
             self._steps, self._passed = self._steps + 1, self._passed + 1
             if self._steps == 1:
                 refuse(self._ring, {"updates in a step": self._commit.count})
-
-    def _put_back(self) -> None:
-        """Undo the part of a step that comes before its commit point."""
-        for variable, begun in zip(self._changed, self._begun, strict=True):
-            variable.assign(begun.value())
 
     def _go_on(self, error: RingReduceError, where: str) -> None:
         """Form the ring anew of the ranks that are left, and bring all to the same unit."""

@@ -41,12 +41,7 @@ TABLE = (
     Row("`sharded=True`", "sharded", [False], "the whole data on all ranks"),
     Row("`batch_share`", "batch_share", ["equal"], "equal shares"),
     Row("callbacks that not all ranks have", "callbacks", [""], _EQUAL),
-    Row(
-        "`rr.elastic.run` around `rr.fit`",
-        "rr.elastic.run around rr.fit",
-        [False],
-        "`rr.fit` alone",
-    ),
+    Row("`rr.elastic.run` around `rr.fit`", "rr.elastic.run around it", [False], "`rr.fit` alone"),
     Row("`model.fit`, other loops", "steps of another loop", [False], "`rr.fit`, `rr.elastic.run`"),
 )
 

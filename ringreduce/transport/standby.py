@@ -32,11 +32,9 @@ class Standby:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._listeners[0].fileno() < 0
 
     def open(self) -> None:
-        """Let others connect."""
         with contextlib.suppress(OSError):  # It is open, or closed.
             for listener in self._listeners:
                 port_filter.open_again(listener.fileno())
@@ -48,7 +46,6 @@ class Standby:
         }
 
     def shut(self) -> None:
-        """Let nobody connect any more."""
         with contextlib.suppress(OSError):  # It was closed meanwhile.
             for listener in self._listeners:
                 port_filter.shut(listener.fileno())

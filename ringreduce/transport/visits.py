@@ -144,7 +144,6 @@ class Visits:
         self._thread.start()
 
     def close(self) -> None:
-        """Shut the port and end."""
         self._is_closing = True
         if self._thread.ident is not None:
             self._thread.join()

@@ -395,7 +395,7 @@ REFUSED = {
             "callbacks=(rank 0: BackupAndRestore; rank 1: none)",
         ),
     ],
-    "`rr.elastic.run` around `rr.fit`": [(_in_a_loop, "rr.elastic.run around rr.fit")],
+    "`rr.elastic.run` around `rr.fit`": [(_in_a_loop, "rr.elastic.run around it")],
     "`model.fit`, other loops": [
         (_in_a_loop_of_ones_own, "steps of another loop"),
     ],

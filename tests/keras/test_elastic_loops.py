@@ -70,7 +70,7 @@ def test_they_end_as_one_process_does(way, size, faults, trail):
         assert fact["members"] == left
         assert fact["resets"][-1][2] == trail[-1][0]
         if way == "graph":
-            assert "has rr.elastic.run around rr.fit" in fact["fit"]
+            assert "has rr.elastic.run around it" in fact["fit"]
 
 
 @pytest.mark.full

@@ -60,7 +60,6 @@ class _Forwarding(keras.callbacks.Callback):
     """Interface: a callback that calls hooks of others in each of its own."""
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
-        """Call a hook of them."""
         raise NotImplementedError
 
 
@@ -209,18 +208,15 @@ class StopTogether(keras.callbacks.Callback):
         self._wants = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Find out which ranks train."""
         self._ring = _every_rank(self)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Agree whether this was the last batch."""
         if getattr(self.model.optimizer, "has_met", True):
             self._agree()
         elif self.model.stop_training:
             self._wants, self.model.stop_training = True, False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Agree whether this was the last epoch."""
         self._agree()
 
     def _agree(self) -> None:
