@@ -86,10 +86,8 @@ def _one_of(values: tuple[str, ...], help: str) -> Any:
     )
 
 
-def _seconds(default: float, help: str, least: float = 0.0) -> Any:
+def _seconds(default: float, help: str) -> Any:
     """A field of `Config` that is a time limit."""
-    if least:
-        return _choice(default, help, f"at least {least:g} seconds", lambda value: value >= least)
     return _choice(default, help, "more than 0 seconds", lambda value: value > 0)
 
 
@@ -128,11 +126,12 @@ class Config:
     join_timeout_s: float = _seconds(
         120.0, "seconds for all ranks to meet; `timeout_s` where only that is given"
     )
-    link_timeout_s: float = _seconds(
+    link_timeout_s: float = _choice(
         TIMES.link_timeout_s,
         "seconds that a connection may carry nothing of what is due, while both its ends are "
         "alive, before it counts as dead",
-        TIMES.link_timeout_min_s,
+        f"at least {TIMES.link_timeout_min_s:g} seconds",
+        lambda value: value >= TIMES.link_timeout_min_s,
     )
     # Longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster than
     # 512 KiB, and 2 MiB is slower (docs/performance.md). Multiples of 64 keep elements whole and
@@ -208,8 +207,7 @@ class Config:
         self._require("size", self.size >= 1, "at least 1")
         self._require("rank", 0 <= self.rank < self.size, f"0 to {self.size - 1}, below size")
         if self.local_size is not None:
-            limit = self.size
-            self._require("local_size", 1 <= self.local_size <= limit, f"1 to {limit}")
+            self._require("local_size", 1 <= self.local_size <= self.size, f"1 to {self.size}")
         if self.local_rank is not None:
             limit = (self.local_size or self.size) - 1
             self._require("local_rank", 0 <= self.local_rank <= limit, f"0 to {limit}")
@@ -354,11 +352,10 @@ def ports_wanted(variables: Mapping[str, str] | None = None) -> range | None:
     return port_range({**os.environ, **(variables or {})}.get("RINGREDUCE_PORTS", ""))
 
 
-def join_timeout(choices: Mapping[str, object]) -> float:
-    """How long ranks wait for each other, by `choices` or the user's variables."""
-    names = ("timeout_s", "join_timeout_s")
-    given: Any = {name: choices.get(name) for name in names}
-    return Config.from_environment(rank=0, size=1, job_id="", rendezvous="", **given).join_timeout_s
+def join_timeout(timeout_s: float | None) -> float:
+    """How long ranks wait for each other, by `timeout_s` or the user's variables."""
+    own = Config.from_environment(rank=0, size=1, job_id="", rendezvous="", timeout_s=timeout_s)
+    return own.join_timeout_s
 
 
 def color_wanted() -> bool:

@@ -62,7 +62,6 @@ class Pattern(NamedTuple):
 
     @property
     def excludes(self) -> bool:
-        """Whether what it matches is not to be used."""
         return self.text.startswith("^")
 
     @property
@@ -72,7 +71,6 @@ class Pattern(NamedTuple):
         return ipaddress.ip_network(text, strict=False) if "/" in text or ":" in text else None
 
     def matches(self, name: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-        """Whether it is about this address of the interface `name`."""
         block = self.block
         if block is None:
             return fnmatch.fnmatchcase(name, self.text.removeprefix("^"))

@@ -31,11 +31,10 @@ _PORT_MAX = 65535
 # Below what Linux gives to outgoing connections (32768), above what services use.
 _PORTS = range(20000, 29000)
 
-# Slurm's short forms: of a list, as gpu[08-10,12],login, the first host's name, in which brackets
-# hold ranges; and a count of what some hosts have each.
+# Of Slurm's short form of a list, as gpu[08-10,12],login, the first host's name, in which brackets
+# hold ranges.
 _RANGE = r"\d+(?:-\d+)?"
 _FIRST = re.compile(rf"(?:[^][,\s]|\[{_RANGE}(?:,{_RANGE})*\])+(?=,|$)", re.ASCII)
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 class Launcher(NamedTuple):
@@ -80,7 +79,6 @@ class LaunchedRank(NamedTuple):
     shares_home: bool  # whether hosts of the job usually share the user's home
 
     def __str__(self) -> str:
-        """Which rank, and according to whom."""
         by = self.launcher
         return f"rank {self.rank} of {self.size} by {by.rank} and {by.size} ({by.name})"
 
@@ -205,11 +203,6 @@ def _kubeflow(variables: Variables) -> Variables | None:
             f"PET_NPROC_PER_NODE is {processes}, but this process was started once for its node",
             remedy="Start the script with torchrun, or set numProcPerNode to 1.",
         )
-    if ":" in (nodes := variables["PET_NNODES"]):
-        raise ConfigError(
-            f"PET_NNODES is {nodes[:80]!r}, and the number of ranks must be fixed",
-            remedy="Set one number of nodes.",
-        )
     return {}
 
 
@@ -251,38 +244,18 @@ def _pmi(variables: Variables) -> Variables:
 
 
 def _slurm(variables: Variables) -> Variables:
-    """The first node of the step, which has task 0, and the number of tasks on this node."""
-    derived = {}
-    if nodes := variables.get("SLURM_STEP_NODELIST"):
-        derived["first of SLURM_STEP_NODELIST"] = first_host(nodes)
-    node, counts = variables.get("SLURM_NODEID", ""), variables.get("SLURM_STEP_TASKS_PER_NODE")
-    if node.isdecimal() and counts and (count := count_of(counts, int(node))):
-        derived["SLURM_STEP_TASKS_PER_NODE of this node"] = str(count)
-    return derived
+    """The first node of the step, which has task 0; and that this node has all tasks, if it has."""
+    nodes, tasks = variables.get("SLURM_STEP_NODELIST"), variables.get("SLURM_STEP_NUM_TASKS", "")
+    derived = {"first of SLURM_STEP_NODELIST": first_host(nodes)} if nodes else {}
+    return derived | {"tasks of the node": tasks * (variables.get("SLURM_STEP_NUM_NODES") == "1")}
 
 
 def first_host(text: str) -> str:
     """Of Slurm's ``gpu[08-10],login`` the first: gpu08. Raises ConfigError for what is no list."""
     found = _FIRST.match(text)
     if not found:
-        raise _unreadable(text)
+        raise ConfigError(f"cannot read {text[:80]!r} as Slurm's short form of a list")
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", found[0])
-
-
-def count_of(text: str, host: int) -> int:
-    """The number on a host: ``2(x3),1`` is 2, 2, 2, 1; 0 beyond them. Raises as `first_host`."""
-    for part in text.split(","):
-        found = _COUNT.fullmatch(part)
-        if not found:
-            raise _unreadable(text)
-        host -= int(found[2] or 1)
-        if host < 0:
-            return int(found[1])
-    return 0
-
-
-def _unreadable(text: str) -> ConfigError:
-    return ConfigError(f"cannot read {text[:80]!r} as Slurm's short form of a list")
 
 
 def _tf_config(variables: Variables) -> Variables | None:
@@ -428,7 +401,7 @@ LAUNCHERS = (
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_TASKS_PER_NODE of this node",
+        local_size="tasks of the node",
         job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
         host="first of SLURM_STEP_NODELIST",
         derive=_slurm,

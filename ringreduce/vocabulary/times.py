@@ -109,7 +109,6 @@ class Times:
     agent_end_s: float = 5.0  # for an agent, and ssh, to end after their ranks were killed
 
     def scaled(self, factor: float) -> Times:
-        """The same with every value multiplied by `factor`."""
         return Times(**{each.name: factor * getattr(self, each.name) for each in fields(self)})
 
 

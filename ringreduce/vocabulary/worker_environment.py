@@ -34,10 +34,9 @@ def worker_environment(
 ) -> dict[str, str]:
     """This process's environment, plus the variables of one worker.
 
-    Thread variables that the user has set are kept. Of the user's choices those in `decided` (such
-    as `timeout_s`) come from `config`; the others stay as in the environment, to which `variables`
-    are added before. `columns` is the width of the terminal that shows its lines; None: as in the
-    environment. `skips_breakpoints`: ``breakpoint()`` does nothing, since another has the keyboard.
+    Thread variables that the user has set are kept. Of the user's choices those in `decided` come
+    from `config`; the others stay as in the environment, to which `variables` are added before.
+    `columns` is the width of the terminal that shows its lines, if there is one.
     """
     environment = {**os.environ, **(variables or {})}
     environment = {k: value for k, value in environment.items() if k not in {*_PLACE, _RING}}
@@ -129,9 +128,9 @@ def chosen_variables(names: Collection[str]) -> dict[str, str]:
     return variables
 
 
-def import_path() -> dict[str, str]:
-    """The variable that Python needs to find this package, if it is set."""
-    return {name: os.environ[name] for name in ("PYTHONPATH",) if os.environ.get(name)}
+def import_path() -> str:
+    """Where Python looks for packages besides its own places."""
+    return os.environ.get("PYTHONPATH", "")
 
 
 def environment_without_secret() -> dict[str, str]:

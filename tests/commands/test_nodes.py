@@ -120,7 +120,7 @@ def meeting(*all_nodes: Node) -> Iterator[list[Future[Meeting]]]:
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(all_nodes)) as threads:
 
         def meet(node: Node) -> Meeting:
-            found = stack.enter_context(Nodes(node, deque())).meet(0)
+            found = stack.enter_context(contextlib.closing(Nodes(node, deque()))).meet(0)
             assert found is not None
             stack.callback(found.close)
             return found
@@ -226,7 +226,7 @@ def test_who_comes_for_the_next_attempt_is_not_refused() -> None:
     port = free_port()
     both = (node(port, number, max_restarts=1) for number in (0, 1))
     zero, one = (Nodes(each, deque()) for each in both)
-    with zero, ThreadPoolExecutor() as threads:
+    with contextlib.closing(zero), ThreadPoolExecutor() as threads:
         joined = threads.submit(one.meet, 0)
         first, other = zero.meet(0), joined.result()
         assert first is not None
@@ -264,7 +264,10 @@ def test_launchers_that_wait_for_others_show_that_they_live(
 
     signals: deque[int] = deque()
     port = free_port()
-    with Nodes(node(port, 0, 3), signals) as zero, ThreadPoolExecutor() as threads:
+    with (
+        contextlib.closing(Nodes(node(port, 0, 3), signals)) as zero,
+        ThreadPoolExecutor() as threads,
+    ):
         waiting = threads.submit(zero.meet, 0)
         end = socket.create_connection(("127.0.0.1", port))
         await_alive(end, is_first=False, sends=[Join(__version__, 3, 0, 1, 1, "b")])
@@ -284,7 +287,10 @@ def test_after_a_while_a_launcher_says_for_whom_it_waits(monkeypatch: pytest.Mon
     port, said = free_port(), list[str]()
     for number, text in ((0, "waits at {} for node 1"), (1, "finds nobody at {}, where node 0")):
         one = node(port, number, join_timeout_s=0.5)
-        with Nodes(one, deque(), said.append) as waiting, pytest.raises(ConfigError):
+        with (
+            contextlib.closing(Nodes(one, deque(), said.append)) as waiting,
+            pytest.raises(ConfigError),
+        ):
             waiting.meet(0)
         (reminder,) = said
         assert reminder.startswith(text.format(one.address))
@@ -438,7 +444,7 @@ def test_the_end_of_a_launcher_ends_the_others_and_is_named(
         (["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "2; accepted: 0 to 1"),
         (
             ["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"],
-            "--rendezvous is 'a'; accepted: HOST:PORT",
+            "rendezvous is 'a', from the argument rendezvous",
         ),
         (["--nnodes", "2", "-H", "a:2"], "not with -H or --hostfile"),
         (

@@ -235,7 +235,7 @@ def test_a_host_that_cannot_be_used_is_named_and_nothing_starts(
     ("options", "complaint"),
     [
         (["missing.py"], "there is no script 'missing.py' in "),
-        (["--python", "/no/python", "script.py"], "there is no program /no/python"),
+        (["--python", "/no/python", "script.py"], "no agent started (exit code 127)"),
         (["--python", "/bin/false", "script.py"], "no agent started (exit code 1)"),
         (["--rendezvous", "192.0.2.1", "script.py"], "the ranks cannot meet at 192.0.2.1"),
         (["--rendezvous", "no.such.name.invalid", "script.py"], "cannot meet at no.such.name"),

@@ -44,7 +44,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         (seen.OPEN_MPI, (1, 2, 1, 2), rf"127\.0\.0\.1:{MADE}"),
         (seen.OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, (1, 4, 1, 2), rf"192\.0\.2\.2:{MADE}"),
         (seen.OPEN_MPI_IN_SLURM, (1, 2, 1, 2), rf"127\.0\.0\.1:{MADE}"),
-        (seen.SRUN, (2, 3, 0, 1), f"n1:{MADE}"),
+        (seen.SRUN, (2, 3, None, None), f"n1:{MADE}"),
         (seen.SRUN_PMI2, (1, 2, 1, 2), rf"127\.0\.0\.1:{MADE}"),
         (seen.SRUN | seen.TORCHRUN, (5, 8, 1, 4), rf"10\.0\.0\.4:{MADE}"),
         (tf_config(worker=["10.0.0.1", "10.0.0.2"]), (0, 2, None, None), rf"10\.0\.0\.1:{MADE}"),

@@ -54,16 +54,10 @@ def node_of(
         )
     if node >= nodes:
         raise ConfigError(f"--node-rank is {node}; accepted: 0 to {nodes - 1}")
-    try:
-        host, port = host_and_port(rendezvous)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--rendezvous is {rendezvous[:80]!r}; accepted: HOST:PORT",
-            remedy="An address of node 0's host and a free port there, the same on all nodes.",
-        ) from error
+    host, port = host_and_port(rendezvous)
     own = Join(__version__, nodes, max_restarts, node, count, socket.gethostname(), elastic)
     secret = shared_secret(is_local=is_local(host))
-    return Node(own, host, port, secret, join_timeout({"timeout_s": timeout_s}))
+    return Node(own, host, port, secret, join_timeout(timeout_s))
 
 
 class Nodes:
@@ -75,8 +69,7 @@ class Nodes:
         self._node, self._signals, self._say = node, signals, say
         self._reminds_s = math.inf
         self._listener: socket.socket | None = None
-        # What was at the other end of connections that were refused.
-        self._strangers: list[str] = []
+        self._has_refused = False  # a connection, and said so
         if node.own.node == 0:
             self._listener = listen(
                 node.host,
@@ -88,13 +81,7 @@ class Nodes:
                 "free port there. --node-rank 0 belongs on that host, once.",
             )
 
-    def __enter__(self) -> Nodes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close_listener()
-
-    def _close_listener(self) -> None:
+    def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
@@ -158,10 +145,9 @@ class Nodes:
     def _receive(self, peer: Peer, joined: dict[int, Peer]) -> None:
         """Take what a launcher, or a stranger, has sent to node 0."""
         records = peer.read()
-        if peer.stranger:
-            if not self._strangers:
-                self._say(f"refused a connection at {self._node.address}: {peer.stranger}")
-            self._strangers.append(peer.stranger)
+        if peer.stranger and not self._has_refused:
+            self._has_refused = True
+            self._say(f"refused a connection at {self._node.address}: {peer.stranger}")
         for record in records:
             if isinstance(record, Join) and peer.join is None:
                 peer.join = record
@@ -196,13 +182,10 @@ class Nodes:
 
     def _missing(self, joined: dict[int, Peer]) -> str:
         node = self._node
-        text = f"waited {node.join_timeout_s:g} s at {node.address}, and {self._named(joined)} did "
-        text += "not come"
-        if self._strangers:
-            last = self._strangers[-1]
-            text += f" (refused {len(self._strangers)} connections; the last one {last})"
-        how = "the same --nnodes, --rendezvous and secret"
-        return f"{text}. Start `ringreduce run` there with {how}"
+        return (
+            f"waited {node.join_timeout_s:g} s at {node.address}, and {self._named(joined)} did "
+            "not come. Start `ringreduce run` there with the same --nnodes, --rendezvous and secret"
+        )
 
     def _refuse_all(self, joined: dict[int, Peer], why: str) -> ConfigError:
         for peer in joined.values():
@@ -226,7 +209,7 @@ class Nodes:
             first += join.count
         # With restarts those that come now may come for the next attempt, and wait for it.
         if not node.own.max_restarts:
-            self._close_listener()
+            self.close()
         return Meeting(node, placed, peers, listener)
 
     def _join(self, deadline: float) -> Meeting | None:

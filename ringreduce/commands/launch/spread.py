@@ -4,7 +4,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Spread(NamedTuple):
     own_names: Collection[str]  # what this host is called; it is reached without ssh
     directory: str  # where agents and ranks run
     python: str  # the program there
-    path: Mapping[str, str]  # variables that Python needs to find the agent
+    pythonpath: str  # with which Python finds the agent
 
     @property
     def is_wide(self) -> bool:
@@ -43,8 +43,8 @@ class Spread(NamedTuple):
 
     def command(self, host: Host) -> list[str]:
         """What to run here for an agent on `host`."""
-        variables = [f"{name}={value}" for name, value in self.path.items()]
-        words = [*(["env", *variables] if variables else []), self.python, "-m", _AGENT]
+        path = ["env", f"PYTHONPATH={self.pythonpath}"] if self.pythonpath else []
+        words = [*path, self.python, "-m", _AGENT]
         # The login shell of the other end reads it; all take single quotes alike.
         text = f"cd {shlex.quote(self.directory)} && exec {' '.join(map(shlex.quote, words))}"
         if host.login in self.own_names:
@@ -53,27 +53,17 @@ class Spread(NamedTuple):
 
     def explain(self, login: str, returncode: int, said: Sequence[str]) -> str:
         """Why no agent answered: an exit code, and what ssh or the other end wrote last."""
-        last = next((line for line in reversed(said) if line.strip()), "it said nothing")
-        text = "\n".join(said)
         if returncode == _SSH_FAILED:
             return (
                 "ssh failed, as it says above. "
                 f"`{shlex.join([*self.ssh, '-o', 'BatchMode=yes', login, 'true'])}` must work, "
                 "and ask for nothing"
             )
-        if "No module named" in text:
-            return (
-                f"{self.python} has no ringreduce there. Install the same version, or name another "
-                "Python with --python"
-            )
-        if returncode in (126, 127):
-            return (
-                f"there is no program {self.python}. Install Python and ringreduce there, or name "
-                "its Python with --python"
-            )
-        if "cd:" in text:
-            return f"there is no folder {self.directory}. Start from a folder that all hosts have"
-        return f"no agent started (exit code {returncode}): {last}"
+        last = next((line for line in reversed(said) if line.strip()), "it said nothing")
+        return (
+            f"no agent started (exit code {returncode}): {last}. It needs the folder "
+            f"{self.directory}, and the same ringreduce in {self.python}, or in what --python names"
+        )
 
 
 def spread_over(

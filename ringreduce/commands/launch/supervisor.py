@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,11 +33,8 @@ def supervise(
 
     No worker is left then. In the main thread, signals are passed on to the workers. Of the plan's
     choices, those that are None count as absent. If the job has other launchers, `node` is this
-    one, and the plan counts this one's workers alone. Lines go to the process's own outputs by
-    default.
-
-    Raises ConfigError if `log_dir` cannot be written to, a setting is out of range, or a host of
-    the plan or a launcher of `node` cannot be used; the text says which and why.
+    one, and the plan counts this one's workers alone. Raises ConfigError if `log_dir`, a setting, a
+    host of the plan or a launcher of `node` cannot be used.
     """
     plan = replace(plan, choices=_completed(plan))
 
@@ -45,7 +43,7 @@ def supervise(
 
     with contextlib.ExitStack() as whole:
         signals, guard = whole.enter_context(queued_signals()), whole.enter_context(Guard())
-        nodes = None if node is None else whole.enter_context(Nodes(node, signals, say))
+        nodes = None if node is None else whole.enter_context(closing(Nodes(node, signals, say)))
         attempt = 0
         while True:
             with contextlib.ExitStack() as stack:
