@@ -83,7 +83,8 @@ def ring_of_threads(
     if failures:
         first = failures.pop(min(failures))
         for rank, error in failures.items():
-            _add_note(first, f"rank {rank} raised {type(error).__name__}: {error}")
+            # Python 3.10 has no notes.
+            getattr(first, "add_note", str)(f"rank {rank} raised {type(error).__name__}: {error}")
         raise first
     return [each.result() for each in ranks]
 
@@ -112,10 +113,3 @@ def ring_of_processes(
     plan = Plan(arguments, size, {"timeout_s": timeout_s})
     code = supervise(plan, stdout=output, stderr=errors).conclude()
     return JobResult(code, output.getvalue(), errors.getvalue())
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    # BaseException.add_note needs Python 3.11.
-    add = getattr(error, "add_note", None)
-    if add is not None:
-        add(note)

@@ -35,7 +35,7 @@ _COUNTS = re.compile(r"-np?\d*|-H|--(np|nproc|workers|num-proc|nproc.per.node|ho
 
 def _option(
     setting: Setting,
-    metavar: str,
+    metavar: str = "",
     *flags: str,
     default: Any = None,
     shown: str | bool = True,
@@ -65,12 +65,6 @@ def _number(metavar: str, help: str, *flags: str, least: int = 0, **more: Any) -
     """An option that is a number of at least `least`."""
     setting = Setting(help, accepts=lambda value: value >= least, accepted=f"{least} or more")
     return _option(setting, metavar, *flags, **more)
-
-
-def _one_of(values: tuple[str, ...], help: str) -> Any:
-    """An option that is one of `values`, by default the first."""
-    setting = Setting(help, str, values.__contains__, ", ".join(values), values)
-    return _option(setting, "", default=values[0])
 
 
 def _setting(name: str, metavar: str = "", help: str = "", *flags: str) -> Any:
@@ -109,6 +103,9 @@ _SSH = _of_hosts(
     "COMMAND", "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.", shown="ssh"
 )
 _PYTHON = _of_hosts("PROGRAM", "Python on the hosts.", shown="this one's path")
+
+
+_MODULE = typer.Option(False, "-m", "--module", help="SCRIPT is a module's name, as in python -m.")
 
 
 def _worker_count(text: str) -> int:
@@ -183,9 +180,7 @@ def run(
     node_rank: int | None = _number_of_hosts(
         "I", "Which of the N hosts this one is; 0 is that of --rendezvous."
     ),
-    module: bool = typer.Option(
-        False, "-m", "--module", help="SCRIPT is a module's name, as in python -m."
-    ),
+    module: bool = _MODULE,
     threads_per_worker: int | None = _number(
         "K", "Compute threads of each worker.", least=1, shown="cores / N"
     ),
@@ -208,10 +203,15 @@ def run(
         default=TIMES.grace_s,
         shown=f"{TIMES.grace_s:g}",
     ),
-    output: str = _one_of(
-        OUTPUTS,
-        "Whose lines are shown: all ranks'; rank 0's; or, after a failure, the last ones of the "
-        "rank that failed first. --log-dir keeps all.",
+    output: str = _option(
+        Setting(
+            "Whose lines are shown: all ranks'; rank 0's; or, after a failure, the last ones of "
+            "the rank that failed first. --log-dir keeps all.",
+            accepts=OUTPUTS.__contains__,
+            accepted=", ".join(OUTPUTS),
+            values=OUTPUTS,
+        ),
+        default=OUTPUTS[0],
     ),
     profile: bool = typer.Option(
         False,
@@ -296,9 +296,7 @@ def run(
     )
     code = supervise(plan, node=node).conclude()
     if trace is not None:
-        several = spread is not None or node is not None
-        copied = ", once the files of all hosts are together" if several else ""
-        typer.echo(f"ringreduce: `ringreduce trace {trace}` says who was late{copied}", err=True)
+        typer.echo(f"ringreduce: `ringreduce trace {trace}` says who was late", err=True)
     raise typer.Exit(code)
 
 
@@ -417,9 +415,7 @@ def verify(
         parser=_worker_counts,
     ),
     steps: int = _number("N", "Steps to compare.", least=1, default=20),
-    module: bool = typer.Option(
-        False, "-m", "--module", help="SCRIPT is a module's name, as in python -m."
-    ),
+    module: bool = _MODULE,
     as_json: bool = typer.Option(False, "--json", help="Print all that was found as JSON."),
 ) -> None:
     """Run the jobs one after another, and leave with the exit code."""

@@ -43,7 +43,7 @@ def agent(folder: Path, text: str, **environment: str) -> Iterator[subprocess.Po
             choices = {"secret": SECRET}
             order(
                 process,
-                Assignment([script(folder, text)], 0, 1, 1, "job", 0, choices, {}, 1, None, False),
+                Assignment([script(folder, text)], 0, 1, 1, "job", 0, choices, {}, 1, None),
             )
             yield process
         finally:

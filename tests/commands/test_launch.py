@@ -346,7 +346,6 @@ def test_a_misspelt_variable_is_said_once(tmp_path: Path) -> None:
         (["missing.py"], "there is no script 'missing.py' in "),
         (["python", "train.py"], "'python' is no script; ringreduce starts Python itself. Leave"),
         (["/usr/bin/python3.11", "-m", "json"], "'/usr/bin/python3.11' is no script; ringreduce"),
-        (["-m", "missing"], "there is no module 'missing'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -362,6 +361,7 @@ def test_what_does_not_exist_starts_no_worker(
     ("arguments", "complaint"),
     [
         (["folder"], "can't find '__main__' module in"),
+        (["-m", "missing"], "No module named missing"),
         (["-m", "folder.missing"], "No module named folder.missing"),
         (["-m", "json"], "'json' is a package and cannot be directly executed"),
     ],
@@ -374,15 +374,6 @@ def test_what_is_missing_in_a_folder_python_says(
     done = run(tmp_path, *arguments)
     assert done.returncode == 1
     assert complaint in done.stderr
-
-
-def test_a_module_is_looked_for_without_importing_its_package(tmp_path: Path) -> None:
-    (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "__init__.py").write_text("raise RuntimeError('imported')")
-    (tmp_path / "trainer" / "main.py").touch()
-    done = run(tmp_path, "-n", "1", "-m", "trainer.main")
-    assert "rank 0 failed first" in done.stderr
-    assert "RuntimeError: imported" in done.stderr
 
 
 # --- How a job ends -------------------------------------------------------------------------

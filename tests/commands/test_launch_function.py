@@ -227,7 +227,7 @@ def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(
         ringreduce.launch(work, 2, own)
     assert re.match(
         r"rank 1 of 2 failed first \(killed by the kernel, which lacked memory: "
-        r"it had \d\.\d\d GiB, and ranks 0, 1 together may have 4\.00 GiB; "
+        r"ranks 0, 1 together may have 4\.00 GiB; "
         r"take smaller batches, or start fewer ranks there\); all workers were stopped",
         str(caught.value),
     )

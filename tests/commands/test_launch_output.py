@@ -100,8 +100,6 @@ def test_the_line_that_is_not_whole_can_be_looked_at() -> None:
         ("123456", 5, "12345"),
         ("\x1b[1m12\x1b[0m3456", 3, "\x1b[1m12\x1b[0m3"),
         ("\x1b[1m123\x1b[0m456", 2, "\x1b[1m12\x1b[0m"),
-        ("\N{HANGUL SYLLABLE GAG}" * 3, 5, "\N{HANGUL SYLLABLE GAG}" * 2),
-        ("\N{HANGUL SYLLABLE GAG}" * 3 + "1", 5, "\N{HANGUL SYLLABLE GAG}" * 2),
     ],
 )
 def test_a_text_is_cut_to_columns_with_its_colors(text: str, columns: int, shown: str) -> None:

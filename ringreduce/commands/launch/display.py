@@ -52,14 +52,11 @@ class Display:
             for rank in range(plan.size)
             if rank not in shown and rank != plan.stdin_rank
         }
-        self._streams: dict[tuple[int, bool], _Stream] = {}
+        self._streams: dict[Source, _Stream] = {}
 
     def take(self, output: Output) -> None:
-        stream = self._streams.get((output.rank, output.is_error))
-        if stream is None:
-            source = Source(output.rank, output.is_error)
-            stream = _Stream(source, LineBuffer(), time.monotonic())
-            self._streams[output.rank, output.is_error] = stream
+        source = Source(output.rank, output.is_error)
+        stream = self._streams.setdefault(source, _Stream(source, LineBuffer(), time.monotonic()))
         lines = stream.buffer.feed(output.data)
         self._add(stream, lines)
         if lines or not stream.partial:
@@ -76,7 +73,6 @@ class Display:
             self._live_rank = ranks[0]
 
     def tick(self) -> None:
-        """Show what has waited long enough."""
         now_s = time.monotonic()
         for stream in self._streams.values():
             is_due = now_s - stream.since_s >= TIMES.partial_line_s
@@ -104,7 +100,6 @@ class Display:
         self._show(Source(rank, is_error=True), lines)
 
     def keep(self, rank: int, lines: Sequence[str]) -> None:
-        """Add whole lines of a worker to the logs."""
         if self._logs is None or not lines:
             return
         try:
@@ -158,8 +153,6 @@ class Logs:
 
 @dataclass
 class _Stream:
-    """Standard output, or error, of a worker."""
-
     source: Source
     buffer: LineBuffer
     since_s: float  # when the line that is not whole yet began, or its state was last written

@@ -32,7 +32,6 @@ class Assignment(msgspec.Struct, tag=True, frozen=True):
     variables: dict[str, str]
     threads: int | None
     columns: int | None  # width of the terminal that shows their lines; None: there is none
-    keeps_records: bool  # whether SIGUSR1 asks them for flight records
     # meeting_host, meeting_port: where the ranks meet, on rank 0's host; port 0: any free one.
     meeting_host: str = "127.0.0.1"
     meeting_port: int = 0

@@ -51,7 +51,6 @@ class Failure(NamedTuple):
 
     @property
     def traceback(self) -> Sequence[str]:
-        """The lines of the exception."""
         return self.raised.traceback if self.raised else ()
 
     @property
@@ -69,10 +68,7 @@ class Failure(NamedTuple):
             return "exit code 0, before it joined the ring for which others wait"
         if self.returncode >= 0:
             return f"exit code {self.returncode}"
-        try:
-            name = signal.Signals(-self.returncode).name
-        except ValueError:
-            name = "unknown"
+        name = next((each.name for each in signal.Signals if each == -self.returncode), "unknown")
         return f"killed by signal {-self.returncode} ({name})"
 
 

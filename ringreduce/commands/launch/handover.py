@@ -60,9 +60,8 @@ def described(error: BaseException) -> Raised:
     ring = next((one for one in _chain(error) if isinstance(one, RingReduceError)), None)
     text = str(error)
     ring = ring or next((one for one in _failures if str(one)[:_TELLING] in text), None)
-    kind, peer, origin = type(ring or error).__name__, None, None
-    if ring is not None:
-        peer, origin = ring.peer, ring.origin
+    kind = type(ring or error).__name__
+    peer, origin = (None, None) if ring is None else (ring.peer, ring.origin)
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):  # Which says it all.
             return Raised(kind, peer, origin, code=error.code & 255)

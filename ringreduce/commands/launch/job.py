@@ -28,7 +28,7 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import Killed, Reformed
+from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
@@ -49,8 +49,6 @@ class Job:
         self._plan, self._attempt = plan, attempt
         self._screen, self._guard, self._signals = screen, guard, signals
         self._display = Display(screen, logs, plan)
-        # Whether SIGUSR1 asks workers for flight records.
-        self._keeps_records = plan.log_dir is not None
         self._hosts: list[Host] = []
         self._agents: list[RemoteHost] = []
         self._workers: dict[int, Worker] = {}
@@ -63,8 +61,7 @@ class Job:
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
-        # The signal that workers were to end by, and when those that have not are killed.
-        self._stopped_by = signal.SIGTERM
+        # When workers that were told to end and have not are killed.
         self._stop_s: float | None = None
         # Whether a further signal to the launcher has cut their grace short.
         self._is_hurried = self._is_killed = False
@@ -89,10 +86,9 @@ class Job:
         self._display.end_lines()
         self._forget(self._workers)
         self._follow_ring()
-        cause = self.cause
-        if cause is not None and self.ended_by is None:
+        if self.ended_by is None and (cause := self.cause) is not None:
             self._display.reveal(cause.first.rank)
-        elif cause is None and self.ended_by is None:
+        elif self.ended_by is None:
             self._warn_of_ranks_apart(conclusion.APART)
 
     @property
@@ -138,7 +134,6 @@ class Job:
             variables=dict(plan.variables),
             threads=plan.threads,
             columns=self._screen.columns,
-            keeps_records=self._keeps_records,
         )
         if plan.spread is not None:
             self._reach(assignment, plan.spread)
@@ -265,9 +260,6 @@ class Job:
             worker.end(event.returncode, event.how, is_final=event.is_final)
         elif isinstance(event.record, Reformed):
             self._note_ring(event.record)
-        elif isinstance(event.record, Killed):
-            text = f"killed by rank {event.rank}, which it did not answer"
-            self._workers[event.record.rank].how = text
         else:
             worker.note(event.record)
             if worker.raised is event.record:
@@ -312,10 +304,10 @@ class Job:
         for worker in self._running():
             worker.send(number)
         if number in STOPPING:
-            self.ended_by, self._stopped_by = number, signal.Signals(number)
+            self.ended_by = number
             self._stop_s = time.monotonic() + self._plan.grace_s
             if self._plan.meeting is not None:
-                how = f"its launcher was stopped by {self._stopped_by.name}"
+                how = f"its launcher was stopped by {signal.Signals(number).name}"
                 first = self._plan.ranks[0]
                 self._plan.meeting.tell(Ended(first, 128 + number, how, is_final=True))
 
@@ -326,21 +318,18 @@ class Job:
         fields = {"ranks": named("rank", running), "grace_s": grace_s}
         if left_s <= 0:
             if running and not self._is_hurried and not self._is_killed:
-                self._screen.say(conclusion.KILLED.format(**fields, signal=self._stopped_by.name))
+                name = signal.Signals(self.ended_by or signal.SIGTERM).name
+                self._screen.say(conclusion.KILLED.format(**fields, signal=name))
             self._is_killed = True
             self._end(signal.SIGKILL)
         elif running and not self._has_said and grace_s - left_s >= TIMES.grace_said_s:
             self._has_said = True
             self._screen.say(conclusion.WAITING.format(**fields))
 
-    @property
-    def _joined(self) -> int:
-        """How many ranks have begun to form the ring of all ranks."""
-        return sum(self._plan.size in worker.rings for worker in self._workers.values())
-
     def _all_failures(self) -> list[Failure]:
-        ring_of = self._plan.size if self._joined else 0
-        found = [worker.failure(ring_of) for worker in self._workers.values()]
+        workers, size = self._workers.values(), self._plan.size
+        ring_of = size if any(size in worker.rings for worker in workers) else 0
+        found = [worker.failure(ring_of) for worker in workers]
         return [failure for failure in found if failure is not None]
 
     def _failures(self) -> list[Failure]:
@@ -388,7 +377,7 @@ class Job:
     def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
         """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""
         workers, now_s = self._workers.values(), time.monotonic()
-        if self._plan.size == 1 or self._joined or any(worker.rings for worker in workers):
+        if self._plan.size == 1 or any(worker.rings for worker in workers):
             return
         apart = [w.rank for w in workers if w.keras_s is not None and now_s - w.keras_s >= after_s]
         if apart and (not after_s or not self._has_warned):
@@ -397,7 +386,7 @@ class Job:
 
     def _have_recorded(self) -> bool:
         """Whether the running workers have had time to write flight records."""
-        if not self._keeps_records:
+        if self._plan.log_dir is None:
             return True
         now = time.monotonic()
         if self._asked_s is None:
@@ -448,7 +437,7 @@ class Job:
             self._screen.say(line)
         for text in self._lost:
             self._screen.say(f"before, {text}")
-        if self._keeps_records and (self._agents or self._plan.meeting is not None):
+        if folder is not None and (self._agents or self._plan.meeting is not None):
             self._screen.say(f"each host has its flight records in {folder}: copy them together")
         rank = cause.first.rank
         if conclusion.wanted_keyboard(cause) and self._plan.stdin_rank is None:

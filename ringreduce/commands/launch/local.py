@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -53,7 +52,7 @@ class LocalHost:
         Rank 0 inherits the `listener` of that port. `stdin_rank` and `inherited` are as in `Plan`.
         """
         given = self._assignment
-        asking = (signal.SIGUSR1,) if given.keeps_records else ()
+        asking = (signal.SIGUSR1,) if "log_dir" in given.choices else ()
         for rank in given.ranks:
             meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
             own = inherited[rank] if inherited else ()
@@ -113,13 +112,9 @@ class LocalHost:
         import psutil  # Takes a while to load, and is needed for this error alone.
 
         total = min(psutil.virtual_memory().total, memory_limit() or sys.maxsize)
-        own = f"it had {process.peak_bytes / (1 << 30):.2f} GiB, and "
-        # Between fork and exec it had this process's.
-        if process.peak_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10:
-            own = ""
         together = " together" if len(self._processes) > 1 else ""
         return (
-            f"killed by the kernel, which lacked memory: {own}{named('rank', self._processes)}"
+            f"killed by the kernel, which lacked memory: {named('rank', self._processes)}"
             f"{together} may have {total / (1 << 30):.2f} GiB; "
             "take smaller batches, or start fewer ranks there"
         )

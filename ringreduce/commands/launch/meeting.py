@@ -34,7 +34,6 @@ class Node(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Where node 0 listens, for people."""
         return address(self.host, self.port)
 
 
@@ -58,7 +57,6 @@ class Meeting:
 
     @property
     def hosts(self) -> list[str]:
-        """The host of each rank."""
         return [host for host, count in self.placed.nodes for _ in range(count)]
 
     def register(self, selector: selectors.BaseSelector) -> None:

@@ -96,7 +96,6 @@ class Channel:
         return [self._open(each) for each in self._frames.feed(data)]
 
     def _derive(self, theirs: bytes) -> tuple[bytes, bytes]:
-        """Keys of what this end sends and receives."""
         nonces = self._nonce + theirs if self._is_first else theirs + self._nonce
         keys = [hashlib.blake2b(nonces + end, key=self._master).digest() for end in (b"0", b"1")]
         return (keys[0], keys[1]) if self._is_first else (keys[1], keys[0])

@@ -6,7 +6,6 @@ counts. Keras draws so into a pipe too.
 
 import codecs
 import re
-import unicodedata
 from collections.abc import Sequence
 
 _LINE_MAX = 1 << 16  # a longer line is cut, so that it does not fill memory
@@ -36,7 +35,6 @@ class LineBuffer:
 
     @property
     def partial(self) -> str:
-        """The line that is not whole yet."""
         return last_state(self._rest)
 
 
@@ -69,20 +67,11 @@ def without_colors(text: str) -> str:
 
 def cut(text: str, columns: int) -> str:
     """`text` as far as it fits into `columns`, with its colors."""
-    kept, width = [], 0
+    kept = []
     for part in re.split(f"({_COLOR})", text.expandtabs()):
         if part.startswith("\x1b"):
             kept.append(part)
-            continue
-        fits = part[: max(0, columns - width)]
-        while fits and width + _width(fits) > columns:
-            fits = fits[:-1]
-        kept.append(fits)
-        # Nothing follows what did not fit.
-        width = width + _width(fits) if fits == part else columns
+        else:
+            kept.append(part[:columns])
+            columns -= len(kept[-1])
     return "".join(kept)
-
-
-def _width(text: str) -> int:
-    """Columns that `text` takes; letters of East Asia take two."""
-    return len(text) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)

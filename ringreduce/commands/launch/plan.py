@@ -39,7 +39,6 @@ class Plan:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this launcher."""
         first = 0 if self.meeting is None else self.meeting.placed.first_rank
         return range(first, first + self.count)
 

@@ -31,8 +31,7 @@ class Process:
 
     It may get this process's standard input (`has_stdin`). The signals `asking` are for its flight
     record. It ignores them until it has a communicator, which sets a handler; its children do not
-    get them, since they would die. Its `returncode`, as subprocess has it, is None until `reap`;
-    `peak_bytes` of memory it had then.
+    get them, since they would die. Its `returncode`, as subprocess has it, is None until `reap`.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Process:
     ) -> None:
         self._asking = asking
         self.returncode: int | None = None
-        self.peak_bytes = 0
         self._process = subprocess.Popen(
             list(command),
             env=environment,
@@ -75,9 +73,7 @@ class Process:
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self.send(signal.SIGKILL)
-        _, status, usage = os.wait4(self.pid, 0)
-        self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
-        self.peak_bytes = usage.ru_maxrss << 10
+        self.returncode = self._process.wait()
         return True
 
 

@@ -45,7 +45,6 @@ class Screen:
         return self._stdout.isatty() and self._target(source).isatty()
 
     def show(self, source: Source, lines: Sequence[str]) -> None:
-        """Write whole lines of one worker."""
         if not lines:
             return
         target = self._target(source)

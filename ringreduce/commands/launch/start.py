@@ -28,9 +28,6 @@ class _KerasNotice(MetaPathFinder):
     """Tells the launcher, with the first import after that of Keras, that there was one."""
 
     def find_spec(self, *_: Any) -> None:
-        self.look()
-
-    def look(self) -> None:
         keras = sys.modules.get("keras")
         is_imported = keras is not None and not getattr(keras.__spec__, "_initializing", False)
         if is_imported and self in sys.meta_path:
@@ -55,7 +52,7 @@ def main(descriptor: int, program: list[str]) -> None:
         _tell(error)
         raise
     finally:
-        notice.look()
+        notice.find_spec()
 
 
 def _run(program: list[str]) -> None:

@@ -22,7 +22,7 @@ class Worker:
         self.rank, self._host, self._host_name = rank, host, host_name
         self.exit_s: float | None = None  # when it ended, on `time.monotonic`; None until then
         self._returncode = 0
-        self.how, self._is_final = "", False
+        self._how, self._is_final = "", False
         self._stopped_s: float | None = None
         self.rings: dict[int, str] = {}  # the state of those that it has joined, by size
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
@@ -46,19 +46,16 @@ class Worker:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the launcher has told it to end."""
         return self._stopped_s is not None
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is this launcher's."""
         return self._host is not None
 
     def end(self, returncode: int, how: str = "", *, is_final: bool = False) -> None:
         """Note that it has ended; `how`, where more is known."""
         self.exit_s = time.monotonic()
-        self._returncode, self._is_final = returncode, is_final
-        self.how = how or self.how
+        self._returncode, self._how, self._is_final = returncode, how, is_final
 
     @property
     def has_ended_well(self) -> bool:
@@ -108,7 +105,7 @@ class Worker:
             has_ended=not self.alive,
             was_stopped=was_stopped,
             host=self._host_name,
-            how=self.how,
+            how=self._how,
             has_left=has_left,
             is_final=self._is_final,
         )
