@@ -86,7 +86,8 @@ class Job:
         """
         with self.standby.lock:
             self.standby.answering.close()
-            if self.standby.is_closed or not (is_busy or self.has_ended or self.has_left_out):
+            is_wanted = is_busy or self.has_ended or self.has_left_out
+            if self.standby.is_closed or self.standby.is_in_use or not is_wanted:
                 return
             for_s = TIMES.told_s if self.has_ended else math.inf
             for_s = config.busy_timeout_s if is_busy else for_s

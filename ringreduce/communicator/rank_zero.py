@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.payload import encode
-from ringreduce.vocabulary.errors import WorkerError
+from ringreduce.vocabulary.errors import ArrayError, WorkerError
 
 _Result = TypeVar("_Result")
 
@@ -86,7 +86,7 @@ def on_rank_zero(
     before, _asking.ring = waiting_ranks(), ring
     try:
         result = function(*args, **kwargs)
-        encode(result)
+        _check_sendable(result, name)
     except Exception as error:
         ring.broadcast_object(["", (None, f"{type(error).__name__}: {error}")])
         raise
@@ -94,3 +94,14 @@ def on_rank_zero(
         _asking.ring = before
     ring.broadcast_object(["", (result, "")])
     return result
+
+
+def _check_sendable(result: Any, name: str) -> None:
+    try:
+        encode(["", (result, "")])
+    except ArrayError as error:
+        raise ArrayError(
+            f"cannot send the result of {name}, a {type(result).__name__}, to the other ranks",
+            remedy="Let the function return None, or numbers, text, bytes, lists and dicts; "
+            "put what they need into a file.",
+        ) from error

@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Killed
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import Session
@@ -135,7 +137,9 @@ class Survivors:
     def __init__(
         self, config: Config, job: formation.Job, without: Collection[int], at_end: bool = False
     ) -> None:
-        job.standby.answering.close()
+        with job.standby.lock:
+            job.standby.answering.close()
+            job.standby.is_in_use = True
         self._config, self._job, self._without, self._at_end = config, job, without, at_end
         self._rank, self._who = config.rank, config.who
         self._others = [each for each in job.agreement.view.members if each != config.rank]
@@ -155,6 +159,7 @@ class Survivors:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._job.standby.is_in_use = False
         if kind is None and self._job.has_left_out:
             self._job.standby.answering.callback(self._visits.close)
             self._visits.answer(self._job.agreement.view, math.inf)
@@ -252,6 +257,7 @@ class Survivors:
             "[%d/%d] killed rank %d, process %d of this host, which did not answer",
             *(self._rank, self._config.size, rank, process[0]),
         )
+        handover.tell(Killed(rank))
         return True
 
     def _described(self, gone: Collection[int]) -> str:

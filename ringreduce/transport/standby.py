@@ -21,6 +21,7 @@ class Standby:
     def __init__(self, bind: Bind, *, rank: int, size: int) -> None:
         # What answers there although no ring is formed; the lock is for those that change that.
         self.answering, self.lock = contextlib.ExitStack(), threading.RLock()
+        self.is_in_use = False  # by a rank that forms the ring anew itself
         self._listeners = listen(bind, rank=rank, size=size)
         # The first, as ``tcp://host:port``; empty where the system cannot shut a port.
         self.address = ""
@@ -52,12 +53,14 @@ class Standby:
 
     def close(self) -> None:
         """Close the port for good; calling it again does nothing."""
-        self.answering.close()
-        inherited.unwatch(self)
-        self._close_listeners()
+        with self.lock:
+            self.answering.close()
+            inherited.unwatch(self)
+            self._close_listeners()
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies, those that libzmq listens with too."""
+        self.lock = threading.RLock()
         ports = [endpoint(*each.getsockname()[:2]) for each in self._listeners]
         self._close_listeners()
         inherited.close_connections(ports)

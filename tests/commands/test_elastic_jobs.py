@@ -58,7 +58,7 @@ import time
 from pathlib import Path
 from ringreduce import RendezvousError
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joins, Reformed
+from ringreduce.commands.launch.worker_records import Joins, Killed, Reformed
 
 def wait_for(name):
     while not Path(__file__).with_name(name).exists():
@@ -206,6 +206,19 @@ if rank > 1:
     assert done.wait() == 0, done.stderr
     assert "ranks 0, 1 were lost (exit code 1): ranks 2, 3 went on after 0.0 s" in done.stderr
     assert said(done.stderr)[-1] == "ended well without ranks 0, 1"
+
+
+def test_a_rank_that_another_has_killed_is_said_to_be(tmp_path: Path) -> None:
+    kills = """
+if rank == 0:
+    handover.tell(Killed(1))
+    os.kill(int(Path(__file__).with_name("pid1").read_text()), 9)
+    handover.tell(Reformed(1, (0,), "after step 75", 0.1))
+    exit()
+"""
+    done = play(tmp_path, 2, kills + WAITS, "--elastic")
+    how = "(killed by rank 0, which it did not answer)"
+    assert said(done.stderr)[0].startswith(f"rank 1 was lost after step 75 {how}: rank 0 went on")
 
 
 def test_a_rank_that_fails_when_nobody_goes_on_without_it_fails_the_job(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_rank_0_raises_is_raised_on_all_and_the_ring_still_works():
 def test_a_result_that_cannot_be_sent_is_an_error_on_all():
     def work(comm: Communicator) -> None:
         kind = ArrayError if comm.rank == 0 else WorkerError
-        with pytest.raises(kind, match=r"cannot send a object"):
+        with pytest.raises(kind, match=r"cannot send the result of object, a object"):
             on_rank_zero(object, communicator=comm)
         assert (comm.all_reduce(np.ones(3)) == comm.size).all()
 

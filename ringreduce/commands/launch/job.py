@@ -28,7 +28,7 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import Reformed
+from ringreduce.commands.launch.worker_records import Killed, Reformed
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
@@ -260,6 +260,9 @@ class Job:
             worker.end(event.returncode, event.how, is_final=event.is_final)
         elif isinstance(event.record, Reformed):
             self._note_ring(event.record)
+        elif isinstance(event.record, Killed):
+            text = f"killed by rank {event.rank}, which it did not answer"
+            self._workers[event.record.rank].how = text
         else:
             worker.note(event.record)
             if worker.raised is event.record:

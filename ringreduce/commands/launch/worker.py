@@ -22,7 +22,7 @@ class Worker:
         self.rank, self._host, self._host_name = rank, host, host_name
         self.exit_s: float | None = None  # when it ended, on `time.monotonic`; None until then
         self._returncode = 0
-        self._how, self._is_final = "", False
+        self.how, self._is_final = "", False
         self._stopped_s: float | None = None
         self.rings: dict[int, str] = {}  # the state of those that it has joined, by size
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
@@ -55,7 +55,7 @@ class Worker:
     def end(self, returncode: int, how: str = "", *, is_final: bool = False) -> None:
         """Note that it has ended; `how`, where more is known."""
         self.exit_s = time.monotonic()
-        self._returncode, self._how, self._is_final = returncode, how, is_final
+        self._returncode, self.how, self._is_final = returncode, how or self.how, is_final
 
     @property
     def has_ended_well(self) -> bool:
@@ -105,7 +105,7 @@ class Worker:
             has_ended=not self.alive,
             was_stopped=was_stopped,
             host=self._host_name,
-            how=self._how,
+            how=self.how,
             has_left=has_left,
             is_final=self._is_final,
         )

@@ -23,6 +23,12 @@ class Reformed(msgspec.Struct, tag=True, frozen=True):
     seconds: float  # from the failure to the next step
 
 
+class Killed(msgspec.Struct, tag=True, frozen=True):
+    """The rank has ended another one's process, which did not answer."""
+
+    rank: int
+
+
 class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
     """The program has imported Keras, as TensorFlow does too."""
 
@@ -41,4 +47,4 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     code: int = 1  # the exit code that follows
 
 
-WorkerRecord = Joins | Reformed | ImportedKeras | Raised
+WorkerRecord = Joins | Reformed | Killed | ImportedKeras | Raised
