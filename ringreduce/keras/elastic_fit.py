@@ -94,9 +94,12 @@ class Elastic:
                 self._at_end = True
                 self._meeting(self._ring.barrier)
         finally:
-            del repeaters[self._ring]
-            self._model.train_step = self._plain
-            self._optimizer.commit_point = self._model.train_function = None
+            self._restore()
+
+    def _restore(self) -> None:
+        del repeaters[self._ring]
+        self._model.train_step = self._plain
+        self._optimizer.commit_point = self._model.train_function = None
 
     def _keeping(self, step: Any) -> Any:
         """`step`, compiled as the model is; first it keeps what it changes besides weights."""
