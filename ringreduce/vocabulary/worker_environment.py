@@ -75,13 +75,11 @@ def leave_job() -> None:
         os.environ.pop(name, None)
 
 
-def tell_children(config: Config, members: Sequence[int], *local: int) -> None:
-    """Tell children that they are no ranks: this process is, of a ring with these `members`.
-
-    `local`: its number on its host, and that of the ranks there.
-    """
+def tell_children(config: Config, members: Sequence[int], rank: int, count: int) -> None:
+    """Tell children that they are no ranks: this process is, one of `count` on its host."""
     if config.size > 1 and parents_ring(config) is None:
-        ring = os.getpid(), (config.job_id, config.rank), members, *local
+        local = {"local_rank": rank, "local_size": count}
+        ring = os.getpid(), (config.job_id, config.rank), members, local
         os.environ[_RING] = json.dumps(ring)
 
 
@@ -90,13 +88,11 @@ def parents_ring(config: Config) -> tuple[Config, Sequence[int]] | None:
 
     None too where the rank's process has started another program (`os.execv`).
     """
-    process, place, members, *local = json.loads(os.environ.get(_RING, "[0, 0, 0]"))
+    process, place, members, local = json.loads(os.environ.get(_RING, "[0, 0, 0, 0]"))
     if process == os.getpid() or place != [config.job_id, config.rank]:
         return None
-    local_rank, local_size = local
     # The files of its folders are the parent's.
-    own = replace(config, local_rank=local_rank, local_size=local_size, log_dir="", trace_dir="")
-    return own, members
+    return replace(config, **local, log_dir="", trace_dir=""), members
 
 
 def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
