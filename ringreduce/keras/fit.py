@@ -21,7 +21,7 @@ from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
-from ringreduce.keras.mistakes import note_sharding, warn_of_differences
+from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike, model_group, training_ranks
 from ringreduce.keras.probe import Probe
@@ -249,7 +249,7 @@ def fit(
             # Else its optimizer compares that in the first step.
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
-        warn_of_differences(model, every)
+        warn_of_parity(differences(model), every)
         if ring.size > 1 and not training.is_even and least is None:
             is_counted = int(training.dataset.cardinality()) >= 0
             weigh_steps(model, "samples", ring, is_counted)

@@ -37,6 +37,8 @@ _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
 _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
+# Reductions of losses that give no mean over samples.
+NO_MEANS = ("mean_with_sample_weight", "sum")
 
 
 class DataWarning(UserWarning):
@@ -136,26 +138,14 @@ def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communic
     )
 
 
-def warn_of_differences(
-    model: Any, ring: Communicator, who: str = "", what: str = "global batch, since "
+def warn_of_parity(
+    found: Sequence[str], ring: Communicator, who: str = "", what: str = "global batch, since "
 ) -> None:
-    """Warn on rank 0 of layers and losses that look at a whole batch; `who` are its ranks."""
-    if ring.rank == 0 and (found := differences(model)):
+    """Warn on rank 0 of what `found` says, such as `differences`; `who` are its ranks."""
+    if ring.rank == 0 and found:
         warn_at_users_line(
             f"{who or f'{ring.size} ranks'} will not train exactly as one process does "
             f"with the same {what}" + "; ".join(found) + ".",
-            ParityWarning,
-        )
-
-
-def warn_of_losses(names: Sequence[str], rows: int, ring: Communicator) -> None:
-    """Warn on rank 0 of losses that reduce by themselves, and not to a mean over samples."""
-    if ring.rank == 0 and names:
-        warn_at_users_line(
-            f"{ring.size} ranks will not train exactly as one process does with the same global "
-            f"batch: the loss {', '.join(names)} is no mean over samples. Its value for the first "
-            f"{rows} rows is not the mean of those for two parts of them, as the ranks' gradients "
-            "are averaged. Let it return a value for each sample; mask by sample_weight.",
             ParityWarning,
         )
 
@@ -183,7 +173,7 @@ def differences(model: Any) -> list[str]:
         found.append(f"{names}: each rank draws other random numbers")
     for loss in keras.tree.flatten(getattr(model, "loss", None) or []):
         reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else None
-        if reduction in ("mean_with_sample_weight", "sum"):
+        if reduction in NO_MEANS:
             how = f"with reduction={reduction!r} it is no mean over samples"
             found.append(f"the loss {loss.name}: {how}")
     masks = [isinstance(v, keras.layers.Masking) or getattr(v, "mask_zero", False) for v in layers]

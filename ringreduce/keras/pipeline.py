@@ -27,7 +27,7 @@ from ringreduce.keras.fit import fit_on, given_callbacks
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.local import joint_in
 from ringreduce.keras.metric_states import gathered_numbers, numbers_in
-from ringreduce.keras.mistakes import note_sharding, warn_of_differences
+from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
@@ -210,7 +210,7 @@ class Pipeline:
             require_same_settings([settings], among)
         note_sharding(replicas)
         what = "batch, since each micro-batch is computed by itself: "
-        warn_of_differences(self.model, replicas, f"stage {self.stage}", what)
+        warn_of_parity(differences(self.model), replicas, f"stage {self.stage}", what)
         self.model.optimizer.build(self.model.trainable_variables)
         own = [_WholeLogs(self), *self._callbacks(callbacks)]
         history = fit_on(

@@ -27,8 +27,6 @@ KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missi
 # Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
 adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
 
-_CompileLoss = named("keras.src.trainers.compile_utils", "CompileLoss", _missing)
-
 
 def _has(owner: type, name: str) -> bool:
     """Whether instances have `name`: as a member of the class, or set by one of its methods."""
@@ -52,7 +50,6 @@ for _owner, _names in (
     (keras.callbacks.BackupAndRestore, ("_weights_path", "_training_metadata_path")),
     (keras.callbacks.BackupAndRestore, ("_save_model", "_current_epoch")),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch", "_compile_loss")),
-    (_CompileLoss, ("_flat_losses",)),
 ):
     for _name in _names:
         if not _has(_owner, _name):
@@ -65,16 +62,13 @@ trained_variables: Callable[[Any], list[Any]] = attrgetter("_trainable_variables
 places_in_lists: Callable[[Any], dict[Any, int]] = attrgetter("_trainable_variables_indices")
 # A layer's variables that were trainable when they were made, and may be frozen now.
 made_to_be_trained: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")
+# The whole loss of a compiled model, by targets and outputs.
+compiled_loss: Callable[[Any], Any] = attrgetter("_compile_loss")
 # The epoch that BackupAndRestore has told a model's `fit` to begin with.
 initial_epoch_of: Callable[[Any], int | None] = attrgetter("_initial_epoch")
 # Where BackupAndRestore keeps weights, and as JSON the epoch.
 files_of_backup: Callable[[Any], tuple[str, str]]
 files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
-
-
-def losses_of(model: Any) -> list[Any]:
-    """For each loss of a built model where its output is, itself, its weight and its name."""
-    return getattr(model._compile_loss, "_flat_losses", None) or []
 
 
 def save_backups_by(one: Any, save: Callable[[Any, Any, int], None]) -> None:

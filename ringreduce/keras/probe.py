@@ -1,16 +1,15 @@
 """Finds losses and metrics of one's own that N ranks do not compute as one process does.
 
-They are tried on the first rows of the data. Of a loss that reduces by itself the values of two
-parts, weighted by rows, must be that of the whole; the states of a metric after two halves,
-combined as those of ranks are, must give the result of both. What may call the ring, or fails, or
-is random, is not tried. State is put back.
+They are tried on the first rows of the data. The losses of two parts, weighted by rows, must be
+that of the whole; the states of a metric after two halves, combined as those of ranks are, must
+give the result of both. What may call the ring, or fails, or is random, is not tried. State is put
+back.
 """
 
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import keras
@@ -22,13 +21,18 @@ from ringreduce.keras import private
 from ringreduce.keras.batches import Feed
 from ringreduce.keras.data_fingerprint import compare_codes
 from ringreduce.keras.metric_states import combined, metrics_in, numbers_in, restored, states_of
-from ringreduce.keras.mistakes import warn_of_losses
+from ringreduce.keras.mistakes import NO_MEANS, warn_of_parity
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.rows import first_rows, rows_in, slice_rows
 from ringreduce.keras.step import own_step
 
 _log = logging.getLogger(__name__)
 _TOLERANCE = 1e-3  # of what float32 rounds, of hundreds of values
+_NO_MEAN = (
+    "the loss {} is no mean over samples: its value for the first {} rows is not the mean of those "
+    "for two parts of them, as the ranks' gradients are averaged (let it return a value for each "
+    "sample; mask by sample_weight)"
+)
 # By what `compile` has made of metrics, the names in logs of those whose states do not combine.
 _apart: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
@@ -60,44 +64,32 @@ class Probe(keras.callbacks.Callback):
 def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = True) -> None:
     """Try what a built and compiled model has of its user's own on the first rows of `batch`."""
     with _quiet("losses and metrics", ring):
-        losses = dict(_own_losses(model)) if with_losses else {}
+        losses = _own_losses(model) if with_losses else []
+        metrics = [] if _compiled(model) in _apart else metrics_in(model)
         # Its name in logs begins with that of an output, where there are several.
-        names = [metric.name for metric in metrics_in(model) if _may_not_combine(metric)]
-        if _compiled(model) in _apart:
-            names = []
-        if not (losses or names) or any(map(is_own_piece, model.weights)):
-            return
+        names = [metric.name for metric in metrics if _may_not_combine(metric)]
         x, y, weights = keras.utils.unpack_x_y_sample_weight(first_rows(batch))
         count = int(rows_in(x))
+        if count == 1 or not (losses or names) or any(map(is_own_piece, model.weights)):
+            return
         with restored([*model.non_trainable_variables, *model.metrics_variables]):
             outputs = _traced(lambda x: model(x, training=False), x)(x)
-            _try_losses(losses, y, outputs, count, ring)
-            if names and count > 1:
+            with _quiet("losses", ring):
+                if losses and not _is_mean(model, y, outputs, count):
+                    warn_of_parity([_NO_MEAN.format(", ".join(losses), count)], ring)
+            if names:
                 given = (x, y, outputs) if weights is None else (x, y, outputs, weights)
                 _apart[_compiled(model)] = _not_combining(model, names, given, count // 2)
 
 
-def _try_losses(losses: Any, y: Any, outputs: Any, count: int, ring: Communicator) -> None:
-    found: dict[str, bool | None] = {}
-    for name, loss in losses.items():
-        with _quiet(f"the loss {name}", ring):
-            found[name] = _is_mean(_traced(loss, y, outputs), y, outputs, count)
-    if means := [name for name, is_mean in found.items() if is_mean]:
-        text = "on the first %d rows the loss %s is a mean over samples; masks may make others"
-        _log.info(text, count, ", ".join(means))
-    warn_of_losses([name for name, is_mean in found.items() if is_mean is False], count, ring)
-
-
-def _is_mean(loss: Any, y: Any, outputs: Any, count: int) -> bool | None:
-    """None if it does not reduce by itself, or draws random numbers, or cannot be tried."""
-    at = count // 3
+def _is_mean(model: Any, y: Any, outputs: Any, count: int) -> bool:
+    """Whether the loss may be a mean over samples: what is random cannot be tried."""
+    loss = _traced(private.compiled_loss(model), y, outputs)
+    at = (count + 1) // 3
     ends = [(0, count), (0, count), (0, at), (at, count)]
-    values = [loss(*slice_rows((y, outputs), *each)) for each in ends] if at else []
-    if not values or values[0].shape.rank:
-        return None
-    whole, again, one, two = map(float, values)
+    whole, again, one, two = (float(loss(*slice_rows((y, outputs), *each))) for each in ends)
     if whole != again or not np.isfinite([whole, one, two]).all():
-        return None
+        return True
     mean = (at * one + (count - at) * two) / count
     return abs(mean - whole) <= _TOLERANCE * max(abs(one), abs(two))
 
@@ -126,26 +118,17 @@ def _not_combining(model: Any, names: Sequence[str], given: Any, half: int) -> l
     ]
 
 
-def _own_losses(model: Any) -> Iterator[tuple[str, Any]]:
-    """By name, those of the losses of a built model that are not Keras's, as functions."""
-    if type(model).compute_loss is not keras.Model.compute_loss or own_step(model) is not None:
-        return
-    for path, loss, _, name in private.losses_of(model):
-        if private.is_of_keras(type(loss)) and private.is_of_keras(getattr(loss, "fn", type(loss))):
-            continue
-        if loss.reduction in ("mean_with_sample_weight", "sum"):
-            continue  # Which says it by itself.
-        yield name, partial(_value_of, path, loss)
-
-
-def _value_of(path: Sequence[Any], loss: Any, y: Any, outputs: Any) -> Any:
-    """What `loss` gives for an output before it is reduced, as `Loss.__call__` calls it."""
-    for key in path:
-        y, outputs = y[key], outputs[key]
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return loss(y, outputs)
-    cast = partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
-    return loss.call(*(keras.tree.map_structure(cast, part) for part in (y, outputs)))
+def _own_losses(model: Any) -> list[str]:
+    """The names of those losses of a compiled model that are not Keras's."""
+    losses = [keras.losses.get(one) for one in keras.tree.flatten(model.loss) if one is not None]
+    # These say by themselves that they are none.
+    is_known = any(getattr(one, "reduction", "") in NO_MEANS for one in losses)
+    has_own_way = type(model).compute_loss is not keras.Model.compute_loss or own_step(model)
+    if is_known or has_own_way:
+        return []
+    of_keras = private.is_of_keras
+    own = [one for one in losses if not (of_keras(one) and of_keras(getattr(one, "fn", one)))]
+    return [str(getattr(one, "name", getattr(one, "__name__", one))) for one in own]
 
 
 def _may_not_combine(metric: Any) -> bool:
@@ -155,19 +138,13 @@ def _may_not_combine(metric: Any) -> bool:
 
 def _traced(function: Callable[..., Any], *parts: Any) -> Any:
     """`function` as a graph, for any number of rows of tensors like these."""
-    specs = tf.nest.map_structure(_of_any_rows, parts)
+    specs = private.spec_of_batches([parts])
     found = tf.function(function, input_signature=specs, autograph=False)
     graph = found.get_concrete_function().graph.as_graph_def()
     nodes = [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
     if any("pyfunc" in (op := node.op.lower()) or op.startswith("ringreduce") for node in nodes):
         raise NotImplementedError("It may call the ring.")
     return found
-
-
-def _of_any_rows(tensor: Any) -> Any:
-    spec = tf.type_spec_from_value(tensor)
-    is_dense = isinstance(spec, tf.TensorSpec)
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_dense else spec
 
 
 @contextmanager
