@@ -184,7 +184,7 @@ class Survivors:
             here = set(members) - self._dead - self._silent(members, TIMES.silent_s)
             unknown = set(members) - self._dead - here
             busy = {*filter(self._is_busy, unknown)} - {*self._without}
-            if busy and now - began_s < self._config.busy_timeout_s:
+            if busy and now - began_s < max(self._config.timeout_s, self._config.busy_timeout_s):
                 busy_s = now
             if unknown and now >= warns_s:
                 warns_s = math.inf

@@ -77,6 +77,11 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
             with _quiet("losses", ring):
                 if losses and not _is_mean(model, y, outputs, count):
                     warn_of_parity([_NO_MEAN.format(", ".join(losses), count)], ring)
+                elif losses:
+                    text = (
+                        "the loss %s is a mean over the first %d samples; with masks it may be none"
+                    )
+                    _log.info(text, ", ".join(losses), count)
             if names:
                 given = (x, y, outputs) if weights is None else (x, y, outputs, weights)
                 _apart[_compiled(model)] = _not_combining(model, names, given, count // 2)
