@@ -45,7 +45,12 @@ def run(
     at_once = chosen.random() < 0.3
     writes = "write" in kinds and chosen.random() < 0.5
     resets = chosen.choices(range(SIZE), k=2) if "reset" in kinds and chosen.random() < 0.5 else []
-    transport = chosen.choice(["auto", "zmq"])
+    hows = {}
+    for victim in victims:
+        how = "stop" if chosen.random() < 0.1 else chosen.choice(["kill", "exit"])
+        hows[victim] = how if how in kinds else "kill"
+    # Over sockets nobody kills a stopped rank, and half of the ranks may not go on without it.
+    transport = "auto" if "stop" in hows.values() else chosen.choice(["auto", "zmq"])
     done = ["writes"] * writes + [f"reset of {rank}" for rank in resets]
     options = ("-n", str(SIZE), "--elastic")
     environment = clean_environment(
@@ -65,7 +70,7 @@ def run(
 
         try:
             wait_until(lambda: len(processes()) == SIZE, "the beginning", DEADLINE_S)
-            events = [(victim, "") for victim in victims] + [(rank, "reset") for rank in resets]
+            events = [*hows.items(), *((rank, "reset") for rank in resets)]
             if resets:
                 chosen.shuffle(events)
             for place, (rank, how) in enumerate(events):
@@ -74,8 +79,6 @@ def run(
                 if how == "reset":
                     (folder / f"reset{rank}").touch()
                     continue
-                how = "stop" if chosen.random() < 0.1 else chosen.choice(["kill", "exit"])
-                how = how if how in kinds else "kill"
                 done += [how] * (how != "kill")
                 struck.append((rank, time.monotonic() + TIMEOUT_S * (how == "stop")))
                 os.kill(processes()[rank], KINDS[how])
