@@ -127,6 +127,20 @@ def test_ranks_that_all_exit_end_the_job_with_their_exit_code(tmp_path: Path) ->
     assert "failed first (exit code 3)" in done.stderr
 
 
+def test_a_stopped_rank_does_not_hold_up_a_job_that_all_others_have_left(tmp_path: Path) -> None:
+    text = """
+if rank == 1:
+    os.kill(os.getpid(), 19)
+stopped = Path("/proc", Path(__file__).with_name("pid1").read_text(), "stat")
+while ") T " not in stopped.read_text():
+    time.sleep(0.01)
+raise SystemExit(3)
+"""
+    done = play(tmp_path, 2, text, "--elastic")
+    assert done.wait() == 3
+    assert said(done.stderr)[0].startswith("rank 0 failed first (exit code 3)")
+
+
 def test_what_ends_two_ranks_ends_the_job(tmp_path: Path) -> None:
     bad = """
 import atexit

@@ -343,7 +343,9 @@ class Job:
             return failures
         if repeated := find_repeated(failures, by_text=meeting is None):
             return repeated
-        if self._alive() and not any(failure.is_final for failure in failures):
+        # Those that are stopped go on with nobody: without them too few may be left to do so.
+        may_go_on = any(not worker.is_suspended for worker in self._alive())
+        if may_go_on and not any(failure.is_final for failure in failures):
             return []
         return [each for each in failures if each.is_final or each.rank in self._ring.members]
 

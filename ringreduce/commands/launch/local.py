@@ -93,6 +93,10 @@ class LocalHost:
                 take = partial(_written, rank, is_error)
                 self._pipes[rank].append(Pipe(file, self._selector, take))
 
+    def is_suspended(self, rank: int) -> bool:
+        """As `Process.is_suspended`."""
+        return self._processes[rank].is_suspended
+
     def poll(self) -> list[Event]:
         """The ranks that have ended, after all that they wrote."""
         events: list[Event] = []

@@ -61,6 +61,13 @@ class Process:
         assert self._process.stderr is not None
         self.outputs: tuple[IO[bytes], IO[bytes]] = (self._process.stdout, self._process.stderr)
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it is stopped, as by SIGSTOP, so that it does nothing by itself."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+        return False
+
     def send(self, number: int) -> None:
         """Send a signal to its group; does nothing if it has ended."""
         if self.returncode is None:

@@ -49,6 +49,11 @@ class Worker:
         return self._stopped_s is not None
 
     @property
+    def is_suspended(self) -> bool:
+        """Whether its process, on this host, is stopped: it does nothing by itself."""
+        return isinstance(self._host, LocalHost) and self._host.is_suspended(self.rank)
+
+    @property
     def is_ours(self) -> bool:
         return self._host is not None
 
