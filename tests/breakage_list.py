@@ -508,8 +508,8 @@ BREAKAGES = (
     Breakage(
         "reforming-tells-until-the-next-training",
         "ringreduce/communicator/formation.py",
-        "(is_busy or self.has_ended or self.has_left_out)",
-        "(is_busy or self.has_ended)",
+        "is_busy or self.has_ended or self.has_left_out",
+        "is_busy or self.has_ended",
         "A rank that wakes later says that the others are silent, which have gone on without it.",
         ("tests/communicator/test_reforming.py",),
     ),
