@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.vocabulary.errors import PeerLostError
+from ringreduce.vocabulary.errors import PeerError
 from tests import hosts
 from tests.figures import record
 from tests.processes import wait_until
@@ -57,7 +57,7 @@ def test_a_cut_link_is_named_within_its_limit(four: hosts.Hosts, what: str) -> N
     """Also by ranks in user code, where the two ends alone use it; of a group by its members."""
     call = {"all_to_all": all_to_all, "message": message}.get(what, all_reduce)
     cut_s = 0.0
-    found: dict[int, tuple[float, PeerLostError]] = {}
+    found: dict[int, tuple[float, PeerError]] = {}
 
     def work(comm: Communicator) -> None:
         nonlocal cut_s
@@ -75,7 +75,7 @@ def test_a_cut_link_is_named_within_its_limit(four: hosts.Hosts, what: str) -> N
             if what == "message":
                 wait_until(lambda: comm.failure is not None, "the news")
                 comm.barrier()
-        except PeerLostError as error:
+        except PeerError as error:
             found[comm.rank] = time.monotonic(), error
 
     limits = {"link_timeout_s": LIMIT_S, "timeout_s": 60.0, "busy_timeout_s": 120.0}
