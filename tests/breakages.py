@@ -1,12 +1,14 @@
 """Proves that the suite notices mistakes: makes each deliberate breakage in a copy of the tree.
 
-    python -m tests.breakages [NAME ...] [--list] [--jobs N] [--again]
+    python -m tests.breakages [NAME ...] [--touched [COMMIT]] [--list] [--jobs N] [--again]
 
 The breakages are in `tests/breakage_list.py`. For each, the C tests run if it is in the C library;
 then its likely test files, up to the first failure; and if they pass, the whole suite, as
 `make test` runs it. A failing Python test counts only if it passes without the breakage. Results
-are kept in tests/breakages.json, so an interrupted run continues: a breakage that was caught is
-run again only when its entry changes, or with ``--again``.
+are kept in tests/breakages.json, so an interrupted run continues. A breakage that was caught is run
+again when its entry or the file that it is made in has changed, or the test that caught it is gone;
+with ``--again`` in any case. ``--touched`` runs those again of which the entry, the file, or a test
+file has changed since COMMIT, by default the last one that changed the results.
 
 Exit code 1: a breakage was missed, or could not be made.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import queue
@@ -283,9 +286,34 @@ def try_all(chosen: Sequence[Breakage], jobs: int, note: Callable[..., None]) ->
 
 def _files() -> list[str]:
     """The files of the working tree, but for what git ignores."""
-    command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    listed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return sorted({name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()})
+    listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    return sorted({name for name in listed.split("\0") if name and (ROOT / name).is_file()})
+
+
+def _digest(file: str) -> str:
+    return hashlib.blake2b((ROOT / file).read_bytes(), digest_size=8).hexdigest()
+
+
+def _is_there(test: str) -> bool:
+    """Whether a test that has caught something still exists: ``ctest NAME``, or a pytest node."""
+    if test.startswith("ctest "):
+        file, name = "native/CMakeLists.txt", test.removeprefix("ctest ")
+    else:
+        file, _, name = test.partition("::")
+        name = name.rpartition("::")[2].partition("[")[0]
+    path = ROOT / file
+    return path.is_file() and re.search(rf"\b{re.escape(name)}\b", path.read_text()) is not None
+
+
+def _touched(commit: str) -> list[Breakage]:
+    """The breakages of which the entry, the file or a test file has changed since `commit`."""
+
+    since = commit or _git("log", "-1", "--format=%H", "--", str(RESULTS)).strip()
+    changed = {*_git("diff", "--name-only", since).splitlines()}
+    changed |= {*_git("ls-files", "--others", "--exclude-standard").splitlines()}
+    before = _git("show", f"{since}:tests/breakage_list.py")
+    names = {each.name for each in BREAKAGES if f'"{each.name}"' not in before}
+    return [each for each in BREAKAGES if changed & {each.file, *each.tests} or each.name in names]
 
 
 def _is_compiled(breakage: Breakage) -> bool:
@@ -309,9 +337,14 @@ def _library() -> Path:
 
 
 def _commit() -> str:
-    command = ("git", "describe", "--always", "--dirty", "--exclude=*")
-    found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return found.stdout.strip()
+    return _git("describe", "--always", "--dirty", "--exclude=*").strip()
+
+
+def _git(*command: str) -> str:
+    found = subprocess.run(
+        ("git", *command), cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return found.stdout
 
 
 def _table(results: dict[str, dict[str, Any]]) -> str:
@@ -333,18 +366,29 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the breakages, run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")
     parser.add_argument("--again", action="store_true", help="forget the results so far")
+    parser.add_argument(
+        "--touched",
+        nargs="?",
+        const="",
+        metavar="COMMIT",
+        help="those that a change since COMMIT touches, again",
+    )
     chosen = parser.parse_args()
     known = {breakage.name: breakage for breakage in BREAKAGES}
     if unknown := set(chosen.names) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    wanted = [known[name] for name in chosen.names] or list(BREAKAGES)
+    wanted = [known[name] for name in chosen.names]
+    if chosen.touched is not None:
+        wanted += [each for each in _touched(chosen.touched) if each not in wanted]
+    elif not wanted:
+        wanted = list(BREAKAGES)
     if chosen.list:
         for breakage in wanted:
             print(f"{breakage.name} ({breakage.file})\n    {breakage.harm}")
         return 0
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results = {name: result for name, result in results.items() if name in known}
-    if chosen.again:
+    if chosen.again or chosen.touched is not None:
         results = {name: result for name, result in results.items() if known[name] not in wanted}
     lock, commit = threading.Lock(), _commit()
 
@@ -357,13 +401,18 @@ def main() -> int:
                 "seconds": round(seconds),
                 "commit": commit,
                 "entry": breakage.digest,
+                "file": _digest(breakage.file),
             }
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
             print(_table({breakage.name: results[breakage.name]}).splitlines()[0], flush=True)
 
     def is_done(breakage: Breakage) -> bool:
         result = results.get(breakage.name, {})
-        return bool(result.get("caught_by")) and result["entry"] == breakage.digest
+        was_same = (result.get("entry"), result.get("file")) == (
+            breakage.digest,
+            _digest(breakage.file),
+        )
+        return was_same and _is_there(result.get("caught_by") or "")
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try_all([breakage for breakage in wanted if not is_done(breakage)], chosen.jobs, note)

@@ -33,10 +33,27 @@ if os.environ.get("RINGREDUCE_TEST_RANDOM", "") != "1":
 _SETTLE_S = 5.0
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out of later collections what is imported: TensorFlow's objects take half a second."""
     gc.collect()
     gc.freeze()
+    if session.config.getoption("--last-failed", False):
+        _run_again.extend(item.nodeid for item in session.items)
+
+
+# The tests that had failed. They are appended to a file that `.ci/run` shows at its end.
+_run_again: list[str] = []
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _run_again:
+        terminalreporter.section("failed, and run again by themselves")
+        file = Path(__file__).resolve().parents[1] / "build" / "run_again"
+        file.parent.mkdir(exist_ok=True)
+        with file.open("a", encoding="utf-8") as listed:
+            for nodeid in _run_again:
+                terminalreporter.line(nodeid)
+                listed.write(f"{nodeid}\n")
 
 
 def pytest_unconfigure() -> None:
