@@ -75,32 +75,15 @@ def send(link, channels, number, header, payload, nbytes, lends, is_spent):
     it, and a plain payload is borrowed until then; so is one that nobody needs any more
     (`is_spent`), which is encrypted where it is.
     """
-    if link.is_sealed != 0:
-        in_place = lends and is_spent
-        return _send_sealed(link, channels, number, header, payload, nbytes, lends, in_place)
-    inline_bytes = 0 if lends else nbytes
-    msg = link.message.ctypes.data
-    libzmq.msg_init_size(msg, np.uint64(HEADER_BYTES + inline_bytes))
-    data = libzmq.msg_data(msg)
-    libzmq.memcpy(data, header, np.uint64(HEADER_BYTES))
-    if inline_bytes > 0:
-        libzmq.memcpy(data + HEADER_BYTES, payload, np.uint64(inline_bytes))
-    flags = _SNDMORE if lends else 0
-    status = _send_message(link, channels, number, msg, flags)
-    return _lend(link, channels, number, payload, nbytes) if status == DONE and lends else status
-
-
-@jit
-def _send_sealed(link, channels, number, header, payload, nbytes, counts, in_place):
     channel = channels[number]
-    if channel.seal_nonce[0] >= np.uint64(FRAMES_PER_KEY_MAX):
+    is_sealed = link.is_sealed != 0
+    if is_sealed and channel.seal_nonce[0] >= np.uint64(FRAMES_PER_KEY_MAX):
         return records.KEY_ENDED
+    begin = SEALED_OVERHEAD_BYTES if is_sealed else HEADER_BYTES
+    is_apart = lends and (is_spent or not is_sealed)  # The payload is a message of its own.
     msg = link.message.ctypes.data
-    size = np.uint64(SEALED_OVERHEAD_BYTES + nbytes)
-    if in_place:
-        libzmq.msg_init_size(msg, np.uint64(SEALED_OVERHEAD_BYTES))
-        data = libzmq.msg_data(msg)
-    elif counts:
+    size = np.uint64(begin if is_apart else begin + nbytes)
+    if lends and not is_apart:
         data = libzmq.malloc(size)
         if data == 0:
             link.errno = _ENOMEM
@@ -111,26 +94,23 @@ def _send_sealed(link, channels, number, header, payload, nbytes, counts, in_pla
         libzmq.msg_init_size(msg, size)
         data = libzmq.msg_data(msg)
     libzmq.memcpy(data, header, np.uint64(HEADER_BYTES))
-    record = channels.ctypes.data + number * _CHANNEL_BYTES
-    cipher = payload if in_place else data + SEALED_OVERHEAD_BYTES
-    sodium.encrypt(
-        cipher, data + HEADER_BYTES, 0, payload, np.uint64(nbytes), data,
-        np.uint64(HEADER_BYTES), 0, record + _SEAL_NONCE_AT, record + _SEAL_KEY_AT,
-    )  # fmt: skip
-    # Before it is sent: whatever becomes of it, this nonce has been used.
-    channel.seal_nonce[0] += np.uint64(1)
-    if not in_place:
-        return _send_message(link, channels, number, msg, 0)
-    status = _send_message(link, channels, number, msg, _SNDMORE)
-    return _lend(link, channels, number, payload, nbytes) if status == DONE else status
-
-
-@jit
-def _lend(link, channels, number, memory, nbytes):
-    """Queue `nbytes` at address `memory` without a copy."""
-    msg = link.message.ctypes.data
-    libzmq.msg_init_data(msg, memory, np.uint64(nbytes), link.release, _counter(channels, number))
-    channels[number].borrowed += 1
+    if is_sealed:
+        record = channels.ctypes.data + number * _CHANNEL_BYTES
+        cipher = payload if is_apart else data + SEALED_OVERHEAD_BYTES
+        sodium.encrypt(
+            cipher, data + HEADER_BYTES, 0, payload, np.uint64(nbytes), data,
+            np.uint64(HEADER_BYTES), 0, record + _SEAL_NONCE_AT, record + _SEAL_KEY_AT,
+        )  # fmt: skip
+        # Before it is sent: whatever becomes of it, this nonce has been used.
+        channel.seal_nonce[0] += np.uint64(1)
+    elif nbytes > 0 and not is_apart:
+        libzmq.memcpy(data + HEADER_BYTES, payload, np.uint64(nbytes))
+    status = _send_message(link, channels, number, msg, _SNDMORE if is_apart else 0)
+    if status != DONE or not is_apart:
+        return status
+    # Without a copy.
+    libzmq.msg_init_data(msg, payload, np.uint64(nbytes), link.release, _counter(channels, number))
+    channel.borrowed += 1
     return _send_message(link, channels, number, msg, 0)
 
 
