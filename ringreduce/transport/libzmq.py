@@ -127,18 +127,12 @@ def _free_and_count_release(data, counter):
 
 
 @cache
-def release_callback() -> Any:
-    """The free function of borrowed buffers: adds 1 to the int64 at its hint.
+def release_callback(*, frees: bool) -> Any:
+    """The free function of borrowed buffers; with `frees`, of those from `malloc`.
 
-    Only one I/O thread of libzmq runs it for an open socket, so the count has one writer and needs
-    no atomics; the reader asks only whether it has reached a number yet.
+    It adds 1 to the int64 at its hint. Only one I/O thread of libzmq runs it for an open socket, so
+    the count has one writer and needs no atomics; the reader asks only whether it has reached a
+    number yet.
     """
-    signature = types.void(types.voidptr, types.CPointer(types.int64))
-    return callback(signature, _count_release)
-
-
-@cache
-def free_callback() -> Any:
-    """The free function of buffers from `malloc`: frees one, then does as `release_callback`."""
-    signature = types.void(types.intp, types.CPointer(types.int64))
-    return callback(signature, _free_and_count_release)
+    function = _free_and_count_release if frees else _count_release
+    return callback(types.void(types.intp, types.CPointer(types.int64)), function)

@@ -99,8 +99,8 @@ class ZmqLink(StalledCall):
         record.job, record.epoch = job, membership.epoch
         record.yields = frames.yields(ranks_here)
         # Loaded only now: in shared memory alone nothing compiled is needed.
-        record.release = libzmq.release_callback().address
-        record.free = libzmq.free_callback().address
+        record.release = libzmq.release_callback(frees=False).address
+        record.free = libzmq.release_callback(frees=True).address
         self._members, expected = membership.members, len(self._distances)
         self._distances = channel_distances(membership.size, self._streams)
         for unneeded in self._incoming[len(self._distances) :]:

@@ -175,8 +175,8 @@ class ZmqPairs:
             is_sealed=self._security.seals,
             job=self._job,
             epoch=self._membership.epoch,
-            release=libzmq.release_callback().address,
-            free=libzmq.free_callback().address,
+            release=libzmq.release_callback(frees=False).address,
+            free=libzmq.release_callback(frees=True).address,
         )
 
     def _receiving_from(self, peer: int, channel: int) -> Receiving:
