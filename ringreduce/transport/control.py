@@ -114,26 +114,18 @@ class Control:
 
     def lost(self) -> dict[int, bool]:
         """Neighbours with an ended connection, and whether nothing more can arrive from them."""
-        lost = {}
-        for neighbour, pulling in self._incoming.items():
-            has_ended = pulling.is_lost(False)
-            if has_ended or self._outgoing[neighbour].is_lost:
-                lost[neighbour] = has_ended
-        return lost
+        ended = {n: pulling.is_lost(False) for n, pulling in self._incoming.items()}
+        return {n: is_over for n, is_over in ended.items() if is_over or self._outgoing[n].is_lost}
 
     def arrived_bytes(self, neighbours: Collection[int]) -> dict[int, int]:
         """Total bytes received from each of `neighbours`, pings included, where they are counted.
 
         They are on Linux, for a connection that has not ended.
         """
-        found = {}
-        for neighbour in neighbours:
-            pulling = self._incoming[neighbour]
-            # The descriptor of one that has ended may be another connection's by now.
-            count = None if pulling.is_lost(False) else pulling.arrived_bytes()
-            if count is not None:
-                found[neighbour] = count
-        return found
+        # The descriptor of one that has ended may be another connection's by now.
+        there = [n for n in neighbours if not self._incoming[n].is_lost(False)]
+        counts = {n: self._incoming[n].arrived_bytes() for n in there}
+        return {n: count for n, count in counts.items() if count is not None}
 
     def lock(self) -> bool:
         """Refuse all further connections, once both neighbours are connected; return whether so."""
