@@ -71,14 +71,13 @@ class Authenticator:
         name = f"inproc://authenticator.{secrets.token_hex(8)}"
         with contextlib.ExitStack() as opened:
             # A ROUTER, not the usual REP, so that a request that waits does not delay others.
-            self._requests = opened.enter_context(context.socket(zmq.ROUTER))
-            self._requests.setsockopt(zmq.LINGER, 0)
+            kinds = zmq.ROUTER, zmq.PAIR, zmq.PAIR
+            made = [opened.enter_context(context.socket(kind)) for kind in kinds]
+            for socket in made:
+                socket.setsockopt(zmq.LINGER, 0)
+            self._requests, self._awake, self._waker = made
             self._requests.bind("inproc://zeromq.zap.01")
-            self._awake = opened.enter_context(context.socket(zmq.PAIR))
-            self._awake.setsockopt(zmq.LINGER, 0)
             self._awake.bind(name)
-            self._waker = opened.enter_context(context.socket(zmq.PAIR))
-            self._waker.setsockopt(zmq.LINGER, 0)
             self._waker.connect(name)
             opened.pop_all()
         name = "ringreduce authenticator"
@@ -168,16 +167,11 @@ class Authenticator:
         self.refused += rank is None
         with contextlib.suppress(zmq.ZMQError):  # The one that asked may have left.
             self._requests.send_multipart([*held.envelope, b"1.0", number, *verdict, b""])
-        if rank is None:
-            self._log_refusal(held.request, why)
-
-    def _log_refusal(self, request: list[bytes], why: str) -> None:
-        """Log a refusal: the first few, then at intervals, with the total."""
         now = time.monotonic()
-        if self.refused <= _LOGGED_EACH or now - self._logged_s >= TIMES.refusal_pause_s:
+        is_told = self.refused <= _LOGGED_EACH or now - self._logged_s >= TIMES.refusal_pause_s
+        if rank is None and is_told:
             self._logged_s = now
+            request = held.request
             sender = request[3][:64].decode(errors="replace") if len(request) > 3 else "unknown"
-            _log.warning(
-                "refused a connection from %s %s (%d so far)",
-                *(sender.encode("unicode_escape").decode(), why, self.refused),
-            )
+            shown = sender.encode("unicode_escape").decode()
+            _log.warning("refused a connection from %s %s (%d so far)", shown, why, self.refused)
