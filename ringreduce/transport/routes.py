@@ -9,7 +9,7 @@ import contextlib
 import errno
 import logging
 import os
-import select
+import selectors
 import socket
 import time
 from collections import deque
@@ -21,7 +21,6 @@ from ringreduce.transport.address import endpoint, family, split_host
 from ringreduce.transport.interfaces import hosts_of
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import is_loopback
-from ringreduce.vocabulary.times import milliseconds
 
 _log = logging.getLogger(__name__)
 
@@ -94,10 +93,10 @@ class Routes:
 
 @dataclass
 class _Runner:
-    """The attempts to reach one rank: those to come, those that run, by descriptor."""
+    """The attempts to reach one rank: those to come, and those that run."""
 
     waiting: deque[tuple[str, int]]
-    running: dict[int, tuple[socket.socket, tuple[str, int]]] = field(default_factory=dict)
+    running: dict[socket.socket, tuple[str, int]] = field(default_factory=dict)
     next_s: float = 0.0
 
 
@@ -121,8 +120,7 @@ def first_to_answer(
     found: dict[int, str] = {}
     failed: list[Unreached] = []
     runners = {peer: _Runner(deque(addresses)) for peer, addresses in ways.items()}
-    poll = select.poll()
-    with contextlib.ExitStack() as opened:
+    with selectors.PollSelector() as selector, contextlib.ExitStack() as opened:
         while left := [peer for peer, each in runners.items() if each.waiting or each.running]:
             now = time.monotonic()
             if now - started >= limit_s:
@@ -132,15 +130,22 @@ def first_to_answer(
                 while runner.waiting and (now >= runner.next_s or not runner.running):
                     runner.next_s = now + lead_s
                     where = runner.waiting.popleft()
-                    if (why := _start(runner, where, poll, opened)) is not None:
+                    try:
+                        connecting = _started(where, opened)
+                    except OSError as failure:
+                        if failure.errno in (errno.EMFILE, errno.ENFILE):
+                            raise
+                        why = _why(failure.errno or 0)
                         failed.append(Unreached(rank, peer, _shown(where), why))
+                        continue
+                    runner.running[connecting] = where
+                    selector.register(connecting, selectors.EVENT_WRITE, (peer, connecting))
             check()
-            for descriptor, _ in poll.poll(milliseconds(min(TIMES.poll_s, lead_s or TIMES.poll_s))):
-                peer, runner = next(
-                    (peer, each) for peer, each in runners.items() if descriptor in each.running
-                )
-                connecting, where = runner.running.pop(descriptor)
-                poll.unregister(descriptor)
+            for key, _ in selector.select(min(TIMES.poll_s, lead_s or TIMES.poll_s)):
+                peer, connecting = key.data
+                runner = runners[peer]
+                where = runner.running.pop(connecting)
+                selector.unregister(connecting)
                 error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 connecting.close()
                 if error:
@@ -148,35 +153,25 @@ def first_to_answer(
                     continue
                 found[peer] = where[0]
                 runner.waiting.clear()
-                for other, _ in runner.running.values():
-                    poll.unregister(other.fileno())
+                for other in runner.running:
+                    selector.unregister(other)
                     other.close()
                 runner.running.clear()
                 break  # Others that are ready may be closed now.
     for peer, runner in runners.items():
-        late = [where for _, where in runner.running.values()] + list(runner.waiting)
-        why = f"no answer in {limit_s:g} s"
-        failed += [Unreached(rank, peer, _shown(where), why) for where in late]
+        late = *runner.running.values(), *runner.waiting
+        text = f"no answer in {limit_s:g} s"
+        failed += [Unreached(rank, peer, _shown(where), text) for where in late]
     return found, [each for each in failed if each.peer not in found]
 
 
-def _start(
-    runner: _Runner, where: tuple[str, int], poll: select.poll, opened: contextlib.ExitStack
-) -> str | None:
-    """Begin to connect; why that is impossible, if so."""
-    try:
-        connecting = opened.enter_context(socket.socket(family(where[0]), socket.SOCK_STREAM))
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-        return _why(error.errno or 0)  # No IPv6 here.
+def _started(where: tuple[str, int], opened: contextlib.ExitStack) -> socket.socket:
+    """A socket that has begun to connect; OSError if it cannot, as where there is no IPv6."""
+    connecting = opened.enter_context(socket.socket(family(where[0]), socket.SOCK_STREAM))
     connecting.setblocking(False)
-    error_number = connecting.connect_ex(where)
-    if error_number not in (0, errno.EINPROGRESS):
-        return _why(error_number)
-    runner.running[connecting.fileno()] = connecting, where
-    poll.register(connecting.fileno(), select.POLLOUT)
-    return None
+    with contextlib.suppress(BlockingIOError):
+        connecting.connect(where)
+    return connecting
 
 
 def _why(error: int) -> str:
