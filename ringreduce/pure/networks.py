@@ -3,9 +3,9 @@
 Addresses are numeric text; a network is an address with its prefix, ``10.0.0.4/24``.
 """
 
-import fnmatch
 import ipaddress
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ringreduce.vocabulary.endpoints import Pattern
@@ -45,21 +45,15 @@ def offered(found: Sequence[Local], patterns: Sequence[Pattern]) -> list[Local]:
     such a pattern matches no usable address, or none is left.
     """
     usable = [each for each in found if each.is_usable]
-    including = [pattern for pattern in patterns if not pattern.excludes]
-    excluding = [pattern for pattern in patterns if pattern.excludes]
-    for pattern in including:
-        if not any(pattern.matches(each.name, each.at.ip) for each in usable):
+    included, excluded = list[Local](), list[Local]()
+    for pattern in patterns:
+        matched = [each for each in usable if pattern.matches(each.name, each.at.ip)]
+        if not pattern.excludes and not matched:
             raise ValueError(f"{pattern.text} matches no address of this host")
-    chosen = [
-        each
-        for each in usable
-        if (
-            any(pattern.matches(each.name, each.at.ip) for pattern in including)
-            if including
-            else not any(fnmatch.fnmatchcase(each.name, bridge) for bridge in BRIDGES)
-        )
-        and not any(pattern.matches(each.name, each.at.ip) for pattern in excluding)
-    ]
+        (excluded if pattern.excludes else included).extend(matched)
+    if not included:
+        included = [each for each in usable if not any(fnmatchcase(each.name, b) for b in BRIDGES)]
+    chosen = [each for each in usable if each in included and each not in excluded]
     if patterns and not chosen:
         raise ValueError("every address of this host is excluded")
     return chosen
