@@ -9,7 +9,7 @@ mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of
 `ringreduce.keras.tensors` says which it is. Of those that only move rows it moves them back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -99,11 +99,9 @@ def reduce_scatter(tensor: Any, ring: Communicator, op: ReduceOp | str) -> Any:
         bounds = chunk_bounds(array.shape[0], ring.size)
         return _reduce_rows(ring, array, bounds, how, sign)
 
-    counts, shape = None, value.shape
-    if shape.rank and shape[0] is not None:
-        counts = np.diff(chunk_bounds(shape[0], ring.size)).tolist()
-    if shape.rank:
-        shape = tf.TensorShape([counts and counts[ring.rank]]).concatenate(shape[1:])
+    rows = value.shape[0] if value.shape.rank else None
+    counts = None if rows is None else np.diff(chunk_bounds(rows, ring.size)).tolist()
+    shape = tf.TensorShape([counts and counts[ring.rank]]).concatenate(value.shape[1:])
 
     def gradient(upstream: Any, number: Any) -> Any:
         _require_gradient(ring, "reduce_scatter", how)
@@ -177,10 +175,9 @@ def gather(
     shape = tf.TensorShape([rows]).concatenate(value.shape[1:])
 
     def gradient(upstream: Any, number: Any) -> Any:
-        each = known
-        if each is None:
-            each = all_gather(tf.shape(value, out_type=tf.int64)[0], ring, of=number)
-        return _parts(upstream, ring, source, each, value.shape, of=number)
+        rows = tf.shape(value, out_type=tf.int64)[0]
+        each = known or all_gather(rows, ring, of=number)
+        return _parts(upstream, ring, source, each, value.shape, number)
 
     return collective(ring, "gather tensors", run, gradient, value, shape, of=of)
 
@@ -194,10 +191,7 @@ def scatter(tensor: Any, ring: Communicator, root: int, counts: Sequence[int] | 
         known = checked_counts(counts, value.shape[0], size, who)
     shape = tf.TensorShape([known and known[ring.rank]]).concatenate(value.shape[1:])
 
-    def sign_with(sign: Sign, array: np.ndarray) -> int:
-        return sign("scatter of a tensor", array.shape, known)
-
-    return _parts(value, ring, source, known, shape, sign_with)
+    return _parts(value, ring, source, known, shape)
 
 
 def _own_rows_of_sum(tensor: Any, counts: Any, ring: Communicator, own: Any, of: Any) -> Any:
@@ -249,13 +243,7 @@ def _require_gradient(ring: Communicator, operation: str, op: ReduceOp) -> None:
 
 
 def _parts(
-    tensor: Any,
-    ring: Communicator,
-    source: int,
-    counts: Any,
-    shape: Any,
-    sign_with: Callable[[Sign, np.ndarray], int] = lambda sign, _: sign("parts of a tensor"),
-    of: Any = NONE,
+    tensor: Any, ring: Communicator, source: int, counts: Any, shape: Any, of: Any = NONE
 ) -> Any:
     """This rank's rows of `source`'s tensor; `counts`: a list, a tensor or None, equal parts."""
     known = counts if isinstance(counts, list) else None
@@ -263,7 +251,9 @@ def _parts(
     def run(array: np.ndarray, *rest: Any) -> Any:
         *given, sign = rest
         parts = given[0].tolist() if given else None
-        return ring.scatter(array, source, parts, signature=sign_with(sign, array))
+        # Only in a scatter, which is no gradient, are shapes equal on all ranks.
+        said = ("scatter of a tensor", array.shape, known) if of is NONE else ("parts of a tensor",)
+        return ring.scatter(array, source, parts, signature=sign(*said))
 
     def gradient(upstream: Any, number: Any) -> Any:
         whole = gather(upstream, ring, source, known, of=number)
