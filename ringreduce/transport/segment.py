@@ -166,13 +166,13 @@ class Heap:
             if self._is_detached:
                 return 0
             self._is_detached = True
-            used = self._used.copy()
-        segment, left = self._segment, 0
-        for offset, length in used.items():
-            arguments = segment.descriptor, segment.address, offset, length
-            if functions()["segment_detach"](*arguments) < 0:
-                left += length
-        return left
+            used = list(self._used.items())
+        return sum(part[1] for part in used if self._change("segment_detach", *part) < 0)
+
+    def _change(self, function: str, offset: int, length: int) -> int:
+        segment = self._segment
+        status: int = functions()[function](segment.descriptor, segment.address, offset, length)
+        return status
 
     def _take(self, length: int, *, is_array: bool) -> int | None:
         with self._lock:
@@ -187,8 +187,7 @@ class Heap:
                 self._free.insert(place, (offset + length, room - length))
             if is_array:
                 self._used[offset] = length
-        segment = self._segment
-        status = functions()["segment_reserve"](segment.descriptor, segment.address, offset, length)
+        status = self._change("segment_reserve", offset, length)
         if status < 0:
             self._used.pop(offset, None)
             self._returned.append((offset, length))
@@ -198,14 +197,13 @@ class Heap:
         return offset
 
     def _release(self, offset: int, length: int) -> None:
-        segment = self._segment
         self._used.pop(offset, None)
         if self._is_detached:
             # Others may still read the shared contents as this rank's part. Those are freed with
             # the segment; the copy is freed now.
-            functions()["segment_drop"](segment.address, offset, length)
+            functions()["segment_drop"](self._segment.address, offset, length)
             return
-        functions()["segment_release"](segment.descriptor, segment.address, offset, length)
+        self._change("segment_release", offset, length)
         self._returned.append((offset, length))
 
     def _join_returned(self) -> None:
