@@ -134,29 +134,21 @@ class ShmLink(StalledCall):
             timeout_s=self._waiting.timeouts.timeout_s,
             check=check,
         )
-        segments: list[Segment] = []
-        for place, member in enumerate(members):
-            if place == index:
-                # One mapping only, so that registered arrays are recognised by address.
-                segments.append(self._own)
-                continue
-            try:
-                segments.append(Segment(descriptors.pop(place)))
-            except OSError as error:
-                for rest in descriptors.values():
-                    os.close(rest)
-                raise ProtocolError(
-                    f"cannot use the memory of rank {member}: {error.strerror}",
-                    **self._who,
-                    peer=member,
-                ) from error
+        # Of this rank one mapping only, so that registered arrays are recognised by address.
+        segments, peer = [self._own] * len(members), None
         try:
+            for place in sorted(descriptors):
+                peer = members[place]
+                segments[place] = Segment(descriptors.pop(place))
+            peer = None
             own = index, size, segments, self._mesh, self._waiting
             self._connected = ranks = HostRanks(members, *own)
         except OSError as error:
-            raise ProtocolError(
-                f"cannot use the memory of this host's ranks: {error.strerror}", **self._who
-            ) from error
+            for rest in descriptors.values():
+                os.close(rest)
+            whose = "this host's ranks" if peer is None else f"rank {peer}"
+            text = f"cannot use the memory of {whose}: {error.strerror}"
+            raise ProtocolError(text, **self._who, peer=peer) from error
         assert self._heap is not None
         self.pairs = ShmPairs(ranks, self._heap)
         self.small = ranks.small_calls(SmallKind.COLLECTIVE, ranks.group)

@@ -72,19 +72,16 @@ class ShmPairs:
             if ranks is None or heap is None:
                 raise self._waiting.error(size=self._size)
             end = ShmEnd(ranks, place, is_sending=is_sending)
+            offset = heap.reserve(functions()["pair_channel_bytes"]()) if is_sending else 0
+            if offset is None and self._waiting.is_interrupted:
+                # The ring has failed, and its memory is out of the others' reach.
+                raise self._waiting.error(size=self._size)
+            if offset is None:
+                text = f"has no shared memory left to send to rank {ranks.members[place]}"
+                remedy = "Free registered arrays (Communicator.empty), or give the job more memory."
+                own = ranks.members[ranks.index]
+                raise ArrayError(text, rank=own, size=self._size, remedy=remedy)
             if is_sending:
-                offset = heap.reserve(functions()["pair_channel_bytes"]())
-                if offset is None and self._waiting.is_interrupted:
-                    # The ring has failed, and its memory is out of the others' reach.
-                    raise self._waiting.error(size=self._size)
-                if offset is None:
-                    raise ArrayError(
-                        f"has no shared memory left to send to rank {ranks.members[place]}",
-                        rank=ranks.members[ranks.index],
-                        size=self._size,
-                        remedy="Free registered arrays (Communicator.empty), or give the job more "
-                        "memory.",
-                    )
                 end.open(offset)
             self._ends[place, is_sending] = end
             return end
