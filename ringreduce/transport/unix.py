@@ -78,7 +78,7 @@ class Mesh:
         deadline = time.monotonic() + timeout_s
         rank = members[index]
         self._later, self._job = {members[each]: each for each in range(index + 1, len(names))}, job
-        self._own = _HELLO.pack(_MAGIC, job, rank), descriptor
+        self._own = [_HELLO.pack(_MAGIC, job, rank)], [descriptor]
         descriptors: dict[int, int] = {}
         try:
             for other in range(index):
@@ -87,7 +87,7 @@ class Mesh:
                 connection.connect(f"\0{names[other]}")
                 if not _is_ours(connection):  # Before it gets our memory.
                     raise ConnectionError("another user's process listens in its place")
-                self._introduce(connection)
+                socket.send_fds(connection, *self._own)
             while len(self._connections) < len(names) - 1:
                 check()
                 self._accept(descriptors, deadline)
@@ -117,17 +117,12 @@ class Mesh:
                 "values on each; or use RINGREDUCE_TRANSPORT=zmq.",
             ) from error
         self._listener.close()
-        self.processes = {}
         for other, connection in self._connections.items():
             if (process := _identified(_credentials(connection)[0])) is not None:
                 self.processes[members[other]] = process
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
         return descriptors
-
-    def _introduce(self, connection: socket.socket) -> None:
-        hello, descriptor = self._own
-        socket.send_fds(connection, [hello], [descriptor])
 
     def _accept(self, descriptors: dict[int, int], deadline: float) -> None:
         """Accept one connection, if one comes soon, and from a rank after this one."""
@@ -146,7 +141,7 @@ class Mesh:
                 rank, received = answer
                 other = self._later.get(rank)
                 if other is not None and other not in self._connections:
-                    self._introduce(connection)
+                    socket.send_fds(connection, *self._own)
                     self._connections[other], descriptors[other] = connection, received
                     return
                 os.close(received)
