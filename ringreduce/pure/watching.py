@@ -36,6 +36,7 @@ class Watch:
         self, rank: int, size: int, membership: Membership, link_timeout_s: float, now_s: float
     ) -> None:
         self._rank, self._size = rank, size
+        self._who: dict[str, Any] = {"rank": rank, "size": size}  # for errors
         self._neighbours = membership.neighbours(rank)
         self._link_timeout_s = link_timeout_s
         self.peer_table = PeerTable(rank, membership, now_s)  # what is known of the other ranks
@@ -81,10 +82,8 @@ class Watch:
         return [Send(messages.encode(message))]
 
     def _disagree(self, claim: Claim, peer: int) -> list[Action]:
-        text, remedy = claim.text.replace("{peer}", str(peer)), claim.remedy
-        return self.end(
-            errors.MismatchError(text, rank=self._rank, size=self._size, peer=peer, remedy=remedy)
-        )
+        text = claim.text.replace("{peer}", str(peer))
+        return self.end(errors.MismatchError(text, **self._who, peer=peer, remedy=claim.remedy))
 
     def _note(self, listening: messages.Listening) -> bool:
         """Whether this has not come before, on the other way round."""
@@ -136,7 +135,7 @@ class Watch:
             if self.peer_table.leave(message):
                 actions.append(Send(payload, frozenset({neighbour})))
         elif self.cause is None:
-            self.cause = abort_error(message, rank=self._rank, size=self._size)
+            self.cause = abort_error(message, **self._who)
             paused_at, paused_s = self._paused
             if self.cause.peer == self._rank and now_s - paused_at < TIMES.pause_memory_s:
                 self._explain_pause(self.cause, paused_s, "have gone on without it")
@@ -299,11 +298,8 @@ class Watch:
 
     def _locked(self, now_s: float) -> tuple[int, ...]:
         """The neighbours that this rank itself sees alive though they send no heartbeats."""
-        return tuple(
-            neighbour
-            for neighbour, grew_s in self._grew_s.items()
-            if now_s - grew_s < TIMES.silent_s <= self.peer_table.unheard_s(neighbour, now_s)
-        )
+        alive = [n for n, grew_s in self._grew_s.items() if now_s - grew_s < TIMES.silent_s]
+        return tuple(n for n in alive if self.peer_table.unheard_s(n, now_s) >= TIMES.silent_s)
 
     def _look_for_absence(self, current: Present, now_s: float) -> list[Action]:
         """End the ring if this rank waits in a call that a rank which has left will never make."""
@@ -324,8 +320,7 @@ class Watch:
         if left is None:
             return self.cause
         fields = {name: getattr(error, name) for name in ("operation", "sequence", "step")}
-        fields |= {"rank": self._rank, "size": self._size}
-        return left_error(left.rank, left.calls, left.why, **fields)
+        return left_error(left.rank, left.calls, left.why, **fields, **self._who)
 
     def named(
         self, error: errors.PeerTimeoutError, current: Present, now_s: float
@@ -357,4 +352,4 @@ class Watch:
             )
 
     def _where(self, current: Present) -> dict[str, Any]:
-        return {"rank": self._rank, "size": self._size, "operation": current.operation}
+        return {**self._who, "operation": current.operation}
