@@ -92,11 +92,8 @@ class Events:
         with self._parts:
             (count,) = spans.COUNT.unpack_from(memory, spans.OURS_AT)
             slot = spans.OURS_AT + spans.SPANS_AT + count % spans.PARTS_KEPT * spans.SPAN_BYTES
-            _write_span(
-                memory,
-                slot,
-                *(count + 1, kind, 0, other, number, nbytes, _get_ident(), began_s, ended_s),
-            )
+            span = count + 1, kind, 0, other, number, nbytes, _get_ident(), began_s, ended_s
+            _write_span(memory, slot, *span)
             spans.COUNT.pack_into(memory, spans.OURS_AT, count + 1)
             at = spans.OURS_AT + spans.SECONDS_AT + 8 * kind
             (seconds,) = spans.SECONDS.unpack_from(memory, at)

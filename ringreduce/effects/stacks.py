@@ -48,10 +48,5 @@ def _frame(frame: FrameType, line: int) -> Frame:
     library = file.startswith(_PACKAGE) or any(part in file for part in _LIBRARY_PATHS)
     # No source lines of libraries: reading them would take longer than all the rest.
     text = "" if library or file.startswith("<") else linecache.getline(file, line).strip()
-    return Frame(
-        file=cut(file),
-        line=line,
-        function=cut(frame.f_code.co_name, NAME_MAX),
-        text=cut(text, NAME_MAX),
-        library=library,
-    )
+    function, text = cut(frame.f_code.co_name, NAME_MAX), cut(text, NAME_MAX)
+    return Frame(cut(file), line, function, text, library)

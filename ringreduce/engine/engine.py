@@ -239,14 +239,12 @@ class Engine(Executor):
             return self._reduce(item)
         if item != handoff.COMPLAINT:
             return super()._do(item)
-        self._give_up(
-            MismatchError(
-                "began another step while gradients of the one before were still under way: that "
-                "step failed midway, and this rank has gone on",
-                operation="gradient reduction",
-                remedy="After an error inside a training step, let it end the process.",
-            )
+        text = (
+            "began another step while gradients of the one before were still under way: that step "
+            "failed midway, and this rank has gone on"
         )
+        remedy = "After an error inside a training step, let it end the process."
+        self._give_up(MismatchError(text, operation="gradient reduction", remedy=remedy))
         return None
 
     def _reduce(self, item: handoff.BucketItem) -> handoff.RoundFailed | None:

@@ -67,12 +67,10 @@ class Membership:
         for place, choice in enumerate(choices):
             if choice.color is not None:
                 by_color.setdefault(choice.color, []).append(place)
+        ordered = [sorted(places, key=lambda p: choices[p].key) for places in by_color.values()]
         return [
-            Membership(
-                tuple(self.members[p] for p in sorted(places, key=lambda p: choices[p].key)),
-                highest + number,
-            )
-            for number, places in enumerate(by_color.values(), 1)
+            Membership(tuple(self.members[p] for p in places), number)
+            for number, places in enumerate(ordered, highest + 1)
         ]
 
 

@@ -108,12 +108,10 @@ def offsets(calls: Calls, clocks: Mapping[int, str]) -> dict[str, tuple[float, f
     found, extremes = {}, {}
     for clock in dict.fromkeys(of.tolist()):
         own = np.ix_(calls.are_meetings, of == clock)
-        extremes[clock] = (
-            np.fmax.reduce(calls.began_s[own], 1),
-            np.fmin.reduce(calls.ended_s[own], 1),
-        )
+        began_s = np.fmax.reduce(calls.began_s[own], 1)
+        ended_s = np.fmin.reduce(calls.ended_s[own], 1)
+        extremes[clock] = began_s, ended_s
         first_began_s, first_ended_s = extremes[of[0]]
-        began_s, ended_s = extremes[clock]
         least_s = np.fmax.reduce(first_began_s - ended_s, initial=-np.inf)
         most_s = np.fmin.reduce(first_ended_s - began_s, initial=np.inf)
         found[clock] = (float(least_s), float(most_s)) if clock != of[0] else (0.0, 0.0)

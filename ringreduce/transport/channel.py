@@ -210,12 +210,9 @@ class Outgoing:
             self.socket.connect(address)
         except zmq.ZMQError as error:
             why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
-            raise RendezvousError(
-                f"cannot connect to rank {peer} at {address[:200]!r}: {why}",
-                **admission.who,
-                peer=peer,
-                remedy=f"Read rank {peer}'s log.",
-            ) from error
+            text = f"cannot connect to rank {peer} at {address[:200]!r}: {why}"
+            remedy = f"Read rank {peer}'s log."
+            raise RendezvousError(text, **admission.who, peer=peer, remedy=remedy) from error
         record.sender = self.socket.underlying
 
     @property
@@ -299,11 +296,8 @@ class Silence:
         if arrived is None:
             # Unknown counts as progress: a link that is merely slow must not look dead.
             self._seen = None
-        elif (
-            seen is None
-            or arrived != seen.arrived
-            or now - seen.looked_s > TIMES.looked_s  # stood still itself
-        ):
+        # In the last case the thread stood still itself.
+        elif seen is None or arrived != seen.arrived or now - seen.looked_s > TIMES.looked_s:
             self._seen = _Seen(arrived, now, now)
         else:
             self._seen = seen._replace(looked_s=now)
@@ -317,13 +311,9 @@ class Silence:
         seen, now = self._seen, time.monotonic()
         # A thread that waits for the GIL, not for a frame, has not checked for long, and frames may
         # have arrived meanwhile.
-        if (
-            seen is None
-            or now - seen.looked_s > TIMES.looked_s
-            or seen.arrived != self._arrived_bytes()
-        ):
+        if seen is None or now - seen.looked_s > TIMES.looked_s:
             return None
-        return now - seen.since_s
+        return now - seen.since_s if seen.arrived == self._arrived_bytes() else None
 
 
 def join_ports(addresses: Sequence[str]) -> str:
@@ -337,12 +327,9 @@ def announced_ports(address: str, count: int, peer: int, security: Security) -> 
     host, _, ports = address.rpartition(":")
     found = [f"{host}:{port}" for port in ports.split(",")]
     if len(found) != count:
-        raise RendezvousError(
-            f"got the address {address[:200]!r} of rank {peer}, which has not {count} ports",
-            **security.who,
-            peer=peer,
-            remedy="Start all ranks with the same ringreduce.",
-        )
+        text = f"got the address {address[:200]!r} of rank {peer}, which has not {count} ports"
+        remedy = "Start all ranks with the same ringreduce."
+        raise RendezvousError(text, **security.who, peer=peer, remedy=remedy)
     return found
 
 
