@@ -55,8 +55,5 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingRedu
     )
     if operation == "split":
         remedy = "All ranks must call split, with None as color on those that take no part."
-    return errors.MismatchError(
-        f"was left by rank {peer}, which closed its communicator{after} and makes no more",
-        **where,
-        remedy=remedy,
-    )
+    text = f"was left by rank {peer}, which closed its communicator{after} and makes no more"
+    return errors.MismatchError(text, **where, remedy=remedy)

@@ -85,11 +85,8 @@ def checked_peer(peer: Any, rank: int, size: int, who: dict[str, Any]) -> int:
     if not 0 <= number < size or number == rank:
         others = f"0 to {size - 1}, apart from {rank}" if size > 1 else "none"
         group = f" in a group of {size}" if size != who["size"] else ""
-        raise ArrayError(
-            f"got rank {peer!r} to send to or receive from{group}",
-            **who,
-            remedy=f"The other ranks are {others}.",
-        )
+        text = f"got rank {peer!r} to send to or receive from{group}"
+        raise ArrayError(text, **who, remedy=f"The other ranks are {others}.")
     return number
 
 
@@ -107,22 +104,18 @@ def checked_counts(
     """How many of `rows` are for each of `size` ranks: `counts`, or as many each; or ArrayError."""
     if counts is None:
         if rows % size:
-            raise ArrayError(
-                f"cannot divide {rows} rows evenly among {size} ranks",
-                **who,
-                remedy="Pass `counts`, the number of rows for each rank.",
-            )
+            text = f"cannot divide {rows} rows evenly among {size} ranks"
+            remedy = "Pass `counts`, the number of rows for each rank."
+            raise ArrayError(text, **who, remedy=remedy)
         return [rows // size] * size
     try:
         numbers = [operator.index(count) for count in counts]
     except TypeError:
         numbers = []
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) != rows:
-        raise ArrayError(
-            f"got the counts {counts!r:.200} for {rows} rows",
-            **who,
-            remedy=f"Pass {size} whole numbers, one for each rank, that add up to {rows}.",
-        )
+        text = f"got the counts {counts!r:.200} for {rows} rows"
+        remedy = f"Pass {size} whole numbers, one for each rank, that add up to {rows}."
+        raise ArrayError(text, **who, remedy=remedy)
     return numbers
 
 

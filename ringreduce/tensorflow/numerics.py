@@ -81,10 +81,8 @@ class NumericsCheck:
         if self._mode == "raise":
             raise ring.fail(error)
         if str(self._bad_steps).rstrip("0") == "1":
-            _log.warning(
-                "[%d/%d] %s This was bad step %d of this rank.",
-                *(*ring.config.who.values(), error, self._bad_steps),
-            )
+            text = "[%d/%d] %s This was bad step %d of this rank."
+            _log.warning(text, *ring.config.who.values(), error, self._bad_steps)
 
 
 def _found(elements: np.ndarray, parts: Parts, start: int, end: int) -> str | None:

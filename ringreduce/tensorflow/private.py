@@ -16,10 +16,8 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 def _missing(name: str) -> ConfigError:
-    return ConfigError(
-        f"TensorFlow {tf.__version__} has no {name}, which ringreduce needs",
-        remedy="Install TensorFlow 2.18 to 2.21.",
-    )
+    text = f"TensorFlow {tf.__version__} has no {name}, which ringreduce needs"
+    return ConfigError(text, remedy="Install TensorFlow 2.18 to 2.21.")
 
 
 def named(module: str, name: str, missing: Callable[[str], ConfigError] = _missing) -> Any:

@@ -179,12 +179,9 @@ def _merged(
     """This rank's rows, indices rising and unique; duplicates are added in their order."""
     if indices.size and (indices.min() < 0 or indices.max() >= spec.shape[0]):
         outside = int(indices.min() if indices.min() < 0 else indices.max())
-        error = ArrayError(
-            f"has row {outside} in its gradient of {spec.describe()}",
-            **ring.config.who,
-            operation="gradient reduction",
-            remedy=f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed.",
-        )
+        text = f"has row {outside} in its gradient of {spec.describe()}"
+        remedy = f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed."
+        error = ArrayError(text, **ring.config.who, operation="gradient reduction", remedy=remedy)
         raise ring.fail(error)
     rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
     rising, total = _added(indices.astype(np.int64, copy=False), rows)

@@ -41,11 +41,8 @@ def is_literal(host: str) -> bool:
 def unreachable(config: Config, error: Exception) -> RendezvousError:
     """The error when the rendezvous has no address that this rank can use."""
     why = (error.strerror if isinstance(error, OSError) else None) or error
-    return RendezvousError(
-        f"cannot reach the rendezvous {config.rendezvous}: {why}",
-        **config.who,
-        remedy="Check RINGREDUCE_RENDEZVOUS.",
-    )
+    text = f"cannot reach the rendezvous {config.rendezvous}: {why}"
+    return RendezvousError(text, **config.who, remedy="Check RINGREDUCE_RENDEZVOUS.")
 
 
 def endpoint(host: str, port: int | str) -> str:

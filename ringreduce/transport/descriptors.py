@@ -37,12 +37,9 @@ def reserve(count: int, *, rank: int, size: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise ConfigError(
-            f"may open {hard} files, of which {is_open} are open, and needs up to {count} more",
-            rank=rank,
-            size=size,
-            remedy=f"Raise the limit of open files (ulimit -n) to {wanted} at least.",
-        )
+        text = f"may open {hard} files, of which {is_open} are open, and needs up to {count} more"
+        remedy = f"Raise the limit of open files (ulimit -n) to {wanted} at least."
+        raise ConfigError(text, rank=rank, size=size, remedy=remedy)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

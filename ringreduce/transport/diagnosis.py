@@ -14,11 +14,8 @@ from ringreduce.vocabulary import errors
 
 def lost_error(name: str, **where: Any) -> errors.PeerLostError:
     """The error of a call that needs a rank which is lost; the watcher may know why."""
-    return errors.PeerLostError(
-        f"lost the connection with {name}: it died, or closed its communicator early",
-        **where,
-        remedy=f"Read rank {where['peer']}'s log first.",
-    )
+    text = f"lost the connection with {name}: it died, or closed its communicator early"
+    return errors.PeerLostError(text, **where, remedy=f"Read rank {where['peer']}'s log first.")
 
 
 def mismatch_error(
@@ -55,11 +52,8 @@ def frame_error(
             f"the network of the hosts of ranks {peer} and {where['rank']}, and what lies between.",
         )
     if status == records.KEY_ENDED:
-        return errors.ClosedError(
-            "may seal no more frames with the key of this connection",
-            **where,
-            remedy="Form a new communicator.",
-        )
+        text = "may seal no more frames with the key of this connection"
+        return errors.ClosedError(text, **where, remedy="Form a new communicator.")
     if status == records.FAILED:
         text = zmq.strerror(record.errno)
         return errors.ProtocolError(f"got an error from libzmq: {text}", **where)
@@ -71,11 +65,8 @@ def frame_error(
         what = "a frame of another job"
     else:
         what = "bytes that are no frame"
-    return errors.ProtocolError(
-        f"received {what} on {here}",
-        **where,
-        remedy="Keep other programs and jobs away from this port.",
-    )
+    remedy = "Keep other programs and jobs away from this port."
+    return errors.ProtocolError(f"received {what} on {here}", **where, remedy=remedy)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -77,11 +77,8 @@ def own_networks(config: Config) -> tuple[str, ...]:
     ordered = here + [each for each in chosen if each not in here]
     networks = tuple(each.network for each in ordered if _is_bindable(str(each.at.ip)))
     if not networks:
-        raise ConfigError(
-            f"has no address for ranks of other hosts; there are {described(found)}",
-            **config.who,
-            remedy="Choose some by RINGREDUCE_IFACE.",
-        )
+        text = f"has no address for ranks of other hosts; there are {described(found)}"
+        raise ConfigError(text, **config.who, remedy="Choose some by RINGREDUCE_IFACE.")
     if config.rank == 0 or len(networks) > 1:
         _log.info("[%d/%d] listens on %s", config.rank, config.size, ", ".join(networks))
     return networks[:OFFERED_MAX]

@@ -42,11 +42,8 @@ def listen(bind: Bind, **who: Any) -> list[socket.socket]:
                     "RINGREDUCE_IFACE chooses among those of this one.",
                 ) from error
     if bind.ports is None:
-        raise RendezvousError(
-            f"found no port that is free at all of {', '.join(bind.hosts)}",
-            **who,
-            remedy="Choose fewer addresses by RINGREDUCE_IFACE.",
-        )
+        text = f"found no port that is free at all of {', '.join(bind.hosts)}"
+        raise RendezvousError(text, **who, remedy="Choose fewer addresses by RINGREDUCE_IFACE.")
     name = f"RINGREDUCE_PORTS={ports[0]}-{ports[-1]}"
     raise RendezvousError(
         f"found no free port among the {len(ports)} of {name}",

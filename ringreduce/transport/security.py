@@ -79,11 +79,9 @@ class Security:
         if not secret:
             return
         if not zmq.has("curve"):
-            raise NativeError(
-                "has a secret, but this libzmq was built without encryption (CURVE)",
-                **self.who,
-                remedy="Install pyzmq from its wheel, which has it.",
-            )
+            text = "has a secret, but this libzmq was built without encryption (CURVE)"
+            remedy = "Install pyzmq from its wheel, which has it."
+            raise NativeError(text, **self.who, remedy=remedy)
         # Hashed, since secrets may be longer than BLAKE2b's keys, and job ids are any text.
         master = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
         self._job_key = hashlib.blake2b(
@@ -159,12 +157,9 @@ class Security:
             or not hmac.compare_digest(found[self.rank], self.public_key)
             or len(material) != MATERIAL_BYTES
         ):
-            raise RendezvousError(
-                "was told keys that are not one for each rank",
-                **self.who,
-                peer=0,
-                remedy="Start all ranks with the same ringreduce and the same secret.",
-            )
+            text = "was told keys that are not one for each rank"
+            remedy = "Start all ranks with the same ringreduce and the same secret."
+            raise RendezvousError(text, **self.who, peer=0, remedy=remedy)
         self.keys, self._job = found, job
         self.start_session(material)
 
