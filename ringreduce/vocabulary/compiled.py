@@ -101,7 +101,9 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 @cache
 def _sources(package: str) -> str:
     """A digest of what there is of each file of a package: name, time of the last change, size."""
-    files = sorted(_files(sys.modules[package].__path__[0]))
+    # Of an editable installation the first folder has what was built, and no sources.
+    folders = filter(os.path.isdir, sys.modules[package].__path__)
+    files = sorted(each for folder in folders for each in _files(folder))
     return hashlib.blake2b(repr(files).encode(), digest_size=16).hexdigest()
 
 

@@ -41,7 +41,9 @@ def output(folder: Path, **more: Any) -> str:
 def test_a_constant_of_another_file_is_compiled_anew(tmp_path: Path) -> None:
     package = tmp_path / "smallest"
     package.mkdir()
-    (package / "__init__.py").touch()
+    # As of an editable installation: the first of its folders has no sources.
+    (tmp_path / "built").mkdir()
+    (package / "__init__.py").write_text("__path__.insert(0, __path__[0] + '/../built')")
     (package / ".#function.py").symlink_to("nobody@nowhere")
     (package / "function.py").write_text(FUNCTION)
     (package / "constants.py").write_text("NUMBER = 1\n")
