@@ -93,7 +93,7 @@ class Ring:
 
     Attributes:
         proxy: with `proxied`, what all connections over TCP go through once the ranks have met;
-            the way that rank 1 uses to the second port of rank 2 is ``1>2/addresses/1``.
+            the way that rank 1 uses to the second port of rank 2 is ``1>2/address/1``.
     """
 
     def __init__(
@@ -261,15 +261,15 @@ def go_through_proxy(port: int) -> None:
     def meet_and_detour(rendezvous: Rendezvous) -> Table:
         table = meet(rendezvous)
         rank = rendezvous._config.rank
-        detours = {
-            name: tuple(
-                _detour(port, address, f"{rank}>{other}/{name}") if other != rank else address
-                for other, address in enumerate(getattr(table, name))
-            )
-            for name in table.__struct_fields__
-            if _holds_addresses(getattr(table, name))
-        }
-        return msgspec.structs.replace(table, **detours)
+        members = []
+        for other, member in enumerate(table.members):
+            detours = {
+                name: _detour(port, value, f"{rank}>{other}/{name}") if other != rank else value
+                for name, value in msgspec.structs.asdict(member).items()
+                if isinstance(value, str)
+            }
+            members.append(msgspec.structs.replace(member, **detours))
+        return msgspec.structs.replace(table, members=tuple(members))
 
     Rendezvous.meet = meet_and_detour  # type: ignore[method-assign]
     found = ZmqPairs.found
@@ -280,12 +280,6 @@ def go_through_proxy(port: int) -> None:
         found(pairs, msgspec.structs.replace(listening, address=address))
 
     ZmqPairs.found = found_and_detour  # type: ignore[method-assign]
-
-
-def _holds_addresses(column: object) -> bool:
-    return isinstance(column, tuple) and any(
-        isinstance(value, str) and value.startswith("tcp://") for value in column
-    )
 
 
 def _detour(proxy: int, address: str, name: str) -> str:

@@ -11,7 +11,9 @@ import logging
 import secrets
 from typing import Any
 
-from ringreduce.bootstrap.hello import Hello, Refusal, Table, shown
+import msgspec
+
+from ringreduce.bootstrap.hello import Hello, Member, Refusal, Table, shown
 from ringreduce.transport.security import MATERIAL_BYTES
 from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
 from ringreduce.vocabulary.errors import MismatchError, RendezvousError
@@ -125,17 +127,9 @@ class Members:
                 "numpy %s; %s",
                 *(own.rank, own.size, own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
             )
-        return Table(
-            job=secrets.randbits(64),
-            addresses=tuple(hello.address for hello in hellos),
-            controls=tuple(hello.control for hello in hellos),
-            standbys=tuple(hello.standby for hello in hellos),
-            hosts=tuple(hello.host for hello in hellos),
-            memory=tuple(hello.memory for hello in hellos),
-            keys=tuple(hello.key for hello in hellos),
-            material=secrets.token_bytes(MATERIAL_BYTES) if own.key else b"",
-            networks=tuple(hello.networks for hello in hellos),
-        )
+        members = tuple(msgspec.convert(each, Member, from_attributes=True) for each in hellos)
+        material = secrets.token_bytes(MATERIAL_BYTES) if own.key else b""
+        return Table(secrets.randbits(64), members, material)
 
 
 def _differing(theirs: dict[str, int], ours: dict[str, int]) -> list[tuple[str, Any, Any]]:

@@ -14,25 +14,17 @@ FAILED_MAX = 512
 _SHOWN_CHARACTERS = 200
 
 
-class Hello(msgspec.Struct, tag=True):
-    """A rank's own message: who it is, whom it expects, where it listens, its settings."""
+class Member(msgspec.Struct, kw_only=True, array_like=True):
+    """What every rank knows of each one after the rendezvous."""
 
-    version: str
-    wire_version: int
-    job_id: str
-    rank: int
-    size: int
+    # address, control: where its data sockets, and its control channel, listen.
     address: str
     control: str
-    standby: str
+    standby: str  # where it can be met if the ring has to be formed anew; empty: nowhere
     host: str
-    memory: str
-    settings: dict[str, int]
-    encryption: str
-    key: str
-    # These may differ; "" if unknown.
-    python: str = ""
-    numpy: str = ""
+    memory: str  # name of the memory that it can share; empty for none
+    key: str  # its public key; empty without a secret
+    # All its addresses, with prefixes; it listens on the same ports at each.
     networks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -40,28 +32,27 @@ class Hello(msgspec.Struct, tag=True):
             raise ValueError("networks that cannot be read")
 
 
+class Hello(Member, tag=True, array_like=False):
+    """A rank's own message: who it is, whom it expects, where it listens, its settings."""
+
+    version: str
+    wire_version: int
+    job_id: str
+    rank: int
+    size: int
+    settings: dict[str, int]
+    encryption: str
+    # These may differ; "" if unknown.
+    python: str = ""
+    numpy: str = ""
+
+
 class Table(msgspec.Struct, tag=True, frozen=True):
-    """What every rank knows after the rendezvous, by rank."""
+    """What every rank knows after the rendezvous."""
 
     job: int  # 64 random bits in the header of every frame of this ring
-    # addresses, controls: where each rank's data sockets, and its control channel, listen.
-    addresses: tuple[str, ...]
-    controls: tuple[str, ...]
-    # Where each rank can be met if the ring has to be formed anew; empty: nowhere.
-    standbys: tuple[str, ...]
-    hosts: tuple[str, ...]
-    memory: tuple[str, ...]  # name of the memory that each rank can share; empty for none
-    keys: tuple[str, ...]  # each rank's public key; empty without a secret
+    members: tuple[Member, ...]  # by rank
     material: bytes  # 32 random bytes, of which the keys of frames are made; empty without a secret
-    # All addresses of each rank, with prefixes; it listens on the same ports at each.
-    networks: tuple[tuple[str, ...], ...]
-
-    def __post_init__(self) -> None:
-        columns = (self.addresses, self.controls, self.standbys, self.hosts, self.memory, self.keys)
-        if any(len(column) != len(self.networks) for column in columns):
-            raise ValueError("columns of different lengths")
-        if not all(map(are_networks, self.networks)):
-            raise ValueError("networks that cannot be read")
 
 
 class Refusal(msgspec.Struct, tag=True):

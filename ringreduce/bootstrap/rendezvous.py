@@ -179,9 +179,10 @@ class Rendezvous:
                 self._say_who_is_missing()
         if self._security.data.mechanism == "NULL":
             # A rank that shares memory with all has no data sockets.
-            announced = filter(None, (*table.addresses, *table.controls, *table.standbys))
-            offered = itertools.chain.from_iterable(map(hosts_of, table.networks))
-            if not all(map(listens_on_loopback, announced)) or not all(map(is_loopback, offered)):
+            announced = ((each.address, each.control, each.standby) for each in table.members)
+            ports = filter(None, itertools.chain.from_iterable(announced))
+            hosts = [host for each in table.members for host in hosts_of(each.networks)]
+            if not all(map(listens_on_loopback, ports)) or not all(map(is_loopback, hosts)):
                 raise RendezvousError(
                     "was told of a rank that listens on the network, and the job has no secret",
                     **self._config.who,
@@ -309,7 +310,7 @@ class Rendezvous:
             self._look_for_trouble()
             return None
         answer = read(self._socket.recv())
-        if isinstance(answer, Table) and len(answer.addresses) == config.size:
+        if isinstance(answer, Table) and len(answer.members) == config.size:
             return answer
         if isinstance(answer, Refusal):
             kind = MismatchError if answer.mismatch else RendezvousError

@@ -145,13 +145,18 @@ def form(config: Config, waiting: Waiting) -> Formed:
         )
         undo.callback(rendezvous.close)
         table = rendezvous.meet()
-        security.learn(table.keys, table.material, table.job)
-        domains = tuple(name.rpartition("/")[0] for name in table.memory)
-        routes = Routes(config.rank, config.size, dict(enumerate(table.networks)))
+        members = table.members
+        security.learn([each.key for each in members], table.material, table.job)
+        networks_of = {rank: each.networks for rank, each in enumerate(members)}
         job = Job(
-            *(table.job, security, table.hosts, domains, standby, table.standbys),
+            table.job,
+            security,
+            hosts=tuple(each.host for each in members),
+            domains=tuple(each.memory.rpartition("/")[0] for each in members),
+            standby=standby,
+            standbys=tuple(each.standby for each in members),
             bind=bind,
-            routes=routes,
+            routes=Routes(config.rank, config.size, networks_of),
             agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
         )
         placement = job.place(membership)
@@ -162,7 +167,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
                 **config.who,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        announced = list(map(Announced, table.addresses, table.controls, table.memory))
+        announced = [Announced(each.address, each.control, each.memory) for each in members]
         formed = connect(config, job, membership, opened, announced, rendezvous)
         undo.pop_all()
     has_sockets = formed.transport != "shm"

@@ -123,7 +123,7 @@ def test_rank_that_came_before_rank_0_is_welcomed(meeting):
         first = meeting.join(0, 2, timeout_s=0.5)
         welcome = answer(early)
     assert welcome["type"] == "Table"
-    assert welcome["addresses"][1] == "tcp://127.0.0.1:9"  # as it said itself
+    assert welcome["members"][1][0] == "tcp://127.0.0.1:9"  # as it said itself
     # No ring comes of it, since nobody listens there.
     assert isinstance(first.exception(), PeerError)
 
@@ -417,9 +417,7 @@ def test_rank_0_on_another_host_than_the_rendezvous_is_told_so():
         (b"hello from something else", "not ringreduce's"),
         (msgspec.msgpack.encode({"type": "Table", "job": 1}), "not ringreduce's"),
         (
-            msgspec.msgpack.encode(
-                {"type": "Table", "job": 1, "addresses": ["tcp://127.0.0.1:9"], "hosts": ["a"]}
-            ),
+            msgspec.msgpack.encode({"type": "Table", "job": 1, "members": [], "material": b""}),
             "not ringreduce's",
         ),
     ],

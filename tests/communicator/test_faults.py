@@ -314,7 +314,7 @@ def end_rounds(ring: Ring) -> None:
     ring.release()
 
 
-@pytest.mark.parametrize("way", ["1>2/addresses/0", "*>1/*"])
+@pytest.mark.parametrize("way", ["1>2/address/0", "*>1/*"])
 def test_a_reset_connection_is_an_error_on_all_ranks(tmp_path: Path, way: str) -> None:
     with Ring(tmp_path, 3, CHECKED, proxied=True) as ring:
         ring.wait("round", times=3)

@@ -73,9 +73,9 @@ def test_one_cut_connection_is_an_error_that_names_an_end_of_it(tmp_path: Path) 
     ("ways", "fault"),
     [
         ("1>2/*", "half_open"),
-        ("1>2/addresses/*", "drop"),
+        ("1>2/address/*", "drop"),
         in_full("1>2/*", "drop"),
-        in_full("1>2/addresses/*", "half_open"),
+        in_full("1>2/address/*", "half_open"),
     ],
 )
 def test_a_silent_connection_is_an_error_that_names_an_end_of_it(
