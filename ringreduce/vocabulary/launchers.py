@@ -44,11 +44,8 @@ class Launcher(NamedTuple):
     name: str  # its name for people
     # Sets of variables; one that is set as a whole shows that the launcher was used.
     signs: tuple[tuple[str, ...], ...]
-    # rank, size, local_rank, local_size: names of variables.
-    rank: str
-    size: str
-    local_rank: str = ""
-    local_size: str = ""
+    # Variables with the rank and the size, and then with those within its host, if there are any.
+    place: tuple[str, ...]
     # Variables that together are equal on all ranks and differ between jobs.
     job: tuple[str, ...] = ()
     # host, port: variables with rank 0's host, and a port there that nobody else uses.
@@ -80,7 +77,7 @@ class LaunchedRank(NamedTuple):
 
     def __str__(self) -> str:
         by = self.launcher
-        return f"rank {self.rank} of {self.size} by {by.rank} and {by.size} ({by.name})"
+        return f"rank {self.rank} of {self.size} by {' and '.join(by.place[:2])} ({by.name})"
 
     @property
     def is_local(self) -> bool:
@@ -137,20 +134,21 @@ def _read(launcher: Launcher, variables: Variables) -> LaunchedRank | None:
     if derived is None:
         return None
     variables = {**variables, **derived}
-    for name in (launcher.rank, launcher.size):
+    rank_by, size_by, *local_by = launcher.place
+    for name in (rank_by, size_by):
         if not variables.get(name):
             raise ConfigError(
                 f"{launcher.name} seems to have started this process, but {name} is not set",
                 remedy=f"Seen was {' or '.join(map(' and '.join, launcher.signs))}. Set "
                 "RINGREDUCE_LAUNCHER=none to train alone.",
             )
-    size = _whole(launcher.size, variables, 1, 1 << 31)
-    rank = _whole(launcher.rank, variables, 0, size - 1)
+    size = _whole(size_by, variables, 1, 1 << 31)
+    rank = _whole(rank_by, variables, 0, size - 1)
     local_rank = local_size = None
     # Only together: one of them says nothing of the other ranks of this host.
-    if variables.get(launcher.local_rank) and variables.get(launcher.local_size):
-        local_size = _whole(launcher.local_size, variables, 1, size)
-        local_rank = _whole(launcher.local_rank, variables, 0, local_size - 1)
+    if local_by and all(map(variables.get, local_by)):
+        local_size = _whole(local_by[1], variables, 1, size)
+        local_rank = _whole(local_by[0], variables, 0, local_size - 1)
     job = [variables[name] for name in launcher.job if variables.get(name)]
     return LaunchedRank(
         launcher=launcher,
@@ -317,10 +315,7 @@ _TORCHRUN = Launcher(
     "torchrun",
     "torchrun",
     (("TORCHELASTIC_RUN_ID",),),
-    rank="RANK",
-    size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size="LOCAL_WORLD_SIZE",
+    place=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     # Not the count of restarts: it differs between hosts after some failures.
     job=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
     host="MASTER_ADDR",
@@ -336,10 +331,7 @@ LAUNCHERS = (
         "horovod",
         "Horovod",
         (("HOROVOD_RANK",), ("HOROVOD_SIZE",)),
-        rank="HOROVOD_RANK",
-        size="HOROVOD_SIZE",
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_size="HOROVOD_LOCAL_SIZE",
+        place=("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
         job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         host="HOROVOD_GLOO_RENDEZVOUS_ADDR",
         shares_home=True,
@@ -348,10 +340,10 @@ LAUNCHERS = (
         "openmpi",
         "Open MPI",
         (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",)),
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        place=(
+            *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+            *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ),
         job=("PMIX_NAMESPACE",),
         host="host of mpirun",
         derive=_open_mpi,
@@ -361,10 +353,7 @@ LAUNCHERS = (
         "mpich",
         "MPICH or Intel MPI",
         (("PMI_RANK",), ("PMI_SIZE",)),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
+        place=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         job=("process of PMI_FD",),
         derive=_pmi,
         shares_home=True,
@@ -373,8 +362,7 @@ LAUNCHERS = (
         "tf_config",
         "TF_CONFIG",
         (("TF_CONFIG",),),
-        rank="TF_CONFIG's task",
-        size="TF_CONFIG's cluster",
+        place=("TF_CONFIG's task", "TF_CONFIG's cluster"),
         job=("TF_CONFIG's addresses",),
         host="host of TF_CONFIG's first task",
         port="port of TF_CONFIG's first task",
@@ -385,8 +373,7 @@ LAUNCHERS = (
         "kubeflow",
         "Kubeflow Trainer",
         (("PET_NODE_RANK", "PET_NNODES"),),
-        rank="PET_NODE_RANK",
-        size="PET_NNODES",
+        place=("PET_NODE_RANK", "PET_NNODES"),
         job=("PET_MASTER_ADDR", "PET_MASTER_PORT"),
         host="PET_MASTER_ADDR",
         port="PET_MASTER_PORT",
@@ -398,10 +385,7 @@ LAUNCHERS = (
         "slurm",
         "Slurm",
         (("SLURM_STEP_ID", "SLURM_PROCID"),),
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_size="tasks of the node",
+        place=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "tasks of the node"),
         job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
         host="first of SLURM_STEP_NODELIST",
         derive=_slurm,
