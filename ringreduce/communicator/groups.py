@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.communicator.formation import form_group, take_no_part
 from ringreduce.communicator.lasting import Lasting
@@ -34,15 +34,14 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
     return group
 
 
-class _Parent:
-    """Exchanges what ranks need to form groups, by the collectives of `parent`."""
+class _Parent(NamedTuple):
+    """Exchanges what ranks need to form groups, by the collectives of `session`."""
 
-    def __init__(self, parent: Session) -> None:
-        self._parent = parent
+    session: Session
 
     def exchange(self, value: Any, why: str = "") -> dict[int, Any]:
         """What each rank of the parent has passed; RendezvousError if one says `why` it failed."""
-        parent = self._parent
+        parent = self.session
         told = parent.gather(Kind.SPLIT, [value, why], signature_of("split", "announced"))
         for rank, (_, reason) in zip(parent.membership.members, told, strict=True):
             if reason and rank != parent.config.rank:

@@ -19,16 +19,8 @@ def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
     place = find(variables)
     if place is not None and place.launcher.key == "openmpi" and place.rank == 0:
         _warn_of_binding(place.local_size or 1)
-    if place is None and (tasks := _idle_tasks(variables)):
-        _log_once(
-            f"this process trains alone: its Slurm job has {tasks} tasks, and srun has not started "
-            "it. `srun python ...` starts all; RINGREDUCE_LAUNCHER=none hides this warning",
-        )
-    elif place is None and (half := _half_of_torch(variables)):
-        _log_once(
-            f"this process trains alone: {half}, PyTorch's variables. Unset what is left from "
-            "before, or set both in each process; RINGREDUCE_LAUNCHER=none hides this warning",
-        )
+    if place is None and (why := _why_alone(variables)):
+        _log_once(f"this process trains alone: {why}; RINGREDUCE_LAUNCHER=none hides this warning")
     return place
 
 
@@ -66,25 +58,27 @@ def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str
     _log_once(text, logging.INFO)
 
 
-def _half_of_torch(variables: Mapping[str, str]) -> str:
-    """Which of two variables is set without the other, where they may be meant; or empty."""
+def _why_alone(variables: Mapping[str, str]) -> str:
+    """Why a process that no launcher has started looks like one of several; empty: it does not."""
+    if variables.get("RINGREDUCE_LAUNCHER"):
+        return ""
+    tasks = variables.get("SLURM_NTASKS", "")
+    is_script = bool(variables.get("SLURM_JOB_ID")) and not variables.get("SLURM_STEP_ID")
+    if is_script and tasks.isdecimal() and int(tasks) > 1:
+        return (
+            f"its Slurm job has {int(tasks)} tasks, and srun has not started it. `srun python ...` "
+            "starts all"
+        )
     rank, size = variables.get("RANK", ""), variables.get("WORLD_SIZE", "")
     # A rank other than 0 is one of several.
     is_meant = variables.get("MASTER_ADDR") or (rank.isdecimal() and int(rank) > 0)
-    if variables.get("RINGREDUCE_LAUNCHER") or not is_meant or bool(rank) == bool(size):
+    if not is_meant or bool(rank) == bool(size) or size == "1":
         return ""
-    if rank:
-        return f"RANK={rank[:20]} is set, and WORLD_SIZE is not"
-    return "" if size == "1" else f"WORLD_SIZE={size[:20]} is set, and RANK is not"
-
-
-def _idle_tasks(variables: Mapping[str, str]) -> int:
-    """Tasks of a Slurm job whose script has started this process without srun; else 0."""
-    text = variables.get("SLURM_NTASKS", "")
-    is_script = bool(variables.get("SLURM_JOB_ID")) and not variables.get("SLURM_STEP_ID")
-    if not is_script or variables.get("RINGREDUCE_LAUNCHER") or not text.isdecimal():
-        return 0
-    return int(text) if int(text) > 1 else 0
+    there, missing = ("RANK", "WORLD_SIZE") if rank else ("WORLD_SIZE", "RANK")
+    return (
+        f"{there}={(rank or size)[:20]} is set, and {missing} is not, PyTorch's variables. Unset "
+        "what is left from before, or set both in each process"
+    )
 
 
 def _warn_of_binding(local_size: int) -> None:

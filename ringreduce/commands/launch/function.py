@@ -149,11 +149,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _write(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Write what `call.main` reads."""
     # Lines of code that is in no file, such as cells', for tracebacks.
-    sources = {
-        name: entry
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None
-    }
+    cached = linecache.cache.items()
+    sources = {name: one for name, one in cached if len(one) == 4 and one[1] is None}
     pickle.dump((sys.path, sys.argv, sources), file)
     try:
         _Pickler(file).dump((function, args))

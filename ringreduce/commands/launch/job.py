@@ -329,16 +329,12 @@ class Job:
             self._has_said = True
             self._screen.say(conclusion.WAITING.format(**fields))
 
-    def _all_failures(self) -> list[Failure]:
-        workers, size = self._workers.values(), self._plan.size
-        ring_of = size if any(size in worker.rings for worker in workers) else 0
-        found = [worker.failure(ring_of) for worker in workers]
-        return [failure for failure in found if failure is not None]
-
     def _failures(self) -> list[Failure]:
         """Those that end the job: none while the ranks that are left may go on by themselves."""
-        plan, meeting, failures = self._plan, self._plan.meeting, self._all_failures()
-        states = {each.rings.get(plan.size) for each in self._workers.values()}
+        plan, meeting, workers = self._plan, self._plan.meeting, self._workers.values()
+        ring_of = plan.size if any(plan.size in worker.rings for worker in workers) else 0
+        failures = [failed for worker in workers if (failed := worker.failure(ring_of))]
+        states = {worker.rings.get(plan.size) for worker in workers}
         if plan.elastic is None or not (states == {"formed"} or self._ring.number > 0):
             return failures
         if repeated := find_repeated(failures, by_text=meeting is None):
@@ -426,8 +422,7 @@ class Job:
         if self.ended_by is not None:
             name = signal.Signals(self.ended_by).name
             raised = {w.rank: w.raised for w in self._workers.values() if not w.is_shown}
-            for line in conclusion.interrupted(name, raised):
-                self._screen.say(line)
+            self._screen.say(*conclusion.interrupted(name, raised))
             return 128 + self.ended_by
         cause = self.cause
         if cause is None:
@@ -438,10 +433,8 @@ class Job:
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
         folder, failures = self._plan.log_dir, self._failures()
         was_shown = self._plan.output == "all" and self._workers[cause.first.rank].is_shown
-        for line in conclusion.conclude(cause, failures, ended, folder, was_shown=was_shown):
-            self._screen.say(line)
-        for text in self._lost:
-            self._screen.say(f"before, {text}")
+        lines = conclusion.conclude(cause, failures, ended, folder, was_shown=was_shown)
+        self._screen.say(*lines, *(f"before, {text}" for text in self._lost))
         if folder is not None and (self._agents or self._plan.meeting is not None):
             self._screen.say(f"each host has its flight records in {folder}: copy them together")
         rank = cause.first.rank

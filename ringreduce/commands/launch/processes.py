@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -54,7 +55,7 @@ class Process:
             # A group in the background could not read from the launcher's terminal.
             start_new_session=has_stdin,
             pass_fds=inherited,
-            preexec_fn=_prepare(ignored=asking, leads_session=has_stdin),
+            preexec_fn=partial(_prepare, asking, has_stdin),
         )
         self.pid = self._process.pid  # of the process and of its group
         assert self._process.stdout is not None
@@ -153,16 +154,11 @@ class Guard:
             self._process.stdin.flush()
 
 
-def _prepare(*, ignored: Sequence[int], leads_session: bool) -> Callable[[], None]:
-    """The function that the child runs first: it sets up group and signals."""
-
-    def prepare() -> None:
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-        if not leads_session:
-            os.setpgid(0, 0)
-            # To use the terminal is an error then, instead of that the worker is stopped.
-            signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-            signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-
-    return prepare
+def _prepare(ignored: Sequence[int], leads_session: bool) -> None:
+    """What the child runs first: it sets up group and signals."""
+    if not leads_session:
+        os.setpgid(0, 0)
+        # To use the terminal is an error then, instead of that the worker is stopped.
+        ignored = (*ignored, signal.SIGTTIN, signal.SIGTTOU)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)

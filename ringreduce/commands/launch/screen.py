@@ -66,10 +66,11 @@ class Screen:
             _write(self._stdout, self._mark(source.rank, self._stdout) + text)
             self._live = (source, text)
 
-    def say(self, text: str) -> None:
-        """Write a line of the launcher's own; it may quote a worker's."""
-        shown = text if self._stderr.isatty() and color_wanted() else without_colors(text)
-        self._write(self._stderr, f"ringreduce: {shown}\n")
+    def say(self, *lines: str) -> None:
+        """Write lines of the launcher's own; they may quote a worker's."""
+        text = "".join(f"ringreduce: {line}\n" for line in lines)
+        in_color = self._stderr.isatty() and color_wanted()
+        self._write(self._stderr, text if in_color else without_colors(text))
 
     def _target(self, source: Source) -> TextIO:
         return self._stderr if source.is_error else self._stdout
