@@ -1,8 +1,7 @@
 """Data-parallel training over a ring of processes; see README.md.
 
 Importing this starts and prints nothing, and imports neither TensorFlow nor Keras (see
-`ringreduce.keras`). The ring, and with it numba, is imported on first use, so that the command
-line starts quickly.
+`ringreduce.keras`). The ring, with numba, is imported on first use: the command line starts fast.
 """
 
 import importlib

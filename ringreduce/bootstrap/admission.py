@@ -21,8 +21,7 @@ from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 
-# Refusals named in logs and errors; anybody may connect, so few are enough.
-_REFUSALS_KEPT = 8
+_REFUSALS_KEPT = 8  # refusals named in logs and errors; anybody may connect, so few are enough
 # Refusals answered with the reason, for ranks of other jobs; further hellos get no answer.
 _REFUSALS_ANSWERED = 256
 

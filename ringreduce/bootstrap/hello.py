@@ -8,10 +8,8 @@ import msgspec
 
 from ringreduce.pure.networks import are_networks
 
-# Addresses that a rank reports; it sends to few ranks, at a few addresses each.
-FAILED_MAX = 512
-# Texts from others are cut to this length in errors and logs.
-_SHOWN_CHARACTERS = 200
+FAILED_MAX = 512  # addresses that a rank reports; it sends to few ranks, at a few addresses each
+_SHOWN_CHARACTERS = 200  # texts from others are cut to this length in errors and logs
 
 
 class Member(msgspec.Struct, kw_only=True, array_like=True):

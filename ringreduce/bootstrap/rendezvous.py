@@ -2,9 +2,8 @@
 
 Every other rank sends a hello to the first one's rendezvous address. That one compares it with its
 own (`ringreduce.bootstrap.admission`), and when all have joined answers each with the same table.
-Then each rank reports to the first one which of those that it sends to it cannot reach, and gets
-all reports. The first is rank 0. With a secret, messages are encrypted and can be sent only by
-those that have it.
+Then each rank reports to the first one, rank 0, which of those that it sends to it cannot reach,
+and gets all reports. With a secret, messages are encrypted, and only those that have it send them.
 """
 
 from __future__ import annotations
@@ -54,12 +53,9 @@ from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 
-# A table of a thousand ranks is about 60 KiB.
-_MESSAGE_BYTES_MAX = 1 << 20
-# Messages queued on a connection; a rank sends one.
-_QUEUED_MAX = 16
-# One or two failed handshakes can mean that the other side has just died.
-_FAILED_HANDSHAKES = 3
+_MESSAGE_BYTES_MAX = 1 << 20  # a table of a thousand ranks is about 60 KiB
+_QUEUED_MAX = 16  # messages queued on a connection; a rank sends one
+_FAILED_HANDSHAKES = 3  # one or two failed handshakes can mean that the other side has just died
 # Where users find the address, for errors.
 _NAMED_IN = "RINGREDUCE_RENDEZVOUS (or MASTER_ADDR and MASTER_PORT, or TF_CONFIG)"
 _HANDSHAKE_FAILED = (
@@ -169,8 +165,7 @@ class Rendezvous:
 
         Raises RendezvousError if not all joined within ``join_timeout_s``, the first one did not
         answer or refused this rank, or a rank listens on the network without a secret;
-        MismatchError if a rank has another version or settings; ConfigError if the answer is not
-        from ringreduce.
+        MismatchError for another version or settings; ConfigError: the answer is not ringreduce's.
         """
         while (table := self._admit() if self._is_first else self._await_answer()) is None:
             self._idle()
@@ -332,8 +327,7 @@ class Rendezvous:
         refused = self._failures.count() >= _FAILED_HANDSHAKES or self._failures.is_final
         if not refused and time.monotonic() < self._deadline:
             return
-        # An unsent hello must not delay `close`.
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)  # An unsent hello must not delay `close`.
         if refused:
             raise self._error(
                 0,
@@ -366,10 +360,8 @@ class _Failures:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket, self._count = socket, 0
-        # After a protocol error libzmq does not connect again.
-        self.is_final = False
-        # Another end has been let in, or has let this one in.
-        self.is_connected = False
+        self.is_final = False  # After a protocol error libzmq does not connect again.
+        self.is_connected = False  # another end has been let in, or has let this one in
         self._events = watch(socket, int(_HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
     def count(self) -> int:

@@ -1,7 +1,6 @@
 """The collectives of a session: one after the other, recorded, and broken off when one fails.
 
-A call runs in the thread that makes it, after all that the engine was given before; with
-``async_op`` in the engine's.
+With ``async_op`` a call runs in the engine's thread, else in its caller's, after the engine's work.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 if TYPE_CHECKING:
     from ringreduce.communicator.session import Session
 
-# As many as C knows at a time.
-_SIGNED_KEPT = 64
+_SIGNED_KEPT = 64  # as many as C knows at a time
 
 _Result = TypeVar("_Result")
 
@@ -41,8 +39,7 @@ class Calls:
         self._caller = ctypes.c_uint64()
         # Why this rank leaves the ring after the call that runs; None: it stays.
         self._leaves_with: str | None = None
-        # All-reduces wholly in C, once there are some.
-        self._small: SmallCalls | None = None
+        self._small: SmallCalls | None = None  # all-reduces wholly in C, once there are some
         self._in_c: Callable[[np.ndarray, Any], bool | None] = lambda *_: None
         self._end_in_c: Callable[[], None] = lambda: None
         self._engine_thread = 0

@@ -11,8 +11,7 @@
 | leaving | the thread that closes, or a signal handler in a call | at once; calls are refused |
 | closed | the thread that closes | no call runs any more; then goodbyes are sent, all is freed |
 
-The first error is kept for good: a session that leaves may still break, and then says so instead of
-goodbye.
+The first error is kept: a session that leaves may still break, and says that instead of goodbye.
 """
 
 import enum

@@ -44,8 +44,7 @@ from ringreduce.vocabulary.worker_environment import tell_children
 
 _log = logging.getLogger(__name__)
 
-# To form the ring that was agreed on; ranks that die before take none.
-_ATTEMPTS = 5
+_ATTEMPTS = 5  # to form the ring that was agreed on; ranks that die before take none
 
 
 class EndedError(RendezvousError):
@@ -129,9 +128,8 @@ def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
 class Survivors:
     """This rank among those that are left: they agree who goes on, and exchange what they need.
 
-    `without` are ranks that are probably lost; `at_end` as in `reform`. While it is open this
-    rank's standby port is; and afterwards too, if it has left out a rank that may be alive, to tell
-    it so when it wakes.
+    `without` are ranks that are probably lost; `at_end` as in `reform`. This rank's standby port is
+    open as long as this is, and longer if a rank was left out that may wake, to tell it so.
     """
 
     def __init__(

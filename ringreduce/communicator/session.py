@@ -52,8 +52,7 @@ FORMED_ANEW = "the ring is formed anew"  # why a step ends whose ring is formed 
 
 # Of this process, to be closed when Python ends.
 _opened: weakref.WeakSet[Session] = weakref.WeakSet()
-# Those with sockets live until they are closed: a context of libzmq that is collected as garbage
-# waits forever for its sockets.
+# Those with sockets live until closed: libzmq's context, as garbage, would wait for them forever.
 _formed: set[Session] = set()
 
 
@@ -61,9 +60,8 @@ class Session:
     """Forms a ring, runs collectives on it one after the other, and breaks cleanly.
 
     Users see `group_rank` as this rank, and `size` as the number of ranks; `local_rank` is its
-    number among the `local_size` ranks of its host. `lasting` is what this session has of the one
-    whose place it has taken; `job`, what is known of all ranks of the job, is None for one that is
-    alone. Raises as `Communicator`.
+    number among the `local_size` ranks of its host. `lasting` is what it has of the session before
+    it; `job`, what is known of all ranks, is None for a rank alone. Raises as `Communicator`.
     """
 
     def __init__(
@@ -76,8 +74,7 @@ class Session:
     ) -> None:
         self.config, self.membership = config, membership
         self.group_rank, self.size = membership.group_rank(config.rank), membership.size
-        # Whether this is a child's copy; asking the system takes 0.2 us.
-        self.is_inherited = False
+        self.is_inherited = False  # whether this is a child's copy; asking the system takes 0.2 us
         self._life = LifeCycle()
         self.lasting = lasting
         self.events = lasting.events
@@ -245,8 +242,7 @@ class Session:
             return again(self.failure or error)
         if self._watcher is not None:
             self._watcher.abort(error)
-        # A call in another thread ends and releases the lock.
-        self._waiting.interrupt(error)
+        self._waiting.interrupt(error)  # A call in another thread ends and releases the lock.
         if self.calls.caller != threading.get_ident():
             with self.calls.lock:
                 self.broke(error)
@@ -391,8 +387,7 @@ class Session:
                 return
             calls = self._recorder.calls
             if self.failure is not None and not self._has_aborted:
-                # It came in user code, and no call has given up for it.
-                self._has_aborted = True
+                self._has_aborted = True  # It came in user code, and no call has given up for it.
                 self.collectives.abort()
             if self._watcher is not None:
                 self._watcher.leave(calls, why)

@@ -21,8 +21,7 @@ from ringreduce.vocabulary.config import SETTINGS, Config, check_names
 from ringreduce.vocabulary.endpoints import address, port_range
 from ringreduce.vocabulary.worker_environment import enter_job, forwarded_environment, leave_job
 
-# What `form` decides for each job.
-_OWN = ("secret", "host_id")
+_OWN = ("secret", "host_id")  # what `form` decides for each job
 
 
 @dataclass(frozen=True)

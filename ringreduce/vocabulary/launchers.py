@@ -31,8 +31,7 @@ _PORT_MAX = 65535
 # Below what Linux gives to outgoing connections (32768), above what services use.
 _PORTS = range(20000, 29000)
 
-# Of Slurm's short form of a list, as gpu[08-10,12],login, the first host's name, in which brackets
-# hold ranges.
+# The first name of Slurm's short form of a list, as gpu[08-10,12],login: brackets hold ranges.
 _RANGE = r"\d+(?:-\d+)?"
 _FIRST = re.compile(rf"(?:[^][,\s]|\[{_RANGE}(?:,{_RANGE})*\])+(?=,|$)", re.ASCII)
 

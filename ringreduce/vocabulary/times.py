@@ -23,8 +23,7 @@ class Times:
     ping_s: float = 0.5
     # Without progress for this long, a warning names a stopped rank ...
     silent_warning_s: float = 1.0
-    # ... and after this long one that is alive.
-    slow_warning_s: float = 5.0
+    slow_warning_s: float = 5.0  # ... and after this long one that is alive.
     # A neighbour silent for this long gets few heartbeats: unread ones must not fill its system's
     # buffers, or a long stop would look like a dead connection.
     sparing_s: float = 5.0
@@ -71,8 +70,7 @@ class Times:
     # After an elastic training the standby port tells ranks that have missed its end. They ask at
     # once, unless they were stopped.
     told_s: float = 60.0
-    # To connect to a rank whose port opens at about the same time: the system itself tries again
-    # only after a second.
+    # To connect to a rank whose port opens at about then: the system retries only after a second.
     reconnect_s: float = 0.25
     # Ranks that wait for others at the start say so after this long: most have imported by then.
     remind_s: float = 15.0
@@ -90,8 +88,7 @@ class Times:
     # By default, from the signal that is to end workers to SIGKILL: as torchrun, Slurm and
     # Kubernetes have it, enough for a handler that saves a model ...
     grace_s: float = 30.0
-    # ... and after this much of it the launcher says for whom it waits.
-    grace_said_s: float = 3.0
+    grace_said_s: float = 3.0  # ... and after this much of it the launcher says for whom it waits.
     # Before SIGTERM, for the other ranks to write their flight records, where these are kept.
     record_s: float = 1.5
     # The traceback of a program that an exception has ended is shown after this, if its process
@@ -101,10 +98,8 @@ class Times:
     drain_s: float = 0.5  # to read output that a dead worker's children still hold open
     # For ssh to connect, and Python to start there from a slow file system.
     agent_start_s: float = 60.0
-    # Between two messages that show an agent that its launcher lives ...
-    agent_ping_s: float = 5.0
-    # ... and without any for this long it ends its ranks. Long enough for a launcher that is
-    # stopped for a moment (Ctrl-Z).
+    agent_ping_s: float = 5.0  # between two messages that show an agent that its launcher lives ...
+    # ... and without any for this long it ends its ranks; longer than a moment's stop (Ctrl-Z).
     agent_silent_s: float = 60.0
     agent_end_s: float = 5.0  # for an agent, and ssh, to end after their ranks were killed
 

@@ -37,8 +37,7 @@ class _Connection:
     """The launcher's end of standard input and output."""
 
     def __init__(self) -> None:
-        # What else writes to standard output must not get into a record.
-        self._output = os.dup(1)
+        self._output = os.dup(1)  # What else writes to standard output must not get into a record.
         os.dup2(2, 1)
         os.set_blocking(self._output, False)
         self._orders: Records[exchange.Order] = Records(exchange.Order)

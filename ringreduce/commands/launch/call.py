@@ -2,8 +2,7 @@
 
 Runs as a script, whose two arguments are inherited descriptors of nameless files: what
 `function.py` wrote, and where the result goes. Imports only the standard library until it has the
-caller's `sys.path`. Both files are of the same user's parent and child; nothing from a network is
-unpickled.
+caller's `sys.path`. Both files are the same user's; nothing from a network is unpickled.
 """
 
 import linecache

@@ -39,8 +39,7 @@ class Display:
     """What the workers of one attempt write.
 
     Lines that are not whole yet are shown of one rank alone. On a terminal they are the live line;
-    elsewhere, and in the logs, what they have become in ten seconds is a line of its own, and later
-    what was added.
+    elsewhere, and in the logs, what is added in ten seconds is a line of its own.
     """
 
     def __init__(self, screen: Screen, logs: Logs | None, plan: Plan) -> None:

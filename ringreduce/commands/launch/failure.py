@@ -75,11 +75,9 @@ class Failure(NamedTuple):
 class Cause(NamedTuple):
     """Why a job failed."""
 
-    # The failure that caused the others; or, if there are `silent` ranks, the first that is about
-    # them.
+    # The failure that caused the others; or, if there are `silent` ranks, the first about them.
     first: Failure
-    # Ranks that held up the others, or left them, and have not failed themselves, such as one that
-    # was stopped.
+    # Ranks that held up the others, or left them, and have not failed, such as a stopped one.
     silent: tuple[int, ...] = ()
     is_certain: bool = True  # whether nothing that ranks may yet say would change it
 

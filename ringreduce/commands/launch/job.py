@@ -1,7 +1,6 @@
 """One attempt at a job: its workers, from their start to their end, and how it failed.
 
-One loop in one thread waits for output, signals and exits together, of the ranks of this host or of
-agents on others.
+One loop in one thread waits for output, signals and exits, of ranks here or agents elsewhere.
 """
 
 import secrets

@@ -13,8 +13,7 @@ from ringreduce.vocabulary.config import TIMES
 class Plan:
     """What a job runs, in every attempt."""
 
-    # A script, or ``-m`` and a module's name, and the program's own.
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # a script, or ``-m`` and a module's name, and the program's own
     count: int  # the number of ranks, here and on the hosts of `spread`
     # Fields of `Config` for the workers; where absent, as the environment has them. What is kept in
     # `log_dir` of the k-th restart goes to its folder ``restart-k``.
@@ -26,8 +25,7 @@ class Plan:
     grace_s: float = TIMES.grace_s
     output: str = "all"
     stdin_rank: int | None = None
-    # For each rank, descriptors that its process gets, and whose numbers stand after the command's
-    # arguments; empty: none.
+    # For each rank, descriptors for its process, with their numbers as last arguments; empty: none.
     inherited: Sequence[Sequence[int]] = ()
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the workers' environment
     spread: Spread | None = None  # the hosts that are reached through ssh; None: only this one

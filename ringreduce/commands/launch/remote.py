@@ -31,8 +31,7 @@ LOST_CODE = 255  # what ssh itself returns when it fails
 class RemoteHost:
     """An agent's ranks; `selector` gets its outputs, with callables that return what they bring.
 
-    The `screen` shows lines from ssh, and from the agent's standard error. Raises ConfigError if
-    there is no such program as ssh.
+    The `screen` shows lines from ssh and the agent's standard error. ConfigError: there is no ssh.
     """
 
     def __init__(
