@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -325,12 +324,7 @@ class Communicator(MovingCalls, PairCalls):
         """Return the communicator; leaving the block closes it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, traceback: object) -> None:
         """Close; the other ranks receive the exception that ended the block, if one did."""
         self._session.close_with(value)
 
