@@ -256,7 +256,7 @@ def connect(
     with others.guarded():
         opened.control.connect({rank: each.control for rank, each in where.items()})
         pairs = ZmqPairs(
-            bind=opened.bind,
+            bind=job.bind,
             segment_bytes=config.segment_bytes,
             waiting=opened.waiting,
             security=opened.security,

@@ -39,7 +39,6 @@ class OpenedSockets(NamedTuple):
     link: ZmqLink | None
     control: Control
     security: Security
-    bind: Bind
 
     @property
     def announced(self) -> Announced:
@@ -96,7 +95,7 @@ def open_sockets(
         bind=bind, link_timeout_s=config.link_timeout_s, security=security, membership=membership
     )
     undo.callback(control.close)
-    return OpenedSockets(waiting, shared, link, control, security, bind)
+    return OpenedSockets(waiting, shared, link, control, security)
 
 
 def _shared_memory(config: Config, waiting: Waiting) -> ShmLink | None:
