@@ -58,9 +58,8 @@ class Members:
         self.note(why)
         if len(self._refused) > _REFUSALS_ANSWERED:
             return None
-        return Refusal(
-            text=f"was turned away by rank {own.rank}: {why}", mismatch=False, peer=own.rank
-        )
+        text = f"was turned away by rank {own.rank}: {why}"
+        return Refusal(text, mismatch=False, peer=own.rank)
 
     def note(self, why: str) -> None:
         """Record a refusal, and log the first few."""

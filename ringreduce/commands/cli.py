@@ -145,9 +145,7 @@ class _Run(TyperCommand):
     """`run`, whose option --elastic needs no number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        with_value = {
-            n for each in self.params if not getattr(each, "is_flag", 1) for n in each.opts
-        }
+        with_value = {n for one in self.params if not getattr(one, "is_flag", 1) for n in one.opts}
         args, at = list(args), 0
         while at < len(args) and args[at].startswith("-"):  # Up to the script.
             if args[at] == "--elastic" and not "".join(args[at + 1 : at + 2]).isdecimal():

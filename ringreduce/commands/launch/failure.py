@@ -101,12 +101,8 @@ class Cause(NamedTuple):
 def worker_error(cause: Cause, size: int, lines: Sequence[str]) -> WorkerError:
     """What a caller of `launch` gets; below it `lines`."""
     others = "" if size == 1 else "; all workers were stopped"
-    return WorkerError(
-        f"{cause.describe(f' of {size}')}{others}",
-        size=size,
-        peer=cause.rank,
-        traceback="\n".join(lines),
-    )
+    text = f"{cause.describe(f' of {size}')}{others}"
+    return WorkerError(text, size=size, peer=cause.rank, traceback="\n".join(lines))
 
 
 def find_cause(failures: Sequence[Failure], ranks: Iterable[int]) -> Cause | None:

@@ -17,11 +17,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
-        change, group = line[0], int(line[1:])
-        if change == "+":
-            groups.add(group)
-        else:
-            groups.discard(group)
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

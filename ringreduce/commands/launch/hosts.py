@@ -110,13 +110,12 @@ def _parse(text: str, where: str) -> Host:
             f"{text[:80]!r} is no host, in {where}",
             remedy="Accepted: host, host:SLOTS, user@host:SLOTS; an IPv6 address in brackets.",
         )
+    name = match["name"] or match["ipv6"]
     slots = "1" if match["slots"] is None else match["slots"]
     if not (slots.isdecimal() and len(slots) < 6 and 1 <= int(slots) <= _SLOTS_MAX):
         raise ConfigError(
-            f"{slots!r} is no number of slots for {match['name'] or match['ipv6']}, in {where}; "
-            f"accepted: 1 to {_SLOTS_MAX}"
+            f"{slots!r} is no number of slots for {name}, in {where}; accepted: 1 to {_SLOTS_MAX}"
         )
-    name = match["name"] or match["ipv6"]
     login = f"{match['user']}@{name}" if match["user"] else name
     return Host(login, name, int(slots))
 
