@@ -29,7 +29,7 @@ from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.wrappable import settle
+from ringreduce.keras.wrappable import require_model, settle
 from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -79,9 +79,10 @@ def evaluate(
             metric of your own whose states do not combine is NaN in a list, and not in a dict.
 
     Raises:
-        ConfigError: the data are of no such form.
+        ConfigError: the data are of no such form, or `model` is a `Pipeline`.
         MismatchError: the ranks read different data, or compiled different metrics.
     """
+    require_model(model, "evaluate")
     ring = communicator or default_communicator()
     settle(model)
     share = _Share((x, y, sample_weight), batch_size, steps, ring, check)
@@ -141,9 +142,10 @@ def predict(
             sample in the order of `x`; equal on all ranks, the caller's own.
 
     Raises:
-        ConfigError: the data are of no such form, or an output does not have rows of equal shape.
+        ConfigError: as `evaluate`, or an output does not have rows of equal shape.
         MismatchError: the ranks read different data, or their models differ.
     """
+    require_model(model, "predict")
     ring = communicator or default_communicator()
     settle(model)
     share = _Share((x, None, None), batch_size, steps, ring, check)

@@ -176,11 +176,18 @@ def warn_of_plain_optimizer(model: Any, where: str, ring: Communicator) -> None:
 
 def require_compiled(model: Any, more: str = "") -> None:
     """Return if `model` is a model that was compiled; ConfigError, which ends with `more`."""
-    if not isinstance(model, keras.Model) or not model.compiled:
+    require_model(model, "fit")
+    if not model.compiled:
         remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first." + more
-        if hasattr(model, "fit") and not isinstance(model, keras.Model):
-            remedy = f"Call its own fit: {type(model).__name__.lower()}.fit(...)."
         raise ConfigError(f"got {model!r}, which is no compiled model", remedy=remedy)
+
+
+def require_model(model: Any, method: str) -> None:
+    """ConfigError if `model` is none of Keras's, such as a Pipeline, which has its own `method`."""
+    if not isinstance(model, keras.Model):
+        own = f"Call its own {method}: {type(model).__name__.lower()}.{method}(...)."
+        remedy = own if hasattr(model, method) else "Pass a keras.Model."
+        raise ConfigError(f"got {model!r}, which is no keras.Model", remedy=remedy)
 
 
 def require_distributed(model: Any, ring: Communicator) -> None:

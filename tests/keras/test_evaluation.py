@@ -13,6 +13,7 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.errors import ConfigError
 from tests.scope import in_full
 
 pytestmark = pytest.mark.timeout(120)
@@ -288,6 +289,16 @@ def refused(function, make, y=None):
 
 
 RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+
+
+@pytest.mark.parametrize("function", [rr.evaluate, rr.predict])
+def test_what_has_a_way_of_its_own_is_refused_with_it(function):
+    name = function.__name__
+    pipeline = type("Pipeline", (), {name: print})()
+    with pytest.raises(ConfigError, match=rf"Call its own {name}: pipeline\.{name}\(\.\.\.\)"):
+        function(pipeline, np.ones((2, 4)))
+    with pytest.raises(ConfigError, match=r"got 'model', which is no keras.Model. Pass a keras"):
+        function("model", np.ones((2, 4)))
 
 
 @RAN_OUT
