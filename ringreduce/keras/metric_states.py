@@ -8,7 +8,6 @@ in the order of its variables: it returns such a list.
 """
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,9 +37,8 @@ class MetricStates:
         is_finite = all(np.isfinite(value).all() for value in self.values)
         if not is_finite or all((value % 1 == 0).all() for value in self.values):
             return ""
-        return hashlib.blake2b(
-            b"".join(each.tobytes() for each in self.values), digest_size=8
-        ).hexdigest()
+        whole = b"".join(each.tobytes() for each in self.values)
+        return hashlib.blake2b(whole, digest_size=8).hexdigest()
 
 
 def states_of(model: Any, batches: int) -> MetricStates:
@@ -77,21 +75,17 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
     """
     pairs = list(zip(states.variables, states.values, strict=True))
     own_layout = [[v.path, v.aggregation, n.dtype.name, list(n.shape)] for v, n in pairs]
-    gathered = ring.all_gather_object([states.batches, own_layout])
+    own = [value.tobytes() for value in states.values]
+    gathered = ring.all_gather_object([states.batches, own_layout, own])
     refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
-    layout = next((layout for batches, layout in gathered if batches), None)
-    if layout is None:
+    had_batches = [values for batches, _, values in gathered if batches]
+    if not had_batches:
         return {}
-    nbytes = sum(np.dtype(dtype).itemsize * math.prod(shape) for _, _, dtype, shape in layout)
-    own = np.frombuffer(b"".join(value.tobytes() for value in states.values), np.uint8)
-    # A row for each rank that had batches.
-    every = ring.all_gather(own.reshape(min(states.batches, 1), nbytes))
     results: dict[str, Any] = {}
     if states.batches:
-        parts = np.split(every, np.cumsum([value.nbytes for value in states.values])[:-1], axis=1)
         columns = {
-            id(variable): part.copy().view(value.dtype).reshape(len(every), *value.shape)
-            for (variable, value), part in zip(pairs, parts, strict=False)
+            id(variable): [np.frombuffer(n, value.dtype).reshape(value.shape).copy() for n in every]
+            for (variable, value), every in zip(pairs, zip(*had_batches, strict=True), strict=True)
         }
         with restored(states.variables):
             for variable, value in pairs:
@@ -100,7 +94,7 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
             for metric in metrics_in(model):
                 if hasattr(metric, "merge_states"):
                     of_ranks = zip(*(columns[id(v)] for v in metric.variables), strict=True)
-                    together = metric.merge_states([list(one) for one in of_ranks])
+                    together = metric.merge_states(list(map(list, of_ranks)))
                     for variable, value in zip(metric.variables, together, strict=True):
                         variable.assign(value)
             results = numbers_in(model.get_metrics_result())
@@ -182,7 +176,7 @@ def restored(variables: Sequence[Any]) -> Iterator[None]:
 
 def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
     named = zip(members, gathered, strict=True)
-    counted = [(rank, layout) for rank, (batches, layout) in named if batches]
+    counted = [(rank, layout) for rank, (batches, layout, _) in named if batches]
     for rank, layout in counted:
         first, expected = counted[0]
         # Without the path: numbers in automatic names depend on what else a process has made.
