@@ -4,6 +4,8 @@ The projections to queries, keys and values are cut by heads, like a `ColumnPara
 the output like a `RowParallelDense`: one sum forward and one backward.
 """
 
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import keras
@@ -71,35 +73,15 @@ class _Attention(SplitLayer):
             generator.__class__ = _OfHeads
             generator.rank = self.ring().rank
 
-    def call(
-        self,
-        query: Any,
-        value: Any,
-        key: Any = None,
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
-        return_attention_scores: bool = False,
-        training: Any = None,
-        use_causal_mask: bool = False,
-    ) -> Any:
-        self.refuse(return_attention_scores=return_attention_scores)
-        group = self.ring()
+    # Keras passes the masks, and `training`, that it finds in the signature.
+    @wraps(keras.layers.MultiHeadAttention.call)
+    def call(self, *arguments: Any, **options: Any) -> Any:
+        given = signature(super().call).bind(*arguments, **options).arguments
+        self.refuse(return_attention_scores=given.get("return_attention_scores"))
         # What is given twice enters once, and its gradients are added up once.
-        given = (query, value) if key is None else (query, value, key)
-        entered = {id(one): entering(one, group) for one in given}
-        return super().call(
-            entered[id(query)],
-            entered[id(value)],
-            key=None if key is None else entered[id(key)],
-            query_mask=query_mask,
-            value_mask=value_mask,
-            key_mask=key_mask,
-            attention_mask=attention_mask,
-            training=training,
-            use_causal_mask=use_causal_mask,
-        )
+        names = [name for name in ("query", "value", "key") if given.get(name) is not None]
+        entered = {id(given[name]): entering(given[name], self.ring()) for name in names}
+        return super().call(**given | {name: entered[id(given[name])] for name in names})
 
 
 class ParallelGroupQueryAttention(_Attention, keras.layers.GroupQueryAttention):
