@@ -26,7 +26,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.mistakes import RowsWarning, warn_at_users_line
-from ringreduce.keras.wrappable import ELEMENTWISE, all_within, works_by_element
+from ringreduce.keras.wrappable import all_within, require_elementwise
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
@@ -43,14 +43,8 @@ def touched_rows(update_rows: str, inner: Any, sparse_as_dense: bool) -> Touched
             'got update_rows="touched" and sparse_as_dense=True, after which no gradient has rows',
             remedy="Leave one of them out.",
         )
+    require_elementwise(inner, 'got {} with update_rows="touched", which', '; or update_rows="all"')
     for one in all_within(inner):
-        if not works_by_element(one):
-            raise ConfigError(
-                f'got {one.name} ({type(one).__name__}) with update_rows="touched", which looks at '
-                "whole variables, or is not known",
-                remedy=f"Use {', '.join(ELEMENTWISE)} or another that works element by element; or "
-                'update_rows="all".',
-            )
         if getattr(one, "use_ema", False):
             raise ConfigError(
                 f'got {one.name} with use_ema and update_rows="touched": an average of all weights '

@@ -18,8 +18,8 @@ from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 # Each element's step depends on that element's gradients alone.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Nadam")
-_KNOWN = (*ELEMENTWISE, "Lion", "Ftrl")
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Nadam")
+_KNOWN = (*_ELEMENTWISE, "Lion", "Ftrl")
 # Methods that see all gradients of a step.
 _STEPS_OF_ALL = ("apply", "apply_gradients", "_backend_apply_gradients", "_clip_gradients")
 _STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
@@ -88,13 +88,17 @@ def own_step_in(optimizer: Any) -> str | None:
     return next(found, None)
 
 
-def works_by_element(optimizer: Any) -> bool:
-    """Whether each element's step is known to depend on that element's gradients alone."""
-    if own_step_in(optimizer):
-        return False
-    # A LossScaleOptimizer does what the one in it does.
-    is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return is_wrapper or getattr(type(optimizer), "update_step", None) in _STEPS
+def require_elementwise(inner: Any, what: str, other: str = "", **who: Any) -> None:
+    """ConfigError, of `what` with {}, unless each element's step is known to need no other's."""
+    for one in all_within(inner):
+        # A LossScaleOptimizer does what the one in it does.
+        is_wrapper = isinstance(one, keras.optimizers.LossScaleOptimizer)
+        is_known = is_wrapper or getattr(type(one), "update_step", None) in _STEPS
+        if own_step_in(one) or not is_known:
+            which = what.replace("{}", f"{one.name} ({type(one).__name__})")
+            text = f"{which} looks at whole variables, or is not known"
+            known = f"{', '.join(_ELEMENTWISE)} or another that works element by element"
+            raise ConfigError(text, **who, remedy=f"Use {known}{other}.")
 
 
 def build_optimizer_here(model: Any) -> None:

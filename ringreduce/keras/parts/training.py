@@ -14,7 +14,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.parts.part import mark, part_of, pieces_in
-from ringreduce.keras.wrappable import ELEMENTWISE, all_within, state_for, works_by_element
+from ringreduce.keras.wrappable import all_within, require_elementwise, state_for
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.sparse import map_values
 from ringreduce.tensorflow.variables import path_of
@@ -24,15 +24,8 @@ from ringreduce.vocabulary.errors import ConfigError
 def check_parts(inner: Any, variables: Sequence[Any], ring: Communicator) -> None:
     """ConfigError if `inner`, averaging over `ring`, cannot train those of `variables` in parts."""
     parts = pieces_in(variables)
-    for one in all_within(inner) if parts else ():
-        if not works_by_element(one):
-            first, _ = parts[0]
-            raise ConfigError(
-                f"has {path_of(first)} in pieces, and {one.name} ({type(one).__name__}) looks "
-                "at whole variables, or is not known",
-                **ring.config.who,
-                remedy=f"Use {', '.join(ELEMENTWISE)} or another that works element by element.",
-            )
+    for first, _ in parts[:1]:
+        require_elementwise(inner, f"has {path_of(first)} in pieces, and {{}}", **ring.config.who)
     for variable, part in parts:
         members, averaging = list(part.communicator.members), list(ring.members)
         if not part.of_same_rows and members != averaging:
