@@ -88,20 +88,16 @@ def _clipped(
 ) -> list[Any]:
     """`gradients`, with a loss scale in them, as `clips` would make them of wholes."""
     scale = tf.cast(scaled[0].dynamic_scale, tf.float32) if scaled else tf.constant(1.0)
-    if clips.clipnorm:
-        limits, norms = clips.clipnorm, [None if s is None else tf.sqrt(s) for s in squares]
-    else:
-        total = tf.sqrt(tf.add_n([each for each in squares if each is not None]))
-        limits, norms = clips.global_clipnorm, [None if s is None else total for s in squares]
-    most = limits * scale
+    most = (clips.clipnorm or clips.global_clipnorm) * scale
+    total = None if clips.clipnorm else tf.add_n([each for each in squares if each is not None])
 
-    def times(gradient: Any, norm: Any) -> Any:
-        if norm is None:
-            return gradient
-        factor = most / tf.maximum(norm, most)
+    def clipped(gradient: Any, square: Any) -> Any:
+        if gradient is None:
+            return None
+        factor = most / tf.maximum(tf.sqrt(square if total is None else total), most)
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
-    return [times(gradient, norm) for gradient, norm in zip(gradients, norms, strict=True)]
+    return list(map(clipped, gradients, squares))
 
 
 @contextmanager
