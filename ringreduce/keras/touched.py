@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from typing import Any
 
 import tensorflow as tf
@@ -161,21 +162,17 @@ class _Rows:
         # Not of the variable's value, which would be read, and perhaps copied, whole.
         return tf.convert_to_tensor(tf.gather(self._variable, self._ids), dtype, name=name)
 
-    def assign(self, value: Any) -> None:
-        self._scatter(self._variable.scatter_update, value)
+    def _scatter(self, method: str, value: Any) -> None:
+        rows = tf.IndexedSlices(tf.convert_to_tensor(value, self.dtype), self._ids)
+        getattr(self._variable, method)(rows)
 
-    def assign_add(self, value: Any) -> None:
-        self._scatter(self._variable.scatter_add, value)
-
-    def assign_sub(self, value: Any) -> None:
-        self._scatter(self._variable.scatter_sub, value)
+    assign = partialmethod(_scatter, "scatter_update")
+    assign_add = partialmethod(_scatter, "scatter_add")
+    assign_sub = partialmethod(_scatter, "scatter_sub")
 
     def end(self) -> None:
         """Let the variable be read without a copy, as before a scattered update (keras#15376)."""
         tf.raw_ops.DisableCopyOnRead(resource=self._variable.handle)
-
-    def _scatter(self, into: Any, value: Any) -> None:
-        into(tf.IndexedSlices(tf.convert_to_tensor(value, self.dtype), self._ids))
 
 
 def _of_values(operator: str) -> Any:
