@@ -52,12 +52,12 @@ class Reducer:
             sent, owners = ([each[number] for number in shared] for each in (gradients, variables))
             found = self.bridge.mean(self.communicator, sent, paths, owners)
             means = dict(zip(shared, found, strict=True))
-        final = []
-        for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
-            found = means[number] if kind is Kind.MEAN else self.bridge.own(gradient)
-            is_sum = self.op is ReduceOp.SUM and size > 1 and kind is not Kind.LOCAL
-            final.append(weighted(found, size) if is_sum else found)
-        return final
+        own = self.bridge.own
+        final = [means[n] if n in means else own(each) for n, each in enumerate(gradients)]
+        if self.op is ReduceOp.MEAN or size == 1:
+            return final
+        pairs = zip(final, kinds, strict=True)
+        return [one if kind is Kind.LOCAL else weighted(one, size) for one, kind in pairs]
 
 
 def _name(variable: Any, number: int) -> str:
