@@ -54,29 +54,24 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             raise ConfigError("SyncBatchNormalization got synchronized=True", remedy=remedy)
         self.communicator = communicator
 
-    # Read by `compile`, and set by the base class.
-    @property
-    def supports_jit(self) -> bool:
-        """Whether XLA can compile it: where XLA can call the ring."""
-        return xla.why_not() is None
-
-    @supports_jit.setter
-    def supports_jit(self, value: bool) -> None:
-        pass
+    # Read by `compile`, and set by the base class, to no effect.
+    supports_jit = property(
+        lambda self: xla.why_not() is None,
+        lambda self, value: None,
+        doc="Whether XLA can compile it: where XLA can call the ring.",
+    )
 
     # The base class calls this in training only; inputs are float32 or float64.
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         ring = self.communicator or default_communicator()
         if ring.size == 1:
-            moments: tuple[Any, Any] = super()._moments(inputs, mask)
-            return moments
+            return super()._moments(inputs, mask)  # type: ignore[no-any-return]
         refuse_unreachable(ring, "synchronize batch normalization")
         own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
         if (weight := weighting.current()) is not None:
             # Leave out the placeholder batch of a rank that has no data left.
             own = tf.where(weight.own > 0, own, tf.zeros_like(own))
-        counts = [1] * ring.size
-        gather = partial(collectives.all_gather, ring=ring, counts=counts)
+        gather = partial(collectives.all_gather, ring=ring, counts=[1] * ring.size)
         return _combined(weighting.across_ranks(own[tf.newaxis], gather))
 
 

@@ -35,15 +35,11 @@ class Wrapper(keras.optimizers.Optimizer):
     variables = property(attrgetter("_inner.variables"))
     built = property(attrgetter("_inner.built"))
     iterations = property(attrgetter("_inner.iterations"))
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate; setting it sets that."""
-        return self._inner.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self._inner.learning_rate = value
+    learning_rate = property(
+        attrgetter("_inner.learning_rate"),
+        lambda self, value: setattr(self._inner, "learning_rate", value),
+        doc="The inner optimizer's learning rate; setting it sets that.",
+    )
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables; nothing travels."""
