@@ -5,7 +5,6 @@ Only metric states, or predictions, travel. Shares may differ in length and be e
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -286,8 +285,7 @@ def _gathered(batches: Sequence[np.ndarray], ring: Communicator) -> np.ndarray:
     as_bytes = own.reshape(-1).view(np.uint8).reshape(len(own), width)
     counts = ring.all_gather_object([len(batch) for batch in batches])
     rows = ring.all_gather(as_bytes).reshape(-1).view(dtype).reshape(sum(map(sum, counts)), *rest)
-    ends = np.cumsum([n for theirs in counts for n in theirs])
-    pieces = iter(np.split(rows, ends[:-1]))
-    by_rank = [list(itertools.islice(pieces, len(theirs))) for theirs in counts]
-    in_order = itertools.chain.from_iterable(itertools.zip_longest(*by_rank))
-    return np.concatenate([piece for piece in in_order if piece is not None])
+    pieces = np.split(rows, np.cumsum([n for theirs in counts for n in theirs])[:-1])
+    # By the number of the turn, then by rank.
+    turns = np.concatenate([np.arange(len(theirs)) for theirs in counts])
+    return np.concatenate([pieces[number] for number in np.argsort(turns, kind="stable")])
