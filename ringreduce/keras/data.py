@@ -96,11 +96,9 @@ def _look_at_count(count: int, ring: Communicator, even: bool) -> None:
     left, size = 0 if count < 0 or not even else count % ring.size, ring.size
     remedy = "divide samples instead of files; or pass even=False and use rr.join, to train on all."
     if 0 < left == count:
-        raise ConfigError(
-            f"got {count} elements to shard among {size} ranks, of which none would get any",
-            **ring.config.who,
-            remedy=f"Give every rank one: make more files, or {remedy}",
-        )
+        text = f"got {count} elements to shard among {size} ranks, of which none would get any"
+        remedy = f"Give every rank one: make more files, or {remedy}"
+        raise ConfigError(text, **ring.config.who, remedy=remedy)
     if 0 < count < left * 100 and ring.rank == 0:
         warn_at_users_line(
             f"rr.shard leaves out the last {left} of {count} elements, so that each of {size} "
@@ -119,7 +117,6 @@ def _rows(array: Any, ring: Communicator, end: int) -> Any:
 
 def _shard_dataset(dataset: Any, ring: Communicator, even: bool) -> Any:
     size, rank, cardinality = ring.size, ring.rank, int(dataset.cardinality())
-
     if even and cardinality == tf.data.UNKNOWN_CARDINALITY:
         # Whole rounds only.
         return dataset.window(size, drop_remainder=True).flat_map(partial(element_of, rank))

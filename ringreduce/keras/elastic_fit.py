@@ -70,8 +70,6 @@ class Elastic:
         self._result: Any = None
         # Rows of the global batch by ranks.
         self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
-        self._changed: list[Any] = []
-        self._begun: list[Any] = []
         self._batches = tf.nest.map_structure(_of_any_rows, batches)
 
     def __enter__(self) -> "Elastic":

@@ -23,6 +23,7 @@ class Row(NamedTuple):
     remedy: str
 
 
+_PIECES = "variables in pieces"
 _EQUAL = "the same callbacks on all ranks; in `rr.callbacks.OnRankZero` one acts on rank 0 only"
 TABLE = (
     Row("several optimizers", "distributed optimizers", [1], "one `rr.DistributedOptimizer`"),
@@ -30,9 +31,7 @@ TABLE = (
     Row("int8 and `PowerSGD`", "compression", ["none", "fp16", "bf16"], '`compression="bf16"`'),
     Row('`op="sum"`', "op", [ReduceOp.MEAN], '`op="mean"`'),
     Row("local variables", "local_variables", [0], "variables that all ranks share"),
-    Row(
-        "`ShardedEmbedding`, `PartLayer`, split layers", "variables in pieces", [""], "whole layers"
-    ),
+    Row("`ShardedEmbedding`, `PartLayer`, split layers", _PIECES, [""], "whole layers"),
     Row("`rr.SyncBatchNormalization`", "SyncBatchNormalization", [False], "`BatchNormalization`"),
     Row("groups of ranks", "a group of ranks", [False], "all ranks of the job"),
     Row("`steps_per_execution` above 1", "steps_per_execution", [1], "`steps_per_execution=1`"),
@@ -66,7 +65,7 @@ def facts_of(model: Any, variables: Sequence[Any] = ()) -> dict[str, Any]:
     """What the table wants to know of variables, and a model if it is not None."""
     layers, weights = ([], []) if model is None else (layers_of(model), model.weights)
     return {
-        "variables in pieces": ", ".join(map(path_of, parts_in([*weights, *variables])[:1])),
+        _PIECES: ", ".join(map(path_of, parts_in([*weights, *variables])[:1])),
         "SyncBatchNormalization": any(isinstance(one, SyncBatchNormalization) for one in layers),
     }
 

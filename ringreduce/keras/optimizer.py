@@ -48,12 +48,7 @@ from ringreduce.keras.seeds import states_in
 from ringreduce.keras.strategies import Strategy, StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
-from ringreduce.keras.wrappable import (
-    all_within,
-    refuse_scales,
-    refuse_unusable,
-    refuse_wrapped,
-)
+from ringreduce.keras.wrappable import all_within, refuse_scales, refuse_unusable, refuse_wrapped
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge

@@ -28,6 +28,7 @@ from ringreduce.keras.step import own_step
 
 _log = logging.getLogger(__name__)
 _TOLERANCE = 1e-3  # of what float32 rounds, of hundreds of values
+_MEAN = "the loss %s is a mean over the first %d samples; with masks it may be none"
 _NO_MEAN = (
     "the loss {} is no mean over samples: its value for the first {} rows is not the mean of those "
     "for two parts of them, as the ranks' gradients are averaged (let it return a value for each "
@@ -78,10 +79,7 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
                 if losses and not _is_mean(model, y, outputs, count):
                     warn_of_parity([_NO_MEAN.format(", ".join(losses), count)], ring)
                 elif losses:
-                    text = (
-                        "the loss %s is a mean over the first %d samples; with masks it may be none"
-                    )
-                    _log.info(text, ", ".join(losses), count)
+                    _log.info(_MEAN, ", ".join(losses), count)
             if names:
                 given = (x, y, outputs) if weights is None else (x, y, outputs, weights)
                 _apart[_compiled(model)] = _not_combining(model, names, given, count // 2)

@@ -151,9 +151,7 @@ def saved_beside_weights(layer: Any, *, by_keras: bool) -> dict[str, str]:
 def _is_unwieldy(layer: Any) -> bool:
     """Whether its configuration lists a table of initial values, or has a lambda."""
     # Of which Keras warns. To ignore that would make Python repeat others that it shows once.
-    for part in vars(layer).values():
-        if isinstance(part, keras.initializers.Constant) and np.size(part.value) > _LISTED_MAX:
-            return True
-        if isfunction(part) and part.__name__ == "<lambda>":
-            return True
-    return False
+    parts, constant = vars(layer).values(), keras.initializers.Constant
+    tables = [each for each in parts if isinstance(each, constant)]
+    has_lambda = any(isfunction(each) and each.__name__ == "<lambda>" for each in parts)
+    return has_lambda or any(np.size(table.value) > _LISTED_MAX for table in tables)

@@ -19,9 +19,8 @@ from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Togeth
 
 __all__ = ["Broadcast", "LearningRateSchedule", "LearningRateWarmup", "MetricAverage"]
 __all__ += ["OnRankZero", "Profile", "StopTogether", "Together", "VerifyReplicas"]
-__all__ += ["linear_scaling"]
 __all__ += ["BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback"]
-__all__ += ["LearningRateWarmupCallback", "MetricAverageCallback"]
+__all__ += ["LearningRateWarmupCallback", "MetricAverageCallback", "linear_scaling"]
 
 # Horovod's names, so that its users' programs need only another import.
 LearningRateScheduleCallback = LearningRateSchedule

@@ -65,9 +65,8 @@ class Record(keras.callbacks.Callback):
         sums, rows, _ = np.sum(steps, 0).T
         own = type(model).train_step is not keras.Model.train_step
         for wrapper in wrappers_in(model):
-            self._settings[f"{wrapper.name}: learning_rate"] = (
-                f"{np.asarray(wrapper.learning_rate):g}"
-            )
+            rate = np.asarray(wrapper.learning_rate)
+            self._settings[f"{wrapper.name}: learning_rate"] = f"{rate:g}"
             for what, found, _ in wrapper.settings():
                 which = what.removeprefix("models: ").replace("optimizers", wrapper.name)
                 self._settings |= {f"{which}: {name}": text for name, text in found.items()}

@@ -118,8 +118,7 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
 
     def compute_output_shape(self, input_shape: Any, *_: Any) -> Any:
         """As that of the plain layer; with a combiner without the dimension that it adds up."""
-        known = tuple(input_shape[:-1] if self.combiner else input_shape)
-        return (*known, self.output_dim)
+        return (*(input_shape[:-1] if self.combiner else input_shape), self.output_dim)
 
     def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
         """A tensor of that shape."""

@@ -50,10 +50,7 @@ class PartLayer(keras.layers.Layer):
         return self.communicator or default_communicator()
 
     def add_part(
-        self,
-        shape: Sequence[int],
-        initializer: Any = "glorot_uniform",
-        **options: Any,
+        self, shape: Sequence[int], initializer: Any = "glorot_uniform", **options: Any
     ) -> Any:
         """This rank's piece of a variable of `shape`, cut along axis 0 into equal ranges.
 

@@ -176,8 +176,7 @@ class RowParallelDense(_SplitDense):
 
     def get_build_config(self) -> Any:
         """That of the plain layer, whose input is whole."""
-        config = super().get_build_config()
-        return _with_last(config, lambda count: count * self.ring().size)
+        return _with_last(super().get_build_config(), lambda count: count * self.ring().size)
 
     def build_from_config(self, config: dict[str, Any]) -> None:
         """Build it as a file says, which has the shape of the plain layer's input."""
