@@ -47,9 +47,8 @@ class Arrays:
             if sample_weight is not None:
                 raise ConfigError("got class_weight and sample_weight; pass one of them")
             if y is None or keras.tree.is_nested(y):
-                raise ConfigError(
-                    "got class_weight for data without exactly one array of classes as y"
-                )
+                text = "got class_weight for data without exactly one array of classes as y"
+                raise ConfigError(text)
             sample_weight = weights_of(_as_numpy(y), class_weight)
         elif keras.tree.is_nested(y) and hasattr(sample_weight, "shape"):
             # One array, for all outputs.

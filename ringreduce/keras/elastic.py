@@ -100,10 +100,8 @@ class KerasState(State):
     def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         if not model.built:
-            raise ConfigError(
-                f"got a model ({model.name}) without weights as the state of a loop",
-                remedy="Build it first, with model.build() or a keras.Input.",
-            )
+            text = f"got a model ({model.name}) without weights as the state of a loop"
+            raise ConfigError(text, remedy="Build it first, with model.build() or a keras.Input.")
         weights, variables = list(model.weights), list(model.variables)
         if (one := self.optimizer) is not None:
             if elastic_minimum() is not None:

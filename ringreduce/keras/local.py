@@ -62,10 +62,9 @@ class LocalVariables:
         trained = {id(plain_variable(variable)) for variable in private.trained_variables(inner)}
         for key, variable in self._variables.items():
             if key not in trained:
-                raise ConfigError(
-                    f"got {path_of(variable)} as a local variable, which is not trained",
-                    remedy="Register variables of the model that this optimizer is applied to.",
-                )
+                text = f"got {path_of(variable)} as a local variable, which is not trained"
+                remedy = "Register variables of the model that this optimizer is applied to."
+                raise ConfigError(text, remedy=remedy)
 
     def others_of(self, variables: Sequence[Any], inner: Any) -> list[Any]:
         """`variables` (the model's or those of `inner`) without these, own pieces, their state."""

@@ -61,10 +61,9 @@ class LocalSGD(Strategy):
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(f"every is {self.every}; accepted: 1 and more")
-        if not 0 <= self.overlap < self.every:
-            raise ConfigError(
-                f"overlap is {self.overlap}; accepted: 0 to every - 1, {self.every - 1}"
-            )
+        most = self.every - 1
+        if not 0 <= self.overlap <= most:
+            raise ConfigError(f"overlap is {self.overlap}; accepted: 0 to every - 1, {most}")
 
     def check(self, inner: Any) -> None:
         """Refuse what needs equal gradients on all ranks."""

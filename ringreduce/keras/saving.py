@@ -157,10 +157,9 @@ class _Loading:
             bases = one.__mro__[1:] if isinstance(one, type) else ()
             plain = next((base for base in bases if base.__name__ == one.__name__), None)
             if plain is None:
-                raise ConfigError(
-                    f"got {one!r} in replace, which is no subclass of a layer of Keras's",
-                    remedy="Pass rr.ShardedEmbedding, rr.SyncBatchNormalization or the like.",
-                )
+                text = f"got {one!r} in replace, which is no subclass of a layer of Keras's"
+                remedy = "Pass rr.ShardedEmbedding, rr.SyncBatchNormalization or the like."
+                raise ConfigError(text, remedy=remedy)
             # Keras exports some under another name, which it writes into files.
             exported = {name for name in dir(keras.layers) if getattr(keras.layers, name) is plain}
             found.update(dict.fromkeys({plain.__name__, *exported}, _making(plain, self._layer)))
@@ -174,13 +173,11 @@ class _Loading:
         return found
 
     def require_all(self) -> None:
-        names = {key for key in self._replaced if isinstance(key, str)} - self._found
+        names = sorted({key for key in self._replaced if isinstance(key, str)} - self._found)
         if names:
-            raise ConfigError(
-                f"found no layer {', '.join(sorted(names))} of the class that replaces it in the "
-                "file",
-                remedy="Name layers as the file does: model.summary() lists them.",
-            )
+            text = f"found no layer {', '.join(names)} of the class that replaces it in the file"
+            remedy = "Name layers as the file does: model.summary() lists them."
+            raise ConfigError(text, remedy=remedy)
 
     def _layer(self, plain: Any, config: Any, *arguments: Any) -> Any:
         for key in (config.get("name"), plain):

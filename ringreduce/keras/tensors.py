@@ -85,10 +85,9 @@ def _carried(
     if carrier is None:
         return across(value, collective)
     if value.dtype == tf.bool and reduce_op(op) in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise ArrayError(
-            f"cannot reduce a tensor of dtype bool with op={reduce_op(op).name.lower()!r}",
-            remedy='Use op="max" for any, op="min" for all, or count with tf.cast.',
-        )
+        text = f"cannot reduce a tensor of dtype bool with op={reduce_op(op).name.lower()!r}"
+        remedy = 'Use op="max" for any, op="min" for all, or count with tf.cast.'
+        raise ArrayError(text, remedy=remedy)
     return tf.cast(collective(tf.cast(value, carrier)), value.dtype)
 
 
