@@ -1,4 +1,4 @@
-"""Ranks that step alone and meet, against a simulation in numpy: on a real ring of three."""
+"""Ranks that step alone and meet, against a simulation in numpy: on a real ring of two."""
 
 import numpy as np
 import pytest
@@ -11,26 +11,35 @@ from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
-RANKS = (0, 1, 2)
+RANKS = (0, 1)
 
 
 @pytest.fixture(scope="module")
 def facts():
-    return facts_of("meetings", 3)
+    return facts_of("meetings", 2)
 
 
-@pytest.mark.parametrize("way", ["graph", "eager", "jit"])
-@pytest.mark.parametrize("name", ["local", "local, overlapped", "diloco", "diloco, overlapped"])
-def test_it_is_what_the_simulation_gives(facts, name, way):
-    found = [facts[f"{name} {way}"][rank] for rank in RANKS]
+@pytest.mark.parametrize(
+    "case",
+    [
+        "local eager",
+        "local, overlapped eager",
+        "diloco eager",
+        *(f"diloco, overlapped {way}" for way in ("eager", "graph", "jit")),
+    ],
+)
+def test_it_is_what_the_simulation_gives(facts, case):
+    found = [facts[case][rank] for rank in RANKS]
     assert max(fact["off"] for fact in found) < 2e-6
     assert len({fact["digest"] for fact in found}) == 1
 
 
-@pytest.mark.parametrize("way", ["graph", "eager"])
-@pytest.mark.parametrize("name", ["local", "diloco, overlapped"])
-def test_ranks_count_by_samples_and_may_settle_in_between(facts, name, way):
-    found = [facts[f"{name}, uneven {way}"][rank] for rank in RANKS]
+@pytest.mark.parametrize(
+    "case",
+    ["local, uneven eager", *(f"diloco, overlapped, uneven {way}" for way in ("eager", "graph"))],
+)
+def test_ranks_count_by_samples_and_may_settle_in_between(facts, case):
+    found = [facts[case][rank] for rank in RANKS]
     assert max(fact["off"] for fact in found) < 2e-6
     assert len({fact["digest"] for fact in found}) == 1
 
@@ -44,17 +53,17 @@ def test_settling_right_after_a_meeting_is_no_second_one(facts, name):
 
 
 def test_a_meeting_in_each_step_is_an_average_of_gradients(facts):
-    assert [facts["one"][rank]["equal"] for rank in RANKS] == [True] * 3
+    assert [facts["one"][rank]["equal"] for rank in RANKS] == [True] * 2
 
 
 def test_a_round_begins_with_weights_that_were_loaded(facts):
-    assert [facts["loaded"][rank]["values"] for rank in RANKS] == [[5.0]] * 3
+    assert [facts["loaded"][rank]["values"] for rank in RANKS] == [[5.0]] * 2
 
 
 def test_fit_ends_each_epoch_and_itself_with_equal_weights(facts):
     found = [facts["fitted"][rank] for rank in RANKS]
     assert len({fact["digest"] for fact in found}) == 1
-    assert found[0]["losses"] == found[1]["losses"] == found[2]["losses"]
+    assert found[0]["losses"] == found[1]["losses"]
     # One rank stops in its fifth epoch; the others go with it.
     assert found[0]["epochs"] == 5
     assert found[0]["losses"][-1] < found[0]["losses"][0] / 2
@@ -71,8 +80,8 @@ def test_the_outer_optimizer_is_saved(facts):
 
 def test_ranks_that_step_alone_ask_nothing_of_others(facts):
     fact = facts["asked"][0]
-    # Three meetings, and what an epoch needs; else two calls in each of 61 steps.
-    assert fact["alone"] < 40 < 122 <= fact["each step"]
+    # Three meetings, and what an epoch needs; else two calls in each of 31 steps.
+    assert fact["alone"] < 40 < 62 <= fact["each step"]
     for rank in RANKS:
         assert facts["asked"][rank]["alone digest"] == fact["alone digest"]
 
@@ -147,7 +156,7 @@ def test_a_rank_killed_between_meetings_or_in_one_is_named(when, compression, tr
         ("scaled", "needs no loss scale"),
         ("ema", "Leave use_ema out"),
         ("no strategy", "Pass an object, such as rr.LocalSGD(50)"),
-        ("save", "of 3 saves its optimizer between two meetings"),
+        ("save", "of 2 saves its optimizer between two meetings"),
     ],
 )
 def test_what_cannot_be_is_refused(facts, case, text):

@@ -32,10 +32,9 @@ def make_model(*layers):
 
 def fit(model, inputs, targets, jit, optimizer=None, batch=4, epochs=1, **options):
     wrapped = rr.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
-    model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, **options)
-    if not jit:
-        built(model, inputs[:1], targets[:1])
-    elif not options:
+    # The reference eagerly: tracing it would take longer.
+    model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, run_eagerly=not jit, **options)
+    if jit and not options:
         built(model)
     fit = model.fit(inputs, targets, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
     return fit.history
@@ -218,13 +217,13 @@ def accumulation_and_what_comes_after_it():
         optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.01), accumulate_steps=3)
         optimizer.build(subject.trainable_variables)
 
-        @tf.function(jit_compile=jit)
         def step(x, y, optimizer=optimizer, model=subject):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((model(x) - y) ** 2)
             optimizer.apply(tape.gradient(loss, model.trainable_variables))
             return rr.all_reduce(loss, "mean")
 
+        step = tf.function(step, jit_compile=True) if jit else step
         losses = [
             float(step(inputs[i : i + 4], targets[i : i + 4])) for i in range(0, len(inputs), 4)
         ]
@@ -248,7 +247,8 @@ def unequal_data():
         model = make_model()
         data_of_case = rows.filter(lambda *_: True) if case == "unknown" else rows
         wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
-        model.compile(optimizer=wrapped, loss="mse", jit_compile=case in ("known", "unknown"))
+        how = {"run_eagerly": True} if case == "plain" else {"jit_compile": "known" in case}
+        model.compile(optimizer=wrapped, loss="mse", **how)
         if case == "gradients":
             rr.compile_gradients(model)
         for epoch in range(2):
@@ -279,8 +279,9 @@ def only_gradients_compiled():
             finally:
                 keras.config.set_dtype_policy("float32")
             wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
-            model.compile(optimizer=wrapped, loss="mse", metrics=["mae"], jit_compile=False)
-            if not divided or policy != "float32":
+            how = {"jit_compile": False} if divided else {"run_eagerly": True}
+            model.compile(optimizer=wrapped, loss="mse", metrics=["mae"], **how)
+            if divided and policy != "float32":
                 built(model, inputs[:1], targets[:1])
             if divided:
                 rr.compile_gradients(model)

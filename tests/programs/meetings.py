@@ -7,7 +7,7 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import digest, error_of, say
+from shared import digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
 
@@ -120,6 +120,13 @@ PLANS = {
     "diloco, overlapped": (rr.DiLoCo(4, overlap=3), lambda: Sgd(0.7, 0.9, True), 4, 3),
 }
 
+# Eagerly the arithmetic of each; once in a graph and in XLA, since both run the same functions.
+PLANS_AND_WAYS = [
+    *((name, "eager") for name in PLANS),
+    ("diloco, overlapped", "graph"),
+    ("diloco, overlapped", "jit"),
+]
+
 
 def trained(name, way, samples=None, settles=(), steps=10, case=None):
     strategy, outer, every, overlap = PLANS[name]
@@ -151,7 +158,7 @@ def every_one():
         mine = variables()
         optimizer = rr.DistributedOptimizer(SGD(0.25), strategy=strategy)
         optimizer.build(mine)
-        step = stepping(optimizer, mine, "graph")
+        step = stepping(optimizer, mine, "eager")
         for number in range(4):
             whole = [np.round(8 * each) * SIZE for each in gradients_of(comm.rank, number)]
             step(None, *(tf.constant(each, tf.float32) for each in whole))
@@ -164,7 +171,7 @@ def loaded():
     mine = variables()
     optimizer = rr.DistributedOptimizer(SGD(0.25), strategy=rr.DiLoCo(4))
     optimizer.build(mine)
-    step = stepping(optimizer, mine, "graph")
+    step = stepping(optimizer, mine, "eager")
     zero = [tf.zeros(shape) for shape in SHAPES]
     step(None, *zero)
     optimizer.settle()
@@ -223,7 +230,8 @@ def outer_saved():
     x = np.random.default_rng(0).integers(-3, 4, (24 * SIZE, 4)).astype("float32")
 
     def fit(model, first, last):
-        model.compile(rr.DistributedOptimizer(SGD(2.0**-6), strategy=rr.DiLoCo(3)), loss="mse")
+        optimizer = rr.DistributedOptimizer(SGD(2.0**-6), strategy=rr.DiLoCo(3))
+        model.compile(optimizer, "mse", run_eagerly=True)
         options = {"shuffle": False, "verbose": 0}
         return lambda: rr.fit(
             model, x, x[:, :1], 4 * SIZE, initial_epoch=first, epochs=last, **options
@@ -242,6 +250,7 @@ def outer_saved():
     options = {"shuffle": False, "verbose": 0}
     rr.fit(whole, x, x[:, :1], 4 * SIZE, initial_epoch=2, epochs=4, **options)
     again = rr.load_model(path, strategy=rr.DiLoCo(3))
+    again.compile(again.optimizer, "mse", run_eagerly=True)
     plain = digest(keras.models.load_model(path).weights)
     other = made()
     go_on = fit(other, 2, 4)
@@ -269,11 +278,12 @@ def outer_saved():
 
 def asked():
     """Between meetings ranks ask nothing of each other, also where their rows differ in number."""
-    x = np.ones((60 * SIZE + 1, 3), "float32")
+    x = np.ones((30 * SIZE + 1, 3), "float32")
     found = {}
-    for name, strategy in (("alone", rr.LocalSGD(20)), ("each step", rr.EveryStep())):
+    for name, strategy in (("alone", rr.LocalSGD(10)), ("each step", rr.EveryStep())):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(rr.DistributedOptimizer(SGD(0.01), strategy=strategy), "mse")
+        optimizer = rr.DistributedOptimizer(SGD(0.01), strategy=strategy)
+        model.compile(optimizer, "mse", run_eagerly=True)
         rr.fit(model, x, x[:, :1], SIZE, epochs=1, verbose=0)
         before = comm.statistics().collectives
         rr.fit(model, x, x[:, :1], SIZE, epochs=1, verbose=0)
@@ -380,12 +390,12 @@ def refused():
     say("refused save", **error_of(lambda: optimizer.save_own_variables({})))
 
 
-for plan in PLANS:
-    for kind in ("graph", "eager", "jit"):
-        trained(plan, kind)
+keep_graphs()
+for plan, kind in PLANS_AND_WAYS:
+    trained(plan, kind)
 for kind in ("graph", "eager"):
-    trained("local", kind, uneven, (5,), case="local, uneven")
     trained("diloco, overlapped", kind, uneven, (6,), 17, "diloco, overlapped, uneven")
+trained("local", "eager", uneven, (5,), case="local, uneven")
 for plan in ("diloco", "diloco, overlapped"):
     trained(plan, "eager", settles=(4,), steps=12, case=f"{plan}, at once")
 every_one()

@@ -81,11 +81,11 @@ def optimizers_in_functions(case, ways, **options):
     )
 
 
-def rows_out_of_a_function():
+def rows_out_of_a_function(case, ways, with_tape):
     """What comes out of a function does not say which shape a sparse gradient stands for."""
     index = tf.constant([[1, 2], [2, 4], [rank, 0]])
 
-    def trained(outer, inner, with_tape):
+    def trained(outer, inner):
         keras.utils.set_random_seed(5)
         layer = keras.layers.Embedding(5, 3)
         layer.build()
@@ -116,20 +116,22 @@ def rows_out_of_a_function():
         return layer.get_weights()[0]
 
     plain = (tf.function, lambda function: function)
-    for case, with_tape in (("rows", False), ("rows of a tape", True)):
-        ends = {way: trained(*WAYS.get(way, plain), with_tape) for way in ("plain", *WAYS)}
-        say(
-            case,
-            digests={way: digest([end]) for way, end in ends.items()},
-            differences={
-                way: float(np.abs(end - ends["plain"]).max()) for way, end in ends.items()
-            },
-        )
+    ends = {way: trained(*WAYS.get(way, plain)) for way in ("plain", *ways)}
+    say(
+        case,
+        digests={way: digest([end]) for way, end in ends.items()},
+        differences={way: float(np.abs(end - ends["plain"]).max()) for way, end in ends.items()},
+    )
 
 
-optimizers_in_functions("optimizers", WAYS)
-# Compiled only on 3 ranks, to save time.
-outermost = [way for way in WAYS if way == "graph" or (way == "jit both" and size > 2)]
+def chosen(*ways):
+    """All ways on three ranks; on two some, since most of the time goes into compiling."""
+    return [way for way in WAYS if way in ways or size > 2]
+
+
+optimizers_in_functions("optimizers", chosen("graph", "jit inside"))
+outermost = [way for way in chosen("graph") if way in ("graph", "jit both")]
 optimizers_in_functions("several steps", outermost, accumulate_steps=2)
-rows_out_of_a_function()
+rows_out_of_a_function("rows", chosen("graph", "jit"), with_tape=False)
+rows_out_of_a_function("rows of a tape", chosen("graph", "jit both"), with_tape=True)
 rr.shutdown()
