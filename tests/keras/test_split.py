@@ -14,26 +14,21 @@ def said(size, case):
     return [fact for _, fact in sorted(facts_of("split", size)[case].items())]
 
 
-def said_now(size, case, *options):
+def said_now(size, case):
     """The same of one that does not."""
-    result = run_job(size, ["tests/programs/split.py", case, *options])
+    result = run_job(size, ["tests/programs/split.py", case])
     assert result.exit_code == 0, result.errors
     found = [fact for fact in facts_in(result.output) if fact["case"] == case]
     return sorted(found, key=lambda fact: fact["rank"])
 
 
-@pytest.mark.full
-def test_attention_is_drawn_trained_gathered_and_saved_as_the_unsplit_one():
+@pytest.mark.parametrize("said", [said, in_full(said_now)], ids=["jit", "graph"])
+def test_attention_is_drawn_trained_gathered_and_saved_as_the_unsplit_one(said):
     for fact in said(2, "attention"):
         assert fact["found"].pop("loaded") == fact["found"].pop("outputs") == 0.0
         assert max(fact["found"].values()) < 1e-6
         assert [8, 2, 3] in fact["shapes"]  # two of four heads
         assert [8, 1, 2] in fact["shapes"]  # one of two heads of keys
-
-
-@pytest.mark.full
-def test_it_is_compiled_by_xla_with_batches_of_one_size():
-    assert all(fact["found"]["after"] < 1e-6 for fact in said_now(2, "attention", "jit"))
 
 
 def test_two_blocks_over_two_pairs_train_as_one_process_does():

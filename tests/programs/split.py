@@ -1,6 +1,7 @@
 """Models with split layers; each case prints one line of JSON. Plain Keras says what is right.
 
 On 2 ranks both have pieces of one model; on 4 there are two such pairs, which divide the data.
+Steps on 2 ranks are eager, since few of them take less time than a trace; those on 4 are traced.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from shared import digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
 from ringreduce.keras.parts.part import part_of, parts_in
+from ringreduce.tensorflow import xla
 
 keep_graphs()
 comm = rr.init()
@@ -25,6 +27,9 @@ group, data = comm.split(comm.rank // SIZE), comm.split(comm.rank % SIZE)
 SGD = keras.optimizers.SGD
 # Of 65 rows in batches of 64 one data rank has none in the last batch.
 COUNT, BATCH, WIDTH = 65, 64, 6
+USUAL = {2: ["attention", "saved", "refused"], 4: ["deep", "global", "infinite"]}
+# Attention is usually compiled by XLA.
+IS_JIT = not sys.argv[1:] and xla.why_not() is None
 
 
 def rows(count=COUNT, seed=0):
@@ -53,7 +58,7 @@ def split(optimizer=None, seed=3, model_group=group, average=data):
     layers = rr.ColumnParallelDense, rr.RowParallelDense
     model = mlp(*layers, communicator=model_group)
     wrapped = rr.DistributedOptimizer(optimizer or SGD(0.02, momentum=0.5), average)
-    model.compile(optimizer=wrapped, loss="mse", metrics=["mae"])
+    model.compile(optimizer=wrapped, loss="mse", metrics=["mae"], run_eagerly=comm.size == SIZE)
     return model
 
 
@@ -111,7 +116,7 @@ def attentive(is_split):
     keras.utils.set_random_seed(5)
     both = {"kernel_regularizer": keras.regularizers.L2(0.01), "bias_initializer": "random_normal"}
     ours = {"communicator": group, **both}
-    inputs = keras.Input((3, 4), batch_size=4 if "jit" in sys.argv else None)
+    inputs = keras.Input((3, 4), batch_size=4 if IS_JIT else None)
     x = keras.layers.Dense(8)(inputs)
     if is_split:
         attention = rr.ParallelMultiHeadAttention(4, 3, value_dim=2, **ours)
@@ -131,7 +136,7 @@ def attention(folder):
     x = np.random.default_rng(1).normal(size=(8, 3, 4)).astype("float32")
     y = np.random.default_rng(2).normal(size=(8, 12)).astype("float32")
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
-    options = {"loss": "mse", "jit_compile": "jit" in sys.argv}
+    options = {"loss": "mse", "jit_compile": IS_JIT}
 
     def unsplit():
         twin = attentive(False)
@@ -164,13 +169,13 @@ def attention(folder):
 
 
 def deep():
-    """50 steps, of 64 rows and of 1, with validation; then evaluated and predicted."""
-    validation = {"validation_data": rows(9, 2), "validation_freq": 25}
+    """10 steps, of 64 rows and of 1, with validation; then evaluated and predicted."""
+    validation = {"validation_data": rows(9, 2), "validation_freq": 5}
 
     def unsplit():
         twin = plain(SGD(0.01))
         start = [each.tolist() for each in wholes(twin)]
-        history = fitted(twin, 25, **validation).history
+        history = fitted(twin, 5, **validation).history
         further = {}
         for count in (9, 1):
             x, y = rows(count, 4)
@@ -181,7 +186,7 @@ def deep():
     model = split(SGD(0.01))
     before, after, theirs = once(unsplit)
     start = apart(model, before)
-    own = fitted(model, 25, validation_batch_size=4, **validation).history
+    own = fitted(model, 5, validation_batch_size=4, **validation).history
     end = apart(model, after)
     for count in (9, 1):
         x, y = rows(count, 4)
@@ -219,7 +224,8 @@ def unseeded(case, **clipping):
     x = keras.layers.Dropout(0.3)(keras.layers.BatchNormalization()(frozen(x)))
     model = keras.Model([inputs, ids], keras.layers.Dense(1)(x))
     optimizer = rr.DistributedOptimizer(SGD(0.5, **clipping), data)
-    model.compile(optimizer=optimizer, loss="mse")
+    # In `make test` eagerly.
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=case in USUAL[comm.size])
     generator = np.random.default_rng(0)
     x = [generator.normal(size=(16, 3, 4)).astype("float32"), generator.integers(0, 10, (16, 2))]
     y = 100 * generator.normal(size=(16, 1)).astype("float32")
@@ -304,6 +310,7 @@ def saved(folder):
     if comm.size == SIZE:
         del again["four"], again["two"]
     fitted(model)
+    alone.run_eagerly = True
     fitted(alone)
     found["alone"] = apart(model, alone)
     for name, (model_group, average) in again.items():
@@ -382,7 +389,7 @@ def refused():
     model_group, average = job.split(comm.rank // SIZE), job.split(comm.rank % SIZE)
     layers = [keras.Input((WIDTH,)), keras.layers.Dense(4), column(4, communicator=model_group)]
     model = keras.Sequential([*layers, keras.layers.Dense(1)])  # which gets half of the units
-    model.compile(rr.DistributedOptimizer(SGD(0.1), average), "mse")
+    model.compile(rr.DistributedOptimizer(SGD(0.1), average), "mse", run_eagerly=True)
     x, y = rows(8)
     run = functools.partial(rr.fit, model, x, y, verbose=0, communicator=average)
     say("half", **error_of(run))
@@ -396,7 +403,7 @@ def refused():
 
 def jitted():
     model = split()
-    model.jit_compile = True
+    model.jit_compile, model.run_eagerly = True, False
     fitted(model)
 
 
@@ -409,9 +416,8 @@ CASES = {
     "refused": refused,
 }
 WITH_FILES = {"attention": attention, "saved": saved, "backed up": backed_up}
-USUAL = {2: ["attention", "saved", "refused"], 4: ["deep", "global", "infinite"]}
 
-for name in [each for each in sys.argv[1:] if each != "jit"] or USUAL[comm.size]:
+for name in sys.argv[1:] or USUAL[comm.size]:
     if name in CASES:
         CASES[name]()
     else:
