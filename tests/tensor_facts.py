@@ -10,10 +10,21 @@ from ringreduce.effects import native
 from tests import facts
 from tests.scope import in_full
 
-SIZES = (1, 2, in_full(3))
+SIZES = (in_full(1), 2, in_full(3))
 # XLA is given the ring by the native library.
 needs_xla = pytest.mark.skipif(native.library() is None, reason="without the native library")
 WAYS = ("eager", "graph", pytest.param("jit", marks=needs_xla))
+
+
+def on_2_only(*ways: str) -> Any:
+    """`size` and `how`: on 2 ranks those `ways`, and on 1 and 3, in `make test-full`, all."""
+    marks = {"jit": (pytest.mark.full, needs_xla)}
+    others = [
+        pytest.param(size, how, marks=marks.get(how, pytest.mark.full))
+        for size in (1, 3)
+        for how in ("eager", "graph", "jit")
+    ]
+    return pytest.mark.parametrize(("size", "how"), [*((2, how) for how in ways), *others])
 
 
 def facts_of(size: int) -> dict[str, list[Any]]:

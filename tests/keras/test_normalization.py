@@ -12,7 +12,7 @@ import ringreduce.keras as rr
 from ringreduce.keras import private
 from ringreduce.vocabulary.errors import ClosedError, ConfigError
 from tests.scope import in_full
-from tests.tensor_facts import SIZES, WAYS, facts_of, needs_xla, of_every_rank
+from tests.tensor_facts import SIZES, WAYS, facts_of, needs_xla, of_every_rank, on_2_only
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -27,10 +27,10 @@ def test_ranks_end_bit_identical_moving_statistics_included(way, size):
     assert len({fact["digest"] for fact in facts_of(size)[f"normalization {way}"]}) == 1
 
 
-@pytest.mark.parametrize("size", [2, in_full(3)])
+@every_size
 @pytest.mark.parametrize("way", IN_FIT)
 def test_workers_end_where_one_process_does(way, size):
-    alone = facts_of(1)[f"normalization {way}"][0]
+    alone = facts_of(size)["normalization alone"][0]
     shared = facts_of(size)[f"normalization {way}"][0]
     # Otherwise equal weights would prove nothing.
     assert alone["moved"] > 0.1
@@ -38,20 +38,30 @@ def test_workers_end_where_one_process_does(way, size):
         np.testing.assert_allclose(actual, expected, rtol=5e-6, atol=5e-6)
 
 
-@pytest.mark.parametrize("size", [2, in_full(3)])
-@pytest.mark.parametrize("way", IN_FIT)
+@pytest.mark.parametrize(
+    ("size", "way"), [(2, "eager"), *(in_full(3, way) for way in ("fit", "eager", "jit"))]
+)
 def test_inference_sends_nothing(way, size):
     for fact in facts_of(size)[f"normalization {way}"]:
         assert fact["sent"] == 0
 
 
-@every_size
-@every_way
-@pytest.mark.parametrize("case", ["moments uneven", "moments of the first axis", "moments masked"])
-def test_outputs_gradients_and_statistics_are_those_of_all_rows_together(case, how, size):
+def assert_is_of_all_rows_together(case, how, size):
     for outcome in of_every_rank(case, size, how):
         for got, wanted in zip(outcome["got"], outcome["want"], strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-5)
+
+
+@every_size
+@every_way
+def test_outputs_gradients_and_statistics_are_those_of_all_rows_together(how, size):
+    assert_is_of_all_rows_together("moments masked", how, size)
+
+
+@on_2_only("eager")
+@pytest.mark.parametrize("case", ["moments uneven", "moments of the first axis"])
+def test_so_they_are_without_a_mask_and_of_another_axis(case, how, size):
+    assert_is_of_all_rows_together(case, how, size)
 
 
 @pytest.mark.parametrize("size", [2, in_full(3)])

@@ -14,7 +14,7 @@ import ringreduce.keras.horovod as hvd
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import run_job
 from tests.scope import in_full
-from tests.tensor_facts import SIZES, WAYS, facts_of, of_every_rank
+from tests.tensor_facts import SIZES, WAYS, facts_of, of_every_rank, on_2_only
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -87,15 +87,13 @@ def test_gradients_have_the_structure_of_the_sources(how, size):
             assert row == pytest.approx(wanted, rel=1e-6)
 
 
-@every_size
-@every_way
+@on_2_only("eager", "graph")
 def test_options_of_gradient_reach_the_tape(how, size):
     mean = (size + 1) / 2
     assert of_every_rank("tape options", size, how) == [[[0, mean], 10 * mean]] * size
 
 
-@every_size
-@every_way
+@on_2_only("eager", "graph")
 def test_what_the_tape_can_it_can(how, size):
     mean = (size + 1) / 2
     assert of_every_rank("tape of a tensor", size, how) == [[[2 * mean, 4 * mean], 0]] * size
@@ -103,8 +101,7 @@ def test_what_the_tape_can_it_can(how, size):
         assert fact["eager"] == [[rank + 1, 0], [0, rank + 1]]
 
 
-@every_size
-@every_way
+@on_2_only("eager", "graph")
 def test_without_gradients_nothing_is_sent(how, size):
     assert of_every_rank("tape of nothing", size, how) == [[[], None]] * size
 
