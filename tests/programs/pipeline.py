@@ -98,7 +98,7 @@ def trained():
     x, y = data(80)
     weights = np.arange(1, 81, dtype="float32") / 40
     own, whole = data(21, seed=1), (x, y)
-    given = {"sample_weight": weights, "batch_size": 32, "epochs": 3, "shuffle": False}
+    given = {"sample_weight": weights, "batch_size": 32, "epochs": 2, "shuffle": False}
     seen = []
     batches = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda _, logs: seen.append(dict(logs))
@@ -141,8 +141,8 @@ def of_dataset():
 
     pipeline, twin = made(make, 2)
     generator = np.random.default_rng(1)
-    ids = generator.integers(0, 50, (40, 3))
-    targets = generator.normal(size=(40, 1)).astype("float32")
+    ids = generator.integers(0, 50, (24, 3))
+    targets = generator.normal(size=(24, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((ids, targets)).batch(8)
     for one in (pipeline, twin):
         one.compile(keras.optimizers.SGD(0.05), "mse")
@@ -203,7 +203,7 @@ def reduced():
     keras.config.set_dtype_policy("float32")
     pipeline.compile("adam", "mse")
     x, y = data(64)
-    loss = pipeline.fit(x, np.concatenate([y, y], 1), batch_size=64, epochs=8, verbose=0)
+    loss = pipeline.fit(x, np.concatenate([y, y], 1), batch_size=64, epochs=2, verbose=0)
     say("reduced", losses=loss.history["loss"])
 
 
@@ -219,7 +219,7 @@ def stopped():
     pipeline, _ = made()
     pipeline.compile("adam", "mse")
     files = [keras.callbacks.ModelCheckpoint(path), keras.callbacks.CSVLogger(f"{folder}/log.csv")]
-    pipeline.fit(x, y, batch_size=32, epochs=2, verbose=0, callbacks=files)
+    pipeline.fit(x[:32], y[:32], batch_size=32, epochs=2, verbose=0, callbacks=files)
     comm.barrier()
     loaded = keras.models.load_model(path)
     pairs = zip(loaded.get_weights(), pipeline.model.get_weights(), strict=True)
