@@ -21,18 +21,11 @@ from ringreduce.vocabulary.errors import ConfigError
 from tests import hosts
 from tests.facts import facts_in
 from tests.jobs import run_job
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
 BATCH, STEPS, EPOCHS = 12, 4, 3
-
-
-def some(every, quick):
-    """Some in each run of the suite, all in the full one."""
-    marked = [(each if isinstance(each, tuple) else (each,), each in quick) for each in every]
-    return [
-        pytest.param(*each, marks=[] if is_quick else pytest.mark.full) for each, is_quick in marked
-    ]
 
 
 def trained(folder, size, lost, *, timeout_s=20.0, least=1, variables=(), unlike=None, **case):
@@ -69,9 +62,8 @@ DATA = ["arrays", "dataset", "sequence", "generator", "loader"]
 WAYS = [(data, way) for data in DATA for way in ("graph", "eager", "xla")]
 
 
-@pytest.mark.parametrize(
-    ("data", "way"), some(WAYS, [("arrays", "graph"), ("dataset", "xla"), ("loader", "eager")])
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("data", "way"), WAYS)
 def test_each_sample_is_used_once_in_each_epoch(tmp_path, data, way):
     faults = [[2, "begin", 7, "kill"]]
     found, _ = trained(tmp_path, 3, [2], data=data, way=way, faults=faults)
@@ -94,19 +86,21 @@ POINTS = {
     "after the last step of an epoch": ("end", 4),
     "at an epoch's end": ("epoch end", 1),
     "after validation": ("validated", 2),
+    "after validation, by sys.exit": ("validated", 2, "leave"),
 }
+CASES = [(point, victim, "arrays") for point in POINTS for victim in (0, 2)]
 
 
 @pytest.mark.parametrize(
-    ("point", "victim"),
-    some([(p, v) for p in POINTS for v in (0, 2)], [("after validation", 0), ("by sys.exit", 2)]),
+    ("point", "victim", "data"),
+    [*(in_full(*case) for case in CASES), ("after validation, by sys.exit", 0, "loader")],
 )
-def test_a_rank_may_be_lost_anywhere(tmp_path, point, victim):
+def test_a_rank_may_be_lost_anywhere(tmp_path, point, victim, data):
     where, number, how = (*POINTS[point], "kill")[:3]
-    faults = [[victim, where, number, how]]
-    found, done = trained(tmp_path, 3, [victim], way="eager", faults=faults, validates=True)
+    case = {"way": "eager", "data": data, "faults": [[victim, where, number, how]]}
+    found, done = trained(tmp_path, 3, [victim], validates=True, **case)
     assert_exactly_once(found)
-    if point == "after validation":
+    if where == "validated":
         assert f"lost rank {victim} after step {2 * STEPS}; " in done.errors
     assert all(fact["history"]["val_seen"] == [21.0] * EPOCHS for fact in found.values())
 
@@ -121,7 +115,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("faults", some(PAIRS, PAIRS[3:4]))
+@pytest.mark.full
+@pytest.mark.parametrize("faults", PAIRS)
 def test_two_may_be_lost_and_one_while_the_others_recover(tmp_path, faults):
     lost = [rank for rank, *_ in faults]
     found, _ = trained(tmp_path, 4, lost, way="eager", faults=faults)
@@ -136,8 +131,10 @@ def test_a_rank_that_stops_is_left_out_and_one_may_go_on_alone(tmp_path):
 
 
 def test_a_rank_that_has_missed_the_others_commit_takes_their_weights(tmp_path):
-    case = {"behind": 1, "behind_in": 5, "faults": [[2, "end", 6, "kill"]]}
-    found, _ = trained(tmp_path, 3, [2], way="eager", **case)
+    """Also where another one is lost meanwhile."""
+    faults = [[2, "end", 6, "kill"], [3, "catching up", 1, "kill"]]
+    case = {"behind": 1, "behind_in": 5, "faults": faults}
+    found, _ = trained(tmp_path, 4, [2, 3], way="eager", **case)
     for fact in found.values():
         assert fact["uses"] == [float(EPOCHS)] * BATCH * STEPS
         assert fact["iterations"] == fact["batches"] == EPOCHS * STEPS
@@ -153,36 +150,33 @@ def test_a_rank_that_has_missed_an_exchange_does_what_callbacks_do_after_it_once
         assert fact["history"] == found[0]["history"]
 
 
-def test_another_rank_goes_on_with_what_only_rank_0_does(tmp_path):
-    faults = [[0, "begin", 6, "kill"]]
+@pytest.mark.parametrize(
+    ("point", "number"), [in_full("begin", 6), in_full("epoch end", 2), ("written", 2)]
+)
+def test_another_rank_goes_on_with_what_only_rank_0_does_once(tmp_path, point, number):
+    faults = [[0, point, number, "kill"]]
     found, done = trained(tmp_path, 3, [0], way="eager", faults=faults, writes=True)
     assert_exactly_once(found)
     assert rows_of_log(tmp_path) == ["epoch", "0", "1", "2"]
     assert "Epoch 3/3" in done.output
     # With a best value of its own, the third epoch's would be one too.
-    assert (tmp_path / "best.keras").exists()
     assert "best.keras too" not in done.errors
-
-
-@pytest.mark.parametrize("point", some(["epoch end", "written"], ["written"]))
-def test_what_rank_0_was_to_write_when_it_was_lost_is_written_once(tmp_path, point):
-    faults = [[0, point, 2, "kill"]]
-    found, _ = trained(tmp_path, 3, [0], way="eager", faults=faults, writes=True)
-    assert_exactly_once(found)
-    assert rows_of_log(tmp_path) == ["epoch", "0", "1", "2"]
     with zipfile.ZipFile(tmp_path / "best.keras") as file:
         assert file.testzip() is None
 
 
-@pytest.mark.parametrize("data", some(["arrays", "sequence", "generator", "loader"], ["arrays"]))
-def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data):
+BACKED_UP = [in_full(data, 3) for data in ("arrays", "sequence", "generator", "loader")]
+
+
+@pytest.mark.parametrize(("data", "size"), [("arrays", 2), *BACKED_UP])
+def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data, size):
     case = {"data": data, "way": "eager", "backs_up": True}
-    faults = [[2, "begin", 6, "kill"]]
-    found, _ = trained(tmp_path, 3, [2], least=3, faults=faults, **case)
+    faults = [[size - 1, "begin", 6, "kill"]]
+    found, _ = trained(tmp_path, size, [size - 1], least=size, faults=faults, **case)
     assert found[0]["error"].endswith(
         f"Start the job again: it goes on from this step, with {tmp_path}/backup."
     )
-    found, _ = trained(tmp_path, 2, [], **case)
+    found, _ = trained(tmp_path, size - 1, [], **case)
     for fact in found.values():
         assert fact["uses"] == [float(EPOCHS)] * BATCH * STEPS
         assert fact["iterations"] == fact["steps"] == EPOCHS * STEPS
@@ -250,7 +244,7 @@ def test_a_rank_that_writes_while_connections_are_lost_is_waited_for(tmp_path, t
     assert rows_of_log(tmp_path) == ["epoch", "0", "1", "2"]
 
 
-@pytest.mark.parametrize("stays", some([False, True], [True]))
+@pytest.mark.parametrize("stays", [in_full(False), True])
 def test_a_rank_that_has_missed_the_end_of_training_ends_as_the_others(tmp_path, stays):
     case = {"misses": [1, "end"], "stays": stays, "way": "eager"}
     began = time.monotonic()
@@ -424,15 +418,15 @@ def test_the_guide_has_the_table_of_what_is_refused():
     assert table.splitlines() == [f"| {row.what} | {row.remedy} |" for row in TABLE]
 
 
-STEPS_OF = [("graph", 11), ("graph", 12), ("xla", 11), ("xla", 12)]
-
-
-@pytest.mark.parametrize(("way", "number"), some(STEPS_OF, [("graph", 12), ("xla", 12)]))
-def test_no_weight_is_updated_by_a_step_that_fails(tmp_path, way, number):
+@pytest.mark.parametrize("number", [in_full(11), 12])
+@pytest.mark.parametrize(("data", "way"), [("arrays", "graph"), ("dataset", "xla")])
+def test_no_weight_is_updated_by_a_step_that_fails(tmp_path, data, way, number):
     """There are two buckets in a step: a rank is lost before the first, and before the second."""
     faults = [[2, "bucket", number, "kill"]]
-    found, _ = trained(tmp_path, 3, [2], way=way, faults=faults, more=64)
+    found, _ = trained(tmp_path, 3, [2], data=data, way=way, faults=faults, more=64)
     assert_exactly_once(found)
+    # Of that rank's rows in that epoch, those of the step before are in the metrics no more.
+    assert found[0]["history"]["seen"] == [48.0, 44.0, 48.0]
 
 
 @pytest.mark.full
