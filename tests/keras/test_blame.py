@@ -1,9 +1,10 @@
-"""What the launcher says of training programs: whose data failed, and whether ranks were apart."""
+"""What training programs are told at their end: whose data failed, and whether ranks were apart."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.jobs import run_job
 from tests.launching import run, script
 from tests.scope import in_full
 
@@ -48,6 +49,6 @@ def test_data_that_fails_on_one_rank_names_that_rank_and_the_users_line(tmp_path
 
 @pytest.mark.parametrize("end", ["trained apart", in_full("trained nothing"), in_full("sent")])
 def test_ranks_that_trained_apart_are_told_so_and_no_others(tmp_path, end):
-    done = run(tmp_path, "-n", "2", script(tmp_path, MODEL + ENDS[end]))
-    assert done.returncode == 0, done.stderr
-    assert (APART in done.stderr) == (end == "trained apart")
+    done = run_job(2, [str(tmp_path / script(tmp_path, MODEL + ENDS[end]))])
+    assert done.exit_code == 0, done.errors
+    assert (APART in done.errors) == (end == "trained apart")
