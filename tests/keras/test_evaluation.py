@@ -5,6 +5,8 @@ it also works between processes, with models that were never called, is looked a
 test_callbacks.py.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -17,8 +19,6 @@ from ringreduce.vocabulary.errors import ConfigError
 from tests.scope import in_full
 
 pytestmark = pytest.mark.timeout(120)
-
-SIZES = pytest.mark.parametrize("size", [1, 2, in_full(3)])
 
 
 def rows(count):
@@ -46,13 +46,18 @@ def by_all(size, work, make=make_model):
     return ring_of_threads(size, lambda comm: work(models[comm.rank], comm))
 
 
-# How many rows, and by which models.
+# How many ranks and rows, and by which models.
+MODELS = {1: make_model, 5: make_traced, 13: make_model}
 ROWS = pytest.mark.parametrize(
-    ("count", "make"), [(1, make_model), (2, make_model), (5, make_traced), (33, make_model)]
+    ("size", "count", "make"),
+    [
+        (1, 13, make_model),
+        *((2, *each) for each in MODELS.items()),
+        *(in_full(size, *each) for size in (1, 3) for each in MODELS.items()),
+    ],
 )
 
 
-@SIZES
 @ROWS
 def test_evaluation_is_that_of_one_process(size, count, make):
     x, y = rows(count)
@@ -67,7 +72,7 @@ def test_evaluation_of_a_loss_alone_is_a_number():
     def make():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.layers[0].set_weights([np.ones((2, 1)), np.zeros(1)])
-        model.compile(loss="mse")
+        model.compile(loss="mse", run_eagerly=True)
         return model
 
     x, y = rows(5)
@@ -81,7 +86,7 @@ def test_tensors_and_nested_inputs_are_shared_out():
     def make():
         inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
         model = keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]]))
-        model.compile(loss="mse")
+        model.compile(loss="mse", run_eagerly=True)
         return model
 
     x, y = rows(7)
@@ -99,19 +104,20 @@ def test_several_outputs_are_listed_in_keras_order():
         model.compile(loss=losses, metrics=metrics, run_eagerly=True)
         return model
 
-    x, _ = rows(7)
+    x, _ = rows(3)
     targets = {"a": x, "b": x}
     expected = make().evaluate(x, targets, verbose=0)
     assert len(expected) == 5
-    # On 8 ranks one has nothing, and so never gets to know its metrics.
-    results = by_all(8, lambda m, comm: rr.evaluate(m, x, targets, communicator=comm), make)
-    assert results == [expected] * 8
+    # On 4 ranks one has nothing, and so never gets to know its metrics.
+    results = by_all(4, lambda m, comm: rr.evaluate(m, x, targets, communicator=comm), make)
+    assert results == [expected] * 4
 
 
 def test_metrics_of_several_numbers_are_added():
     def make():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Activation("linear")])
-        model.compile(loss="mse", metrics=[keras.metrics.F1Score(threshold=0.5, name="f1")])
+        metrics = [keras.metrics.F1Score(threshold=0.5, name="f1")]
+        model.compile(loss="mse", metrics=metrics, run_eagerly=True)
         return model
 
     x, _ = rows(9)
@@ -134,7 +140,7 @@ def test_a_test_step_of_ones_own_is_averaged_over_ranks_that_had_data():
 
     def make():
         model = Model([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile(loss="mse")
+        model.compile(loss="mse", run_eagerly=True)
         return model
 
     x = np.array([[1.0], [4.0]])
@@ -167,9 +173,13 @@ def test_callbacks_see_this_ranks_share():
 
 # Keras's own warning, for a dataset whose length it has to find out.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-@SIZES
-@pytest.mark.parametrize("count", [1, 4, 23])
-@pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
+@pytest.mark.parametrize(
+    ("size", "count", "known"),
+    [
+        *((2, 1, True), (2, 13, False)),
+        *(in_full(*each) for each in itertools.product((1, 2, 3), (1, 4, 23), (True, False))),
+    ],
+)
 def test_datasets_are_dealt_out_by_batch(size, count, known):
     x, y = rows(count)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
@@ -203,7 +213,6 @@ def test_an_endless_dataset_needs_steps():
     assert by_all(2, work) == [expected] * 2
 
 
-@SIZES
 @ROWS
 def test_predictions_are_those_of_one_process(size, count, make):
     x, _ = rows(count)
@@ -226,7 +235,7 @@ class Outputs(keras.Model):
         }
 
 
-@pytest.mark.parametrize("count", [2, 7])
+@pytest.mark.parametrize("count", [2, in_full(7)])
 def test_the_structure_of_outputs_is_kept(count):
     x, _ = rows(count)
     expected = Outputs().predict(x, verbose=0)
@@ -274,14 +283,14 @@ def slices(*parts):
 
 def refused(function, make, y=None):
     """What all ranks are told of the data that `make` gives each; the ring must stay whole."""
-    x, _ = rows(33)
+    x, _ = rows(12)
 
     def work(model, comm):
         given = () if y is None else (y,)
         with pytest.raises(ringreduce.MismatchError) as caught:
             function(model, make(comm.rank), *given, communicator=comm)
         assert "check=False" in str(caught.value)
-        assert len(rr.predict(model, x, communicator=comm)) == 33
+        assert len(rr.predict(model, x, communicator=comm)) == 12
         function(model, make(comm.rank), *given, communicator=comm, check=False)
         return str(caught.value)
 
@@ -306,8 +315,8 @@ def test_what_has_a_way_of_its_own_is_refused_with_it(function):
     ("function", "known"),
     [
         (rr.evaluate, True),
-        (rr.predict, True),
-        pytest.param(rr.evaluate, False, marks=pytest.mark.full),
+        in_full(rr.predict, True),
+        in_full(rr.evaluate, False),
     ],
 )
 def test_an_unseeded_shuffle_is_refused_though_all_y_are_equal(function, known):
@@ -324,10 +333,10 @@ class Own(keras.utils.PyDataset):
 
     def __init__(self, rank):
         super().__init__()
-        self.x, self.y = (np.random.default_rng(rank).permutation(part) for part in rows(33))
+        self.x, self.y = (np.random.default_rng(rank).permutation(part) for part in rows(12))
 
     def __len__(self):
-        return 11
+        return 4
 
     def __getitem__(self, index):
         return self.x[3 * index : 3 * index + 3], self.y[3 * index : 3 * index + 3]
@@ -337,10 +346,10 @@ class Own(keras.utils.PyDataset):
 @pytest.mark.parametrize(
     ("make", "y"),
     [
-        (lambda rank: slices(rows(33)[0], rows(33)[1] + rank).batch(4), None),
-        (lambda rank: Own(rank), None),
-        (lambda rank: (Own(0)[i] for i in range(11 - rank)), None),
-        (lambda rank: rows(33)[0] + rank, rows(33)[1]),
+        (lambda rank: slices(rows(12)[0], rows(12)[1] + rank).batch(4), None),
+        in_full(lambda rank: Own(rank), None),
+        (lambda rank: (Own(0)[i] for i in range(4 - rank)), None),
+        (lambda rank: rows(12)[0] + rank, rows(12)[1]),
     ],
     ids=["other y", "PyDataset", "generator", "arrays"],
 )
@@ -350,7 +359,7 @@ def test_other_data_is_refused(make, y):
 
 
 def test_random_x_is_compared_only_where_there_is_no_y():
-    x, y = rows(33)
+    x, y = rows(12)
     generator = np.random.default_rng()
 
     def noise():
@@ -366,7 +375,7 @@ def test_random_x_is_compared_only_where_there_is_no_y():
 
     first, second = by_all(2, work)
     assert first == second
-    assert first[1] == 33
+    assert first[1] == 12
     noisy = slices(x).map(lambda x: x + noise()).batch(4)
     for text in refused(rr.predict, lambda rank: noisy):
         assert "for x that is random on purpose" in text
