@@ -12,14 +12,14 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 PROGRAM = "tests/programs/data.py"
 # Those that differ from others in how steps are counted or rows are taken.
 QUICK = [
-    *("traced", "steps within a pass", "steps executed by two"),
-    *("initial epoch of steps", "shuffled batches", "two outputs"),
+    *("steps executed by two", "initial epoch of steps", "shuffled batches", "two outputs"),
     *("dataset and batch size", "unknown of a pass", "validated by generator"),
     *("py dataset within a pass", "endless py dataset"),
     *("generator read again", "loader"),
     *("ragged", "sparse"),
 ]
 FULL = [
+    *("traced", "steps within a pass"),
     *("ragged split", "ragged dataset", "sparse dataset", "scipy generator", "list", "endless"),
     *("arrays", "no batch size", "steps of a pass", "steps and no batch size", "executed by two"),
     *("initial epoch", "dict", "tuple", "one weight for two outputs", "no targets", "tensors"),

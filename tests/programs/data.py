@@ -36,7 +36,7 @@ SPARSE = tf.sparse.from_dense(X * (X > 12))
 SCIPY = scipy.sparse.coo_matrix(X * (X > 12))
 
 
-TRACED = ("traced", "two", "ragged", "sparse")
+TRACED = ("traced", "two", "ragged", "sparse traced")
 
 
 def difference(targets, outputs):
@@ -79,7 +79,7 @@ def model_of(kind, steps_per_execution, role):
     elif kind == "ragged":
         inputs = keras.Input((None,), ragged=True)
         outputs = Total()(inputs)
-    elif kind == "sparse":
+    elif kind.startswith("sparse"):
         inputs = keras.Input((3,), sparse=True)
         outputs = dense()(inputs)
     elif kind == "no targets":
@@ -292,10 +292,10 @@ CASES = {
     "ragged py dataset": case(of(Batches, RAGGED, Y), "ragged"),
     "ragged generator": case(of(generated, RAGGED, Y), "ragged"),
     "sparse": case(named(x=SPARSE, y=Y), "sparse", epochs=2),
-    "sparse split": case(named(x=SPARSE, y=Y), "sparse", validation_split=0.3),
-    "sparse dataset": case(of(dataset, SPARSE, Y), "sparse", epochs=2),
-    "scipy": case(named(x=SCIPY, y=Y), "sparse"),
-    "scipy generator": case(lambda: {"x": csr()}, "sparse"),
+    "sparse split": case(named(x=SPARSE, y=Y), "sparse traced", validation_split=0.3),
+    "sparse dataset": case(of(dataset, SPARSE, Y), "sparse traced", epochs=2),
+    "scipy": case(named(x=SCIPY, y=Y), "sparse traced"),
+    "scipy generator": case(lambda: {"x": csr()}, "sparse traced"),
 }
 
 
@@ -305,7 +305,12 @@ EVALUATED = {
     "evaluate loader": (of(Loader), of(unknown), "dense"),
     "evaluate ragged": (lambda: {"x": RAGGED, "y": Y}, lambda: {"x": RAGGED, "y": Y}, "ragged", 4),
     "evaluate sparse": (lambda: {"x": SPARSE, "y": Y}, lambda: {"x": SPARSE, "y": Y}, "sparse", 4),
-    "evaluate scipy": (lambda: {"x": SCIPY, "y": Y}, lambda: {"x": SCIPY, "y": Y}, "sparse", 4),
+    "evaluate scipy": (
+        lambda: {"x": SCIPY, "y": Y},
+        lambda: {"x": SCIPY, "y": Y},
+        "sparse traced",
+        4,
+    ),
 }
 
 
