@@ -1,5 +1,7 @@
 """`rr.fit` with data of every form; each case prints one line of JSON.
 
+On 2 ranks steps are eager, since tracing takes longer, but for some cases; on 1 and 3 in graphs.
+
 What must come out is computed beside it, by plain Keras on the whole data with the same batches.
 """
 
@@ -36,6 +38,7 @@ RARE = {
     "class weights",
     "class weights of a dataset",
     "short epochs of arrays",
+    "eager",
     "jit",
     "shuffled py dataset",
     "own step and callback",
@@ -94,15 +97,15 @@ def fitted(case, given, alone=None, **options):
     """Fit on data of a form; and on what is said to be the same, with plain Keras."""
     if is_left_out(case):
         return
-    model = model_of(**options)
+    model = model_of(**{"run_eagerly": comm.size == 2, **options})
     for variable in model.trainable_variables:
         variable.assign_add(np.full(variable.shape, comm.rank))  # Rank 0's are used.
     history = rr.fit(model, **given, epochs=EPOCHS, verbose=0)
     facts = {"digest": digest(model.get_weights()), "history": history_of(history)}
     if alone is not None:
         # Its few steps take less time than tracing them.
-        plain = model_of(distributed=False, run_eagerly=True)
-        untrained = model_of(distributed=False)
+        plain = model_of(distributed=False, is_built=False, run_eagerly=True)
+        untrained = model_of(distributed=False, is_built=False)
         expected = plain.fit(**alone, shuffle=False, epochs=EPOCHS, verbose=0)
         facts["expected"] = history_of(expected)
         facts["difference"] = difference(model, plain)
@@ -141,27 +144,28 @@ def forms(prefix, count):
 
 
 def weights_and_splits():
-    x, y = arrays(93)
+    x, y = arrays(45)
     classes = (x[:, :1] > 1).astype("int32")
     both = np.concatenate([classes, 1 - classes], 1).astype("float32")
     base = {"x": x, "batch_size": BATCH}
-    weights = (np.arange(93) % 3).astype("float32")
+    weights = (np.arange(45) % 3).astype("float32")
+    split = {**base, "y": both, "class_weight": {0: 1.0, 1: 5.0}, "validation_split": 0.3}
+    fitted("split", {**split, "shuffle": False}, split, run_eagerly=False)
     for name, given in {
         "sample weights": {**base, "y": y, "sample_weight": weights},
         "class weights": {**base, "y": both, "class_weight": {0: 1.0, 1: 5.0}},
-        "split": {**base, "y": both, "class_weight": {0: 1.0, 1: 5.0}, "validation_split": 0.3},
     }.items():
         fitted(name, {**given, "shuffle": False}, given)
     data = tf.data.Dataset.from_tensor_slices((x, both)).batch(BATCH)
     fitted("class weights of a dataset", {"x": data, "class_weight": {0: 1.0, 1: 5.0}})
     whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    fitted("short epochs", {"x": whole, "steps_per_epoch": 4}, {"x": whole, "steps_per_epoch": 4})
-    given = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False, "steps_per_epoch": 4}
+    fitted("short epochs", {"x": whole, "steps_per_epoch": 2}, {"x": whole, "steps_per_epoch": 2})
+    given = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False, "steps_per_epoch": 2}
     fitted("short epochs of arrays", given)
 
 
 def compiled():
-    x, y = arrays(81)
+    x, y = arrays(33)
     given = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False}
     fitted("several steps", given, steps_per_execution=2)
     fitted("eager", given, {"x": x, "y": y, "batch_size": BATCH}, run_eagerly=True)
@@ -205,7 +209,7 @@ class SetsFactor(keras.callbacks.Callback):
 
 def own_steps():
     """Nothing but training runs what a user has written, on nothing but the user's data."""
-    x, y = arrays(81)
+    x, y = arrays(33)
     for case, kind, eager, callbacks in (
         ("own step", Own, False, []),
         ("own step and callback", Own, False, [SetsFactor()]),
@@ -238,7 +242,7 @@ def own_steps():
 def shuffled():
     """The order is that of one process; steps are eager, since it is made outside of them."""
     alone = ringreduce.Communicator(ringreduce.Config(rank=0, size=1))
-    x, y = arrays(93)
+    x, y = arrays(45)
     for name, data in {
         "shuffled arrays": {"x": x, "y": y, "batch_size": BATCH},
         "shuffled py dataset": {"x": Batches(x, y)},
@@ -262,14 +266,14 @@ def shuffled():
 
 def shares():
     """Ranks have 3, 1 and 2 parts of each batch; or what they measure, rank 1 being slow."""
-    x, y = arrays(81)
-    alone = {"x": x, "y": y, "batch_size": BATCH, "sample_weight": np.arange(81.0) % 3}
+    x, y = arrays(33)
+    alone = {"x": x, "y": y, "batch_size": BATCH, "sample_weight": np.arange(33.0) % 3}
     unequal = {"shuffle": False, "batch_share": (3, 1.0, 2)[comm.rank]}
     fitted("shares", {**alone, **unequal}, alone)
     data = tf.data.Dataset.from_tensor_slices((x, y, alone["sample_weight"])).batch(BATCH)
     fitted("shares of batches", {"x": data, **unequal})
     batches = endless(x, y, alone["sample_weight"])
-    fitted("shares of a generator", {"x": batches, "steps_per_epoch": 6, **unequal})
+    fitted("shares of a generator", {"x": batches, "steps_per_epoch": 3, **unequal})
     fitted("shares jit", {**alone, **unequal}, alone, jit_compile=True)
     exact_shares()
     measured_shares()
@@ -284,7 +288,7 @@ def exact_shares():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
         model.set_weights([np.arange(4, dtype="float32")[:, None]])
         optimizer = optimizer if is_alone else rr.DistributedOptimizer(optimizer)
-        model.compile(optimizer, loss=lambda _, values: values)
+        model.compile(optimizer, loss=lambda _, values: values, run_eagerly=comm.size == 2)
         if is_alone:
             model.fit(x, x[:, :1], BATCH, verbose=0, shuffle=False)
         else:
@@ -311,10 +315,10 @@ def measured_shares():
                 )
             return inputs
 
-    model = model_of(Told())
+    model = model_of(Told(), run_eagerly=True)
     plain = model_of(keras.layers.Identity(), distributed=False, run_eagerly=True)
     printed = io.StringIO()
-    given = {"x": x, "y": y, "batch_size": BATCH, "epochs": 3, "shuffle": False}
+    given = {"x": x, "y": y, "batch_size": BATCH, "epochs": 2, "shuffle": False}
     with contextlib.redirect_stdout(printed):
         rr.fit(model, **given, verbose=2, batch_share="measured", callbacks=[Slow()])
     plain.fit(**given, verbose=0)
@@ -338,11 +342,12 @@ def callbacks(folder):
                 raise RuntimeError("fails here")
 
     whole, first, again = (model_of(run_eagerly=True) for _ in range(3))
-    rr.fit(whole, x, y, epochs=4, verbose=0)
+    given = {"x": x[:32], "y": y[:32], "batch_size": BATCH, "epochs": 4, "verbose": 0}
+    rr.fit(whole, **given)
     try:
-        rr.fit(first, x, y, epochs=4, verbose=0, callbacks=Fails(), backup_dir=folder)
+        rr.fit(first, **given, callbacks=Fails(), backup_dir=folder)
     except RuntimeError:
-        history = rr.fit(again, x, y, epochs=4, verbose=0, backup_dir=folder)
+        history = rr.fit(again, **given, backup_dir=folder)
     say(
         "backup",
         epochs=history.epoch,
@@ -361,7 +366,7 @@ def saved(folder):
     broken = 0
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for _ in range(10):
+        for _ in range(5):
             comm.barrier()
             model.save(path)
             comm.barrier()
@@ -394,7 +399,7 @@ class Table(keras.layers.Layer):
 
 
 def warnings_of_differences():
-    x, y = arrays(93)
+    x, y = arrays(16)
     layers = keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.5, name="drop")
     model = model_of(*layers, run_eagerly=True)
     warned("parity", lambda: [rr.fit(model, x, y, verbose=0) for _ in range(2)])
@@ -416,10 +421,10 @@ def warnings_of_differences():
 def refusals():
     x, y = arrays(93)
     data = tf.data.Dataset.from_tensor_slices((x, y))
+    whole = model_of()
 
-    def refused(case, *given, model=None, **options):
-        own = model_of() if model is None else model
-        say(case, **error_of(lambda: rr.fit(own, *given, verbose=0, **options)))
+    def refused(case, *given, model=whole, **options):
+        say(case, **error_of(lambda: rr.fit(model, *given, verbose=0, **options)))
 
     refused("numbers", [1.0, 2.0], [1.0, 2.0])
     refused("no arrays", iter([(1.0, 2.0)]))
@@ -454,7 +459,7 @@ def refusals():
 def whole_data():
     """Nothing has been divided before it, in this process."""
     x, y = arrays(93)
-    model = model_of()
+    model = model_of(run_eagerly=True)
     warned("whole data", lambda: model.fit(x, y, verbose=0))
     warned("once", lambda: model_of(run_eagerly=True).fit(x, y, verbose=0))
     same, own = x[::2], x[comm.rank :: 2]
@@ -483,14 +488,17 @@ def whole_data():
 def different_arrays():
     x, y = arrays(93)
     # The last case: it breaks the ring.
-    say("different", **error_of(lambda: rr.fit(model_of(), x + comm.rank, y, verbose=0)))
+    say(
+        "different",
+        **error_of(lambda: rr.fit(model_of(run_eagerly=True), x + comm.rank, y, verbose=0)),
+    )
 
 
 def main():
     whole_data()
-    forms("uneven ", 81)
+    forms("uneven ", 33)
     if comm.size != 2:
-        forms("", 93)
+        forms("", 45)
     weights_and_splits()
     compiled()
     own_steps()
