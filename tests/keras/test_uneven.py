@@ -21,12 +21,14 @@ WAYS = {
     "sharded": 5,
     "sharded unknown": 5,
 }
-RARE = ("one execution", "joined twice", "sharded unknown")
+RARE = ("adam", "one execution", "eager", "joined twice", "sharded unknown")
 ON_RANKS = [
     *((SIZE, case) for case in WAYS if case not in RARE),
     *(in_full(2, case) for case in WAYS),
 ]
 EMPTY = ("empty infinity", "empty infinity normalized")
+# Eager on 3 ranks; on 2 in graphs.
+IN_BOTH = [SIZE, in_full(2)]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,12 @@ def facts():
     return facts_of("uneven", SIZE)
 
 
+@pytest.mark.parametrize("size", IN_BOTH)
 @pytest.mark.parametrize(
     "case", ["parts", "synchronized", "batches", *EMPTY, "accumulated", "eager loop", "graph loop"]
 )
-def test_ranks_end_bit_identical(facts, case):
-    digests = {facts[case][rank]["digest"] for rank in range(SIZE)}
+def test_ranks_end_bit_identical(size, case):
+    digests = {facts_of("uneven", size)[case][rank]["digest"] for rank in range(size)}
     assert len(digests) == 1
 
 
@@ -52,21 +55,31 @@ def test_all_train_as_one_process_on_the_batches_of_all(size, case):
         assert fact["moved"] > 0.1
 
 
-@pytest.mark.parametrize("case", ["known", "unknown", "by ranks", "adam", "sharded"])
-def test_a_step_is_traced_once(facts, case):
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        *((SIZE, case) for case in ("known", "unknown")),
+        *(in_full(2, case) for case in ("by ranks", "adam", "sharded")),
+    ],
+)
+def test_a_step_is_traced_once(size, case):
     """What it keeps from step to step is no variable of its trace."""
-    assert [facts[case][rank]["traces"] for rank in range(SIZE)] == [1] * SIZE
+    facts = facts_of("uneven", size)[case]
+    assert [facts[rank]["traces"] for rank in range(size)] == [1] * size
 
 
-def test_normalization_over_all_ranks_leaves_out_who_has_no_data(facts):
-    assert facts["synchronized"][0]["difference"] < 2e-6
+@pytest.mark.parametrize("size", IN_BOTH)
+def test_normalization_over_all_ranks_leaves_out_who_has_no_data(size):
+    assert facts_of("uneven", size)["synchronized"][0]["difference"] < 2e-6
 
 
-def test_a_model_of_parts_trains_as_one_process_does(facts):
+@pytest.mark.parametrize("size", IN_BOTH)
+def test_a_model_of_parts_trains_as_one_process_does(size):
     """Its optimizers are built too, and a slow copy of its weights follows in empty steps."""
-    for rank in range(SIZE):
-        assert facts["parts"][rank]["difference"] < 2e-6
-        assert facts["parts"][rank]["count"] == 6
+    facts = facts_of("uneven", size)["parts"]
+    for rank in range(size):
+        assert facts[rank]["difference"] < 2e-6
+        assert facts[rank]["count"] == 6
 
 
 @pytest.mark.parametrize("case", ["across ranks eager", "across ranks graph"])
@@ -76,9 +89,10 @@ def test_gradients_that_cross_ranks_count_by_the_samples_of_their_loss(facts, ca
         assert facts[case][rank]["digest"] == facts[case][0]["digest"]
 
 
+@pytest.mark.parametrize("size", IN_BOTH)
 @pytest.mark.parametrize("case", ["accumulated", "batches", "eager loop", "graph loop"])
-def test_loops_and_accumulation_weight_by_samples_too(facts, case):
-    assert facts[case][0]["difference"] < 2e-6
+def test_loops_and_accumulation_weight_by_samples_too(size, case):
+    assert facts_of("uneven", size)[case][0]["difference"] < 2e-6
 
 
 @pytest.mark.parametrize(("size", "case"), ON_RANKS)
