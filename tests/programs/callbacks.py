@@ -19,17 +19,15 @@ comm = rr.init()
 FOLDER = Path(sys.argv[1]) / f"rank{comm.rank}"
 
 
-def line_model(rate, kernel=0.0, *, distributed=True, metrics=(), seed=None):
-    """Prediction = kernel * input."""
+def line_model(rate, kernel=0.0, *, distributed=True, metrics=(), run_eagerly=True):
+    """Prediction = kernel * input; eager, since tracing takes longer than its few steps."""
     start = keras.initializers.Constant(kernel)
-    if seed is not None:
-        start = keras.initializers.RandomUniform(seed=seed)
     model = keras.Sequential(
         [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer=start)]
     )
     optimizer = keras.optimizers.SGD(rate)
     optimizer = rr.DistributedOptimizer(optimizer) if distributed else optimizer
-    model.compile(optimizer=optimizer, loss="mse", metrics=list(metrics))
+    model.compile(optimizer, "mse", metrics=list(metrics), run_eagerly=run_eagerly)
     return model if metrics else built(model)
 
 
@@ -51,7 +49,7 @@ def measures():
 def averaged_logs():
     """Rank r trains on two batches of 2 << r rows; rank 0 has nothing to validate."""
     ours = scores(comm.rank)
-    held = [scores(10 + rank) if rank else (ours[0][:0], ours[1][:0]) for rank in range(comm.size)]
+    held = [scores(2 + rank) if rank else (ours[0][:0], ours[1][:0]) for rank in range(comm.size)]
     model = line_model(0.0, 1.0, metrics=measures())
     last = {}
     end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: last.update(logs))
@@ -141,7 +139,7 @@ class Record(keras.callbacks.Callback):
 
 
 def nan_on_one_rank():
-    model = line_model(0.125)
+    model = line_model(0.125, run_eagerly=False)
     targets = column(*[1.0] * 8)
     if comm.rank == comm.size - 1:
         targets[2] = np.nan
@@ -195,7 +193,7 @@ def deep_model(seed):
         ]
     )
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0625, momentum=0.5))
-    model.compile(optimizer=optimizer, loss="mse")
+    model.compile(optimizer, "mse", run_eagerly=True)
     return model
 
 
@@ -291,7 +289,7 @@ def rates_that_differ():
 
 
 def warming_up():
-    model, rates = line_model(0.5), []
+    model, rates = line_model(0.5, run_eagerly=False), []
     record = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
     )
@@ -369,6 +367,7 @@ def prediction():
         "parts": [keras.layers.Rescaling(1.0)(inputs), keras.ops.argmax(inputs, axis=-1)],
     }
     model = keras.Model(inputs, outputs)
+    model.compile(run_eagerly=True)
     x = np.arange(69, dtype="float32").reshape(23, 3) % 16
 
     def alike(ours, theirs):
@@ -401,7 +400,7 @@ def averages_that_differ():
     keras.utils.set_random_seed(3)
     norm = keras.layers.BatchNormalization()
     model = keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mse")
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
     rows = np.arange(21, dtype="float32").reshape(7, 3)
     norm.moving_mean.assign(np.zeros(3))
     expected = model.evaluate(rows, rows[:, :1], verbose=0), model.predict(rows, verbose=0)
