@@ -15,7 +15,7 @@ def facts():
     return facts_of("steps", 2)
 
 
-ACCUMULATIONS = ("sgd", "adam, clipped", "eager", "several steps")
+ACCUMULATIONS = ("sgd", "adam, clipped, eager", "several steps")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ What must come out is computed beside it, by plain Keras, on the data of all ran
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import built, difference, digest, error_of, say
+from shared import built, difference, digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
 
+keep_graphs()
 comm = rr.init()
 LOSS = keras.losses.MeanSquaredError()
 
@@ -72,7 +73,8 @@ def half_precision(policy):
         inputs = np.minimum(inputs, 3.0)
     first = model.get_weights()[0].copy()
     optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
-    fit(model, optimizer, (inputs, targets), 4, is_built=False)
+    is_eager = policy == "mixed_bfloat16"
+    fit(model, optimizer, (inputs, targets), 4, is_built=False, run_eagerly=is_eager)
     scale = getattr(model.optimizer, "dynamic_scale", None)
     say(
         policy,
@@ -194,7 +196,8 @@ def accumulated_sparse_gradients(sparse_as_dense):
     optimizer = rr.DistributedOptimizer(
         keras.optimizers.SGD(1.0), accumulate_steps=2, sparse_as_dense=sparse_as_dense
     )
-    fit(model, optimizer, (index[:, comm.rank], np.zeros((2, 3, 2))), 1)
+    given = index[:, comm.rank], np.zeros((2, 3, 2))
+    fit(model, optimizer, given, 1, run_eagerly=sparse_as_dense)
     every = index.reshape(-1, 3)
     fit_alone(alone, keras.optimizers.SGD(1.0), (every, np.zeros((len(every), 3, 2))), len(every))
     case = f"accumulated {'dense' if sparse_as_dense else 'sparse'}"
@@ -247,7 +250,7 @@ def local_layer():
         optimizer.register_local_var(variable)
         variable.assign(variable + comm.rank)
     callbacks = [rr.callbacks.Broadcast(), rr.callbacks.VerifyReplicas(1)]
-    fit(model, optimizer, own(data(3, 4), 4), 4, callbacks=callbacks)
+    fit(model, optimizer, own(data(3, 4), 4), 4, callbacks=callbacks, run_eagerly=True)
     local, shared = ([w.tobytes().hex() for w in layer.get_weights()] for layer in model.layers)
     momenta = {v.path.rpartition("/")[2]: v.numpy().tobytes().hex() for v in optimizer.variables}
     kept = [
@@ -266,7 +269,7 @@ def schedules():
 
         model, alone = make_model(), make_model()
         optimizer = rr.DistributedOptimizer(make(), accumulate_steps=steps)
-        fit(model, optimizer, own(arrays, 4), 4)
+        fit(model, optimizer, own(arrays, 4), 4, run_eagerly=True)
         fit_alone(alone, make(), arrays, 4 * comm.size * steps)
         rate = float(optimizer.learning_rate)
         say(f"schedule {steps}", difference=difference(model, alone), rate=rate)
@@ -316,7 +319,8 @@ def frozen_layers():
     frozen.trainable = False
     before = frozen.get_weights()
     arrays = data(4, 4, seed=3)
-    fit(model, rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), own(arrays, 4), 4)
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    fit(model, optimizer, own(arrays, 4), 4, run_eagerly=True)
     same = all((a == b).all() for a, b in zip(before, frozen.get_weights(), strict=True))
     alone = make_model()
     alone.layers[0].trainable = False
@@ -327,16 +331,16 @@ def frozen_layers():
 
 
 def several_models():
-    """Two models and optimizers in turns, of equal and of other shapes."""
+    """Three models and optimizers in turns, of equal and of other shapes, one in graphs."""
     arrays = data(2, 4, seed=4)
     models = [make_model(seed=7), make_model(seed=8), make_model(keras.layers.Dense(3), seed=9)]
     alone = [make_model(seed=7), make_model(seed=8), make_model(keras.layers.Dense(3), seed=9)]
     optimizers = [rr.DistributedOptimizer(keras.optimizers.Adam(0.01)) for _ in models]
     plain = [keras.optimizers.Adam(0.01) for _ in models]
-    for _ in range(3):
+    for _ in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             if not model.compiled:
-                model.compile(optimizer=optimizer, loss=LOSS)
+                model.compile(optimizer, LOSS, run_eagerly=model is not models[0])
                 built(model)
             model.fit(*own(arrays, 4), batch_size=4, shuffle=False, verbose=0)
         for model, optimizer in zip(alone, plain, strict=True):
@@ -380,15 +384,23 @@ half_precision("mixed_float16")
 half_precision("mixed_bfloat16")
 wrapped_by_hand()
 accumulation("sgd", lambda: keras.optimizers.SGD(0.1, momentum=0.5))
-accumulation("adam, clipped", lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1))
-accumulation("eager", lambda: keras.optimizers.SGD(0.1), run_eagerly=True)
+accumulation(
+    "adam, clipped, eager",
+    lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    run_eagerly=True,
+)
 accumulation("several steps", lambda: keras.optimizers.SGD(0.1), steps_per_execution=4)
 accumulation(
     "mixed_float16",
     lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=16.0),
     policy="mixed_float16",
 )
-accumulation("mixed_bfloat16", lambda: keras.optimizers.SGD(0.1), policy="mixed_bfloat16")
+accumulation(
+    "mixed_bfloat16",
+    lambda: keras.optimizers.SGD(0.1),
+    policy="mixed_bfloat16",
+    run_eagerly=True,
+)
 accumulation_keeps_the_order()
 accumulation_forgets_infinity()
 accumulated_sparse_gradients(False)
