@@ -47,6 +47,7 @@ def at_least_one(tensor: Any) -> Any:
         ends = [tf.constant([0, 1], tensor.row_splits.dtype)] * tensor.ragged_rank
         one = tf.RaggedTensor.from_nested_row_splits(zero, ends)
         return tf.concat([tensor, one], 0)[: tf.maximum(count_of(tensor), 1)]
+    tensor = tf.convert_to_tensor(tensor)  # Eagerly `train_on_batch` gives an array.
     shape = tf.shape(tensor)
     one = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
     result = tf.cond(shape[0] > 0, lambda: tensor, lambda: one)

@@ -262,7 +262,8 @@ def moments_of_all_batches():
 
 def batch_by_batch():
     """`train_on_batch` of a model that was joined weights too; it needs no dataset."""
-    model = compiled(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = compiled(make_model(), optimizer, run_eagerly=IS_EAGER)
     rr.join(dataset_of(batches_of(comm.rank)), model)
     everyone = [batches_of(rank) for rank in range(comm.size)]
     for step in range(2):
