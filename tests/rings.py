@@ -41,7 +41,7 @@ __all__ = [
 # Far below the workers' own time limit, so that a failure is seen because it was noticed.
 SOON_S = 5.0
 # Ranks that disagree need not wait for anything but each other.
-MISMATCH_S = 2.0
+MISMATCH_S = 4.0
 TIMEOUT_S = 20.0
 
 PREAMBLE = """
