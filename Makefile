@@ -39,12 +39,13 @@ native native-sanitized: $(VENV)/.installed
 	    $(BIN)/ctest --test-dir build/native$$sanitizer --output-on-failure || exit 1; \
 	done
 
-# Many tests kill, stop and starve real processes, three tests at a time, since many wait. What fails is
-# run once more by itself; both runs are shown, since a race may pass the second time.
+# Many tests kill, stop and starve real processes, three tests at a time, since many wait; whole programs
+# in real time two at a time, since they do not. What fails is run once more by itself; both runs are
+# shown, since a race may pass the second time.
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay together: most share a ring that the first of them has started. Shared out by
 # tests/scheduling.py.
-AT_ONCE := -n 3 --dist loadfile --durations=10
+SHARED_OUT := --dist loadfile --durations=10
 AGAIN := --last-failed --last-failed-no-failures none
 
 # Waits of faults pass in a fraction of their time; XLA compiles at once rather than well, and
@@ -52,15 +53,15 @@ AGAIN := --last-failed --last-failed-no-failures none
 QUICK := RINGREDUCE_TIME_SCALE=0.4 XLA_FLAGS=--xla_backend_optimization_level=0 KEEP_GRAPHS=1
 
 check: $(VENV)/.installed
-	$(QUICK) $(PYTEST) $(AT_ONCE) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)
+	$(QUICK) $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)
 
 # Further sizes and combinations, other random examples, in real time; then the faults of `check` in real
 # time too, and in fresh processes.
 FAULTS := tests/communicator tests/transport tests/bootstrap/test_hellos.py
 
 check-full: $(VENV)/.installed
-	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) $(AT_ONCE) -m full || $(PYTEST) -m full $(AGAIN)
-	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) $(AT_ONCE) -m "not full" $(FAULTS) || \
+	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) -n 2 $(SHARED_OUT) -m full || $(PYTEST) -m full $(AGAIN)
+	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(FAULTS) || \
 	    $(PYTEST) -m "not full" $(FAULTS) $(AGAIN)
 
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
@@ -77,7 +78,7 @@ check-lowest: export NUMBA_CACHE_DIR = $(abspath $(LOWEST))/numba
 check-lowest: $(LOWEST)/.installed
 	export $(QUICK); \
 	$(LOWEST)/bin/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
-	{ $(LOWEST)/bin/python -m pytest $(AT_ONCE) -m "not full" $(FRAMEWORK) || \
+	{ $(LOWEST)/bin/python -m pytest -n 3 $(SHARED_OUT) -m "not full" $(FRAMEWORK) || \
 	  $(LOWEST)/bin/python -m pytest -m "not full" $(FRAMEWORK) $(AGAIN); }
 
 $(LOWEST)/.installed: $(SOURCES)
@@ -93,7 +94,7 @@ PYTHON_ALONE := tests/tensorflow/test_bridge.py tests/tensorflow/test_bridge_fai
     tests/keras/test_steps.py tests/keras/test_keras.py
 
 check-without-native: $(VENV)/.installed
-	export RINGREDUCE_NATIVE=0 $(QUICK); $(PYTEST) $(AT_ONCE) -m "not full" $(PYTHON_ALONE) || \
+	export RINGREDUCE_NATIVE=0 $(QUICK); $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(PYTHON_ALONE) || \
 	    $(PYTEST) -m "not full" $(PYTHON_ALONE) $(AGAIN)
 
 # The site, in build/docs. A link to a page, heading or name that does not exist is an error.
