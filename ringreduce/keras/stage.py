@@ -105,8 +105,8 @@ class Stage:
                 "on each copy of the model: dataset.batch(n, drop_remainder=True).",
             )
         size = rows // count
-        next_input = self._receiving(self.number - 1, self._arrives, size, count)
-        next_upstream = self._receiving(self.number + 1, self._leaves, size, count)
+        activations = _Incoming(self._chain, self.number - 1, self._arrives, size, count)
+        upstream = _Incoming(self._chain, self.number + 1, self._leaves, size, count)
         # By micro-batch, what its backward pass needs.
         left: dict[int, Any] = {}
         totals = self._totals
@@ -114,7 +114,7 @@ class Stage:
         for is_forward, number in schedule(self.number, self._stages, count):
             if is_forward:
                 own = number * size, (number + 1) * size
-                inputs = slice_rows(x, *own) if self.is_first else next_input()
+                inputs = slice_rows(x, *own) if self.is_first else activations.take()
                 if self.is_last:
                     judged = inputs, slice_rows(y, *own), slice_rows(sample_weight, *own)
                     left[number], logs = self._gradients(*judged)
@@ -124,7 +124,7 @@ class Stage:
                 continue
             found = left.pop(number)
             if not self.is_last:
-                found = found(next_upstream())
+                found = found(upstream.take())
             if not self.is_first:
                 first, *found = found
                 self._send(first, self.number - 1)
@@ -166,7 +166,7 @@ class Stage:
     def _inputs(self, x: Any) -> Any:
         if self.is_first:
             return x
-        return self._receiving(self.number - 1, self._arrives, int(rows_in(x)), 1)()
+        return _Incoming(self._chain, self.number - 1, self._arrives, int(rows_in(x)), 1).take()
 
     def _taped(self, inputs: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
         """The outputs for a micro-batch, and what makes of their gradient what `_found` returns."""
@@ -189,20 +189,29 @@ class Stage:
         array = np.ascontiguousarray(tensor)
         self._sent.append(self._chain.send(array, to, async_op=True))
 
-    def _receiving(self, source: int, spec: Any, rows: int, count: int) -> Callable[[], Any]:
-        """Returns the next of `count` arrays of a neighbour; the one after is on its way then."""
-        shape, dtype = spec or ((), "float32")
-        arrays = (np.empty((rows, *shape), dtype_named(dtype)) for _ in range(count if spec else 0))
-        works = (self._chain.recv(array, source, async_op=True) for array in arrays)
-        work: Any = next(works, None)
 
-        def take() -> Any:
-            nonlocal work
-            array = work.wait()
-            work = next(works, None)
-            return tf.convert_to_tensor(array)
+class _Incoming:
+    """`count` arrays that a neighbour sends; while one is used, the next is received."""
 
-        return take
+    def __init__(
+        self, chain: Communicator, source: int, spec: Spec | None, rows: int, count: int
+    ) -> None:
+        self._chain, self._source, self._spec, self._rows = chain, source, spec, rows
+        self._left = 0 if spec is None else count
+        self._work = self._begun()
+
+    def take(self) -> Any:
+        array = self._work.wait()
+        self._work = self._begun()
+        return tf.convert_to_tensor(array)
+
+    def _begun(self) -> Any:
+        if self._left == 0 or self._spec is None:
+            return None
+        self._left -= 1
+        shape, dtype = self._spec
+        array = np.empty((self._rows, *shape), dtype_named(dtype))
+        return self._chain.recv(array, self._source, async_op=True)
 
 
 class _Total:
