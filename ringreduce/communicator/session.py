@@ -270,12 +270,13 @@ class Session:
         first = self.failure or error
         if (engine := self.lasting.engine) is not None:
             engine.fail(self, first)
+        # The others may form the ring anew before a call fails here: in user code none does, nor
+        # does one whose result is there.
+        job, is_over = self.job, self._life.state >= State.LEAVING
+        trains = not self.membership.group and job is not None and job.has_ended is not None
+        if job is not None and trains and not is_over:
+            job.answer(self.config, is_busy=True)
         if self._recorder.current_call().operation is None:
-            # In user code no call fails. The others may form the ring anew before one does.
-            job, is_over = self.job, self._life.state >= State.LEAVING
-            trains = not self.membership.group and job is not None and job.has_ended is not None
-            if job is not None and trains and not is_over:
-                job.answer(self.config, is_busy=True)
             self._record(first)
 
     def broke(self, error: RingReduceError) -> None:

@@ -271,12 +271,15 @@ def test_a_rank_that_never_joins_is_named_on_all_ranks_at_the_limit(tmp_path: Pa
     hold()
     """
     with Ring(tmp_path, 3, program, transport="auto", join_timeout_s=2.0) as ring:
-        for fact in ring.wait("result", [0, 2]):
+        facts = ring.wait("result", [0, 2])
+        for fact in facts:
             assert fact["kind"] == "RendezvousError"
             assert fact["peer"] == 1
             assert "rank 1 did not come" in fact["text"]
-            assert 1.9 <= fact["seconds"] < 2.0 + 3.0
+            assert fact["seconds"] < 2.0 + 3.0
             record("never joins, limit 2 s", fact["seconds"])
+        # One that began later is told when the time of the other is over.
+        assert max(fact["seconds"] for fact in facts) >= 1.9
 
 
 # --- The network ----------------------------------------------------------------------------

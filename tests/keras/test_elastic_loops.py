@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from functools import partial
 
 import keras
 import numpy as np
@@ -18,6 +19,7 @@ from ringreduce.keras.repeating import repeaters
 from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
 from tests.jobs import run_job
+from tests.processes import wait_until
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -187,11 +189,18 @@ def test_what_a_lost_rank_would_take_with_it_is_refused_by_all_that_see_it(monke
     ring_of_threads(2, work)
 
 
-def anew(ring, error, stays):
-    """Fail with `error` on rank 2; all go on, rank 0 once it does not stay any more."""
+def anew(ring, error, stays, in_call=None):
+    """Fail with `error` on rank 2; all go on, rank 0 once it does not stay any more.
+
+    It learns of it in user code; or, with the event `in_call`, in a call that has its result.
+    """
     answer_others(ring, has_ended=False)
     ring.barrier()
+    if ring.rank == 0 and in_call:
+        known = partial(wait_until, lambda: in_call.set() or ring.failure, "the failure")
+        ring._session.calls.call("barrier", 0, known)
     if ring.rank == 2:
+        assert in_call is None or in_call.wait(30)
         ring.fail(error)
     failed = None
     while failed is None or (ring.rank == 0 and stays(time.monotonic() - failed)):
@@ -202,12 +211,14 @@ def anew(ring, error, stays):
     return ring.members
 
 
-def test_a_rank_that_has_lost_connections_in_a_callback_is_waited_for():
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_a_rank_that_has_lost_connections_in_a_callback_is_waited_for(is_in_call):
     """Longer than one of which nothing is known. It is told of its own loss."""
     error = PeerLostError("lost rank 0: its connection has ended, so it died", peer=0)
+    in_call = threading.Event() if is_in_call else None
 
     def work(ring):
-        return anew(ring, error, lambda seconds: seconds < 5.0)
+        return anew(ring, error, lambda seconds: seconds < 5.0, in_call)
 
     options = {"join_timeout_s": 4.0, "transport": "zmq"}
     assert ring_of_threads(3, work, **options) == [(0, 1, 2)] * 3
