@@ -102,13 +102,18 @@ OTHERS = """
 def other_rank(rank, settings):
     ringreduce.shutdown()
     own = ringreduce.init(rank=rank, local_rank=rank, size=2, local_size=2, **settings)
-    print("own", own.all_reduce(np.ones(1)).tolist(), flush=True)
+    say("own", own)
+
+def say(what, comm):
+    # One write a line: several processes share a rank's output, and print() writes word by word.
+    os.write(1, f"{what} {comm.all_reduce(np.ones(1)).tolist()}\\n".encode())
 
 if sys.argv[1:]:
-    print(*sys.argv[1:], comm.all_reduce(np.ones(1)).tolist(), flush=True)
+    say(sys.argv[1], comm)
 elif __name__ == "__main__":
     if comm.rank == 0:
-        print(*python("-m", "ringreduce", "run", "-n", "2", __file__, "nested"), flush=True)
+        nested = python("-m", "ringreduce", "run", "-n", "2", __file__, "nested")
+        os.write(1, "".join(f"{line}\\n" for line in nested).encode())
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         settings = {"rendezvous": f"127.0.0.1:{port}", "job_id": secrets.token_hex(8)}
