@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 # What an environment depends on.
 SOURCES := pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 
+# The tests start a thousand processes: modules are compiled when the first of them imports them.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := install --quiet --disable-pip-version-check --no-compile
+
 .PHONY: demo test test-full lint types native native-sanitized check check-full check-without-native \
     check-lowest soak docs dist release-notes clean
 
@@ -83,7 +87,7 @@ check-lowest: $(LOWEST)/.installed
 
 $(LOWEST)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" \
+	$(LOWEST)/bin/python -m pip $(INSTALL) --editable ".[test]" \
 	    "keras==3.12.*" $(LOWEST_VERSIONS)
 	touch $@
 
@@ -132,7 +136,7 @@ $(VENV)/.examples: EXTRA := examples
 $(VENV)/.installed: EXTRA := dev
 $(VENV)/.examples $(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRA)]"
+	$(BIN)/python -m pip $(INSTALL) --editable ".[$(EXTRA)]"
 	touch $(VENV)/.examples $@
 
 clean:
