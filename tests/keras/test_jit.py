@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(native.library() is None, reason="without the native library"),
 ]
 
-JOINED = [f"join {case}" for case in ("known", "unknown", "gradients", "gradients later")]
+JOINED = ["join all", "join gradients"]
 
 
 @pytest.fixture(params=[2, in_full(3)], scope="module")
@@ -108,13 +108,11 @@ def test_what_a_loop_does_not_change_is_reduced_in_each_turn(facts):
         assert fact["ends"] == [small, large, small, large]
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_gradients_alone_can_be_compiled(facts, policy):
-    said = of(facts, f"gradients alone {policy}")
+def test_gradients_alone_can_be_compiled(facts):
+    said = of(facts, "gradients alone")
     assert len({fact["digest"] for fact in said}) == 1
     for fact in said:
-        # In half precision XLA rounds less often on the way.
-        assert fact["difference"] < (2e-6 if policy == "float32" else 2e-3)
+        assert fact["difference"] < 2e-3  # In half precision XLA rounds less often on the way.
         for name, values in fact["expected"].items():
             assert fact["history"][name] == pytest.approx(values, rel=1e-3)
 
