@@ -12,14 +12,12 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 PROGRAM = "tests/programs/data.py"
 # Those that differ from others in how steps are counted or rows are taken.
 QUICK = [
-    *("steps executed by two", "initial epoch of steps", "shuffled batches", "two outputs"),
+    *("initial epoch of steps", "shuffled batches", "two outputs"),
     *("dataset and batch size", "unknown of a pass", "validated by generator"),
-    *("py dataset within a pass", "endless py dataset"),
-    *("generator read again", "loader"),
-    *("ragged", "sparse"),
+    *("py dataset within a pass", "generator read again", "loader", "ragged", "sparse"),
 ]
 FULL = [
-    *("traced", "steps within a pass"),
+    *("traced", "steps within a pass", "steps executed by two", "endless py dataset"),
     *("ragged split", "ragged dataset", "sparse dataset", "scipy generator", "list", "endless"),
     *("arrays", "no batch size", "steps of a pass", "steps and no batch size", "executed by two"),
     *("initial epoch", "dict", "tuple", "one weight for two outputs", "no targets", "tensors"),
@@ -42,8 +40,8 @@ REFUSED = {
     "numbers of Python": "cannot share out list among ranks. Pass arrays",
     "generator of lists": "Yield arrays.",
 }
-EVALUATED_QUICK = ["evaluate generator", "evaluate sparse"]
-EVALUATED_FULL = ["evaluate loader", "evaluate ragged", "evaluate scipy"]
+EVALUATED_QUICK = ["evaluate generator"]
+EVALUATED_FULL = ["evaluate sparse", "evaluate loader", "evaluate ragged", "evaluate scipy"]
 
 
 def of_both(quick, full):

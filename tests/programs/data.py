@@ -36,7 +36,7 @@ SPARSE = tf.sparse.from_dense(X * (X > 12))
 SCIPY = scipy.sparse.coo_matrix(X * (X > 12))
 
 
-TRACED = ("traced", "two", "ragged", "sparse traced")
+TRACED = ("traced", "two", "ragged traced", "sparse traced")
 
 
 def difference(targets, outputs):
@@ -76,7 +76,7 @@ def model_of(kind, steps_per_execution, role):
         outputs = dense()(inputs[0]) + inputs[1]
     elif kind == "two outputs":
         outputs = {"a": dense()(inputs), "b": dense()(inputs)}
-    elif kind == "ragged":
+    elif kind.startswith("ragged"):
         inputs = keras.Input((None,), ragged=True)
         outputs = Total()(inputs)
     elif kind.startswith("sparse"):
@@ -288,9 +288,9 @@ CASES = {
     ),
     "ragged": case(named(x=RAGGED, y=Y), "ragged", epochs=2),
     "ragged split": case(named(x=RAGGED, y=Y), "ragged", validation_split=0.3),
-    "ragged dataset": case(of(dataset, RAGGED, Y), "ragged", epochs=2),
+    "ragged dataset": case(of(dataset, RAGGED, Y), "ragged traced", epochs=2),
     "ragged py dataset": case(of(Batches, RAGGED, Y), "ragged"),
-    "ragged generator": case(of(generated, RAGGED, Y), "ragged"),
+    "ragged generator": case(of(generated, RAGGED, Y), "ragged traced"),
     "sparse": case(named(x=SPARSE, y=Y), "sparse", epochs=2),
     "sparse split": case(named(x=SPARSE, y=Y), "sparse traced", validation_split=0.3),
     "sparse dataset": case(of(dataset, SPARSE, Y), "sparse traced", epochs=2),
