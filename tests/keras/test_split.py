@@ -31,7 +31,8 @@ def test_attention_is_drawn_trained_gathered_and_saved_as_the_unsplit_one(said):
         assert [8, 1, 2] in fact["shapes"]  # one of two heads of keys
 
 
-def test_two_blocks_over_two_pairs_train_as_one_process_does():
+@pytest.mark.parametrize("said", [said, in_full(said_now)], ids=["eager", "graph"])
+def test_two_blocks_over_two_pairs_train_as_one_process_does(said):
     for fact in said(4, "deep"):
         assert fact["start"] == 0.0
         assert fact["end"] < 1e-5
