@@ -18,8 +18,9 @@ def said(size, case):
     return [fact for _, fact in sorted(facts_of("pipeline", size)[case].items())]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])  # Also fewer than stages.
+@pytest.mark.parametrize(
+    ("size", "micro_batches"), [(3, 8), *(in_full(s, n) for s in (2, 4) for n in (1, 2, 8))]
+)
 def test_a_step_is_exactly_that_of_one_process(size, micro_batches):
     for fact in said(size, f"exact {micro_batches}"):
         assert fact["apart"] == 0.0
@@ -47,9 +48,9 @@ def test_batches_of_a_dataset_train_a_table(size):
         assert fact["predicted"] == [24, 1]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_copies_with_unequal_shares_count_by_rows(size):
-    for fact in said(size, "unequal"):
+@pytest.mark.full  # Only 4 ranks have two copies.
+def test_copies_with_unequal_shares_count_by_rows():
+    for fact in said(4, "unequal"):
         assert fact["apart"] < 1e-6
         assert fact["history"] < 1e-6
 
@@ -124,7 +125,7 @@ def test_stages_with_other_data_are_told_before_training(size):
         assert "found different arrays as the data given to Pipeline.fit" in fact["text"]
 
 
-@pytest.mark.full  # The only one on 4 ranks.
+@pytest.mark.full  # Only on 4 ranks.
 def test_an_optimizer_that_averages_over_other_stages_is_refused():
     for fact in said(4, "whole job"):
         assert fact["error"] == "ConfigError"
