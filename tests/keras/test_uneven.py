@@ -1,4 +1,4 @@
-"""Ranks with 5, 3 and no batches, of unequal lengths: what they train to, and when they end."""
+"""Ranks with batches of unequal numbers and lengths: what they train to, and when they end."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
-SIZE = 3
+SIZE = 2
 # Batches that Keras reports in each epoch, of 5 steps.
 WAYS = {
     "known": 5,
@@ -21,14 +21,13 @@ WAYS = {
     "sharded": 5,
     "sharded unknown": 5,
 }
-RARE = ("adam", "one execution", "eager", "joined twice", "sharded unknown")
+RARE = ("unknown", "adam", "one execution", "eager", "joined twice", "sharded unknown")
 ON_RANKS = [
     *((SIZE, case) for case in WAYS if case not in RARE),
-    *(in_full(2, case) for case in WAYS),
+    *(in_full(3, case) for case in WAYS),
 ]
-EMPTY = ("empty infinity", "empty infinity normalized")
-# Eager on 3 ranks; on 2 in graphs.
-IN_BOTH = [SIZE, in_full(2)]
+# Mostly eager on 2 ranks; on 3 in graphs.
+IN_BOTH = [SIZE, in_full(3)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def facts():
 
 @pytest.mark.parametrize("size", IN_BOTH)
 @pytest.mark.parametrize(
-    "case", ["parts", "synchronized", "batches", *EMPTY, "accumulated", "eager loop", "graph loop"]
+    "case", ["parts", "synchronized", "batches", "empty infinity", "accumulated", "own loop"]
 )
 def test_ranks_end_bit_identical(size, case):
     digests = {facts_of("uneven", size)[case][rank]["digest"] for rank in range(size)}
@@ -50,16 +49,15 @@ def test_ranks_end_bit_identical(size, case):
 def test_all_train_as_one_process_on_the_batches_of_all(size, case):
     found = [facts_of("uneven", size)[case][rank] for rank in range(size)]
     assert len({fact["digest"] for fact in found}) == 1
-    for fact in found:
-        assert fact["difference"] < 2e-6
-        assert fact["moved"] > 0.1
+    assert found[0]["difference"] < 2e-6
+    assert found[0]["moved"] > 0.1
 
 
 @pytest.mark.parametrize(
     ("size", "case"),
     [
-        *((SIZE, case) for case in ("known", "unknown")),
-        *(in_full(2, case) for case in ("by ranks", "adam", "sharded")),
+        *((SIZE, case) for case in ("known", "several steps")),
+        *(in_full(3, case) for case in ("unknown", "by ranks", "adam", "sharded")),
     ],
 )
 def test_a_step_is_traced_once(size, case):
@@ -76,10 +74,9 @@ def test_normalization_over_all_ranks_leaves_out_who_has_no_data(size):
 @pytest.mark.parametrize("size", IN_BOTH)
 def test_a_model_of_parts_trains_as_one_process_does(size):
     """Its optimizers are built too, and a slow copy of its weights follows in empty steps."""
-    facts = facts_of("uneven", size)["parts"]
-    for rank in range(size):
-        assert facts[rank]["difference"] < 2e-6
-        assert facts[rank]["count"] == 6
+    fact = facts_of("uneven", size)["parts"][0]
+    assert fact["difference"] < 2e-6
+    assert fact["count"] == 6
 
 
 @pytest.mark.parametrize("case", ["across ranks eager", "across ranks graph"])
@@ -90,7 +87,7 @@ def test_gradients_that_cross_ranks_count_by_the_samples_of_their_loss(facts, ca
 
 
 @pytest.mark.parametrize("size", IN_BOTH)
-@pytest.mark.parametrize("case", ["accumulated", "batches", "eager loop", "graph loop"])
+@pytest.mark.parametrize("case", ["accumulated", "batches", "own loop"])
 def test_loops_and_accumulation_weight_by_samples_too(size, case):
     assert facts_of("uneven", size)[case][0]["difference"] < 2e-6
 
@@ -106,20 +103,17 @@ def test_epochs_end_together(size, case):
 
 
 def test_empty_steps_leave_no_trace_in_metrics_and_moving_averages(facts):
-    for rank in (0, 1):
-        fact = facts["metrics"][rank]
-        assert fact["mae"] == fact["expected"]
-        assert fact["norm"] == fact["norm_alone"]
-    assert facts["metrics"][2]["mae"] == [0.0]
-    assert facts["metrics"][2]["norm"] == facts["metrics"][2]["norm_alone"]
+    first, without_data = (facts["metrics"][rank] for rank in range(SIZE))
+    assert first["mae"] == first["expected"]
+    assert without_data["mae"] == [0.0]
+    assert all(fact["norm"] == fact["norm_alone"] for fact in (first, without_data))
 
 
-@pytest.mark.parametrize("case", EMPTY)
-def test_an_infinity_of_an_empty_step_does_not_count(facts, case):
+def test_an_infinity_of_an_empty_step_does_not_count(facts):
     """In no weight, and in no log, where TerminateOnNaN would end training."""
     for rank in range(SIZE):
-        assert facts[case][rank]["finite"]
-        assert facts[case][rank]["counts"] == [5]
+        assert facts["empty infinity"][rank]["finite"]
+        assert facts["empty infinity"][rank]["counts"] == [5]
 
 
 @pytest.mark.parametrize("rank", range(SIZE))
@@ -129,22 +123,21 @@ def test_an_empty_step_logs_what_the_last_real_one_did(facts, rank):
 
 
 def test_a_weight_ends_with_its_block(facts):
-    """Weights 1, 2, 3 of gradients 0, 1, 2; the same around others; none."""
+    """Weights 1 and 2 of gradients 0 and 1; the same around others; none."""
     for rank in range(SIZE):
-        assert facts["nested weights"][rank]["moved"] == pytest.approx([-8 / 6, -8 / 6, -1.0])
+        assert facts["nested weights"][rank]["moved"] == pytest.approx([-2 / 3, -2 / 3, -0.5])
 
 
-@pytest.mark.parametrize("case", ["eager loop", "graph loop"])
-def test_a_loop_is_told_how_many_samples_are_real(facts, case):
-    seen = [facts[case][rank]["seen"] for rank in range(SIZE)]
-    assert seen == [[4, 4, 4, 4, 2], [4, 4, 1, 0, 0], [0, 0, 0, 0, 0]]
+def test_a_loop_is_told_how_many_samples_are_real(facts):
+    seen = [facts["own loop"][rank]["seen"] for rank in range(SIZE)]
+    assert seen == [[4, 4, 4, 4, 2], [4, 4, 1, 0, 0]]
 
 
 def test_a_weight_of_zero_leaves_out_even_nan(facts):
-    # (1 * 1 + 2 * 2) / 3, once eagerly and once more in a function.
+    # Rank 1's gradient of 1, once eagerly and once more in a function.
     for rank in range(SIZE):
-        assert facts["own weight"][rank]["eager"] == pytest.approx([-5 / 3])
-        assert facts["own weight"][rank]["graph"] == pytest.approx([-10 / 3])
+        assert facts["own weight"][rank]["eager"] == pytest.approx([-1])
+        assert facts["own weight"][rank]["graph"] == pytest.approx([-2])
 
 
 @pytest.mark.parametrize(
