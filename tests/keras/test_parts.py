@@ -95,7 +95,6 @@ def test_an_id_out_of_range_is_an_error_on_all_ranks(name, value, way):
         ("tape", "Use DistributedOptimizer with a plain tape"),
         ("compiled", "jit_compile=False"),
         ("constraint", "got a constraint"),
-        ("lamb", "Lamb"),
         ("adafactor", "Adafactor"),
     ],
 )

@@ -183,7 +183,8 @@ def experts(case, count, batch):
     rows = np.array([[i % comm.size, 2.0 ** (i % 3)] for i in range(count)], "float32")
     targets = np.zeros((count, 2), "float32")
     keras.utils.set_random_seed(1)
-    model = with_experts(layer := Experts(), rr.DistributedOptimizer)
+    is_eager = comm.size == 2
+    model = with_experts(layer := Experts(), rr.DistributedOptimizer, run_eagerly=is_eager)
     alone = with_experts(plain := Plain(), lambda optimizer: optimizer, run_eagerly=True)
     rr.fit(model, rows, targets, batch_size=batch, shuffle=False, verbose=0)
     alone.fit(rows, targets, batch_size=batch, shuffle=False, verbose=0)
@@ -294,16 +295,12 @@ def refused():
     constraint = keras.constraints.MaxNorm()
     limited = rr.ShardedEmbedding(ROWS, 2, embeddings_constraint=constraint)
     say("constraint", **error_of(limited.build))
-    for name, inner in (
-        ("lamb", keras.optimizers.Lamb(0.1)),
-        ("adafactor", keras.optimizers.Adafactor(0.1)),
-    ):
-        model = sharded(inner)
-        say(name, **error_of(lambda model=model: rr.fit(model, *data(8), verbose=0)))
+    model = sharded(keras.optimizers.Adafactor(0.1))
+    say("adafactor", **error_of(lambda: rr.fit(model, *data(8), verbose=0)))
     half = comm.split(comm.rank % 2) if comm.size == 4 else None
     if half is not None:
-        model = sharded(communicator=half)
-        say("other group", **error_of(lambda: rr.fit(model, *data(8), verbose=0)))
+        other = sharded(communicator=half)
+        say("other group", **error_of(lambda: rr.fit(other, *data(8), verbose=0)))
 
 
 def looked_up():
@@ -364,31 +361,19 @@ def evaluated():
     found = {}
     for name, count in (("many", 17), ("few", 1)):
         ids, targets = data(count, 1)
-        own = rr.evaluate(model, ids, targets, batch_size=4)
+        batches = tf.data.Dataset.from_tensor_slices((ids, targets)).batch(8)
+        if name == "many":
+            own = rr.evaluate(model, ids, targets, batch_size=4)
+            outputs = rr.predict(model, batches.map(lambda x, y: x))
+        else:
+            own, outputs = rr.evaluate(model, batches), rr.predict(model, ids)
         theirs = twin.evaluate(ids, targets, batch_size=4, verbose=0)
         found[name] = float(np.abs(np.array(own) - theirs).max())
-        batches = tf.data.Dataset.from_tensor_slices((ids, targets)).batch(8)
-        own = rr.evaluate(model, batches)
-        found[f"{name} batches"] = float(np.abs(np.array(own) - theirs).max())
-        expected = twin.predict(ids, verbose=0)
-        found[f"{name} predicted"] = float(np.abs(rr.predict(model, ids) - expected).max())
-        again = rr.predict(model, batches.map(lambda x, y: x))
-        found[f"{name} predicted batches"] = float(np.abs(again - expected).max())
-    ids, targets = data()
-    validation = data(9, 2)
-    history = rr.fit(
-        model,
-        ids,
-        targets,
-        batch_size=BATCH,
-        shuffle=False,
-        verbose=0,
-        validation_data=validation,
-        validation_batch_size=4,
-    ).history
-    alone = twin.fit(
-        ids, targets, batch_size=BATCH, shuffle=False, verbose=0, validation_data=validation
-    ).history
+        found[f"{name} predicted"] = float(np.abs(outputs - twin(ids)).max())
+    ids, targets = data(8)
+    given = {"x": ids, "y": targets, "verbose": 0, "validation_data": data(9, 2)}
+    history = rr.fit(model, **given, validation_batch_size=4).history
+    alone = twin.fit(**given).history
     found["validated"] = abs(history["val_loss"][0] - alone["val_loss"][0])
     say("evaluated", **found)
 
