@@ -25,7 +25,7 @@ def facts():
         "local eager",
         "local, overlapped eager",
         "diloco eager",
-        *(f"diloco, overlapped {way}" for way in ("eager", "graph", "jit")),
+        *(f"diloco, overlapped {way}" for way in ("eager", "jit")),
     ],
 )
 def test_it_is_what_the_simulation_gives(facts, case):
@@ -34,10 +34,7 @@ def test_it_is_what_the_simulation_gives(facts, case):
     assert len({fact["digest"] for fact in found}) == 1
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["local, uneven eager", *(f"diloco, overlapped, uneven {way}" for way in ("eager", "graph"))],
-)
+@pytest.mark.parametrize("case", ["local, uneven eager", "diloco, overlapped, uneven graph"])
 def test_ranks_count_by_samples_and_may_settle_in_between(facts, case):
     found = [facts[case][rank] for rank in RANKS]
     assert max(fact["off"] for fact in found) < 2e-6
@@ -72,34 +69,26 @@ def test_fit_ends_each_epoch_and_itself_with_equal_weights(facts):
 
 def test_the_outer_optimizer_is_saved(facts):
     first, *others = (facts["saved"][rank] for rank in RANKS)
-    assert len(set(first["first"])) == len(set(first["digests"])) == 1
-    assert first["forgetful"] != first["digests"][0]
+    assert len(set(first["first"])) == 1
+    whole, loaded, forgetful = first["digests"]
+    assert whole == loaded != forgetful
     for other in others:
         assert other["digests"] == first["digests"]
 
 
 def test_ranks_that_step_alone_ask_nothing_of_others(facts):
     fact = facts["asked"][0]
-    # Three meetings, and what an epoch needs; else two calls in each of 31 steps.
-    assert fact["alone"] < 40 < 62 <= fact["each step"]
+    # Three meetings, and what an epoch needs; else two calls more in each of 13 steps.
+    assert fact["alone"] < 40 < 52 < fact["each step"], fact
     for rank in RANKS:
         assert facts["asked"][rank]["alone digest"] == fact["alone digest"]
 
 
-@pytest.mark.parametrize("name", ["local", "diloco"])
-def test_a_job_that_is_started_again_goes_on_after_the_last_epoch(facts, name):
-    found = [facts[f"resumed {name}"][rank] for rank in RANKS]
-    for fact in found:
-        assert fact["epochs"] == [2]
-        assert fact["digest"] == fact["loaded"] == fact["undisturbed"]
-    assert len({(fact["digest"], fact["loaded"]) for fact in found}) == 1
-
-
-def test_early_stopping_ends_all_with_the_best_epochs_weights(facts):
-    for rank in RANKS:
-        fact = facts["early"][rank]
-        assert fact["epochs"] == [0, 1, 2, 3]
-        assert fact["digest"] == fact["best"] == facts["early"][0]["best"]
+def test_a_job_that_is_started_again_goes_on_after_the_last_epoch(facts):
+    found = [facts["resumed"][rank] for rank in RANKS]
+    assert [fact["epochs"] for fact in found] == [[1], [1]]
+    # Undisturbed, from the backup, and from the checkpoint.
+    assert len({digest for fact in found for digest in fact["digests"]}) == 1
 
 
 def test_one_that_stops_between_meetings_takes_all_with_it_at_the_next(facts):
@@ -128,10 +117,9 @@ def test_a_meeting_counts_as_reducing_and_blocks_for_as_long_as_it_is_waited_for
 @pytest.mark.parametrize(
     ("when", "compression", "transport"),
     [
-        ("between", "none", "auto"),
-        ("under way", "int8", "zmq"),
+        ("under way", "none", "auto"),
         in_full("between", "bf16", "zmq"),
-        in_full("under way", "none", "auto"),
+        in_full("under way", "int8", "zmq"),
     ],
 )
 def test_a_rank_killed_between_meetings_or_in_one_is_named(when, compression, transport):
