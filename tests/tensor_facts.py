@@ -19,12 +19,13 @@ WAYS = ("eager", "graph", pytest.param("jit", marks=needs_xla))
 def on_2_only(*ways: str) -> Any:
     """`size` and `how`: on 2 ranks those `ways`, and on 1 and 3, in `make test-full`, all."""
     marks = {"jit": (pytest.mark.full, needs_xla)}
+    usual = [pytest.param(2, how, marks=needs_xla if how == "jit" else ()) for how in ways]
     others = [
         pytest.param(size, how, marks=marks.get(how, pytest.mark.full))
         for size in (1, 3)
         for how in ("eager", "graph", "jit")
     ]
-    return pytest.mark.parametrize(("size", "how"), [*((2, how) for how in ways), *others])
+    return pytest.mark.parametrize(("size", "how"), [*usual, *others])
 
 
 def facts_of(size: int) -> dict[str, list[Any]]:

@@ -22,8 +22,7 @@ every_size = pytest.mark.parametrize("size", SIZES)
 every_way = pytest.mark.parametrize("how", WAYS)
 
 
-@every_size
-@every_way
+@on_2_only("eager")
 def test_training_with_it_is_training_with_the_wrapper(how, size):
     first = facts_of(size)["tape"][0]
     for fact in facts_of(size)["tape"]:
