@@ -6,7 +6,7 @@ What is right is what one process does: an optimizer over a group of this rank a
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import difference, digest, error_of, say
+from shared import difference, digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
 
@@ -60,24 +60,23 @@ def applied(case, accumulate_steps=1):
     )
 
 
-def fitted(case, layer, make):
+def fitted(case, layer, make, is_eager=False):
     """`rr.fit` on 65 rows in batches of 64: in the last one most ranks have no row."""
     generator = np.random.default_rng(0)
     ids = 3 * generator.integers(0, 334, (65, 3))
     targets = generator.normal(size=(65, 1)).astype("float32")
 
-    def model_of(layer, communicator=None):
+    def model_of(layer, communicator=None, **options):
         keras.utils.set_random_seed(3)
         model = keras.Sequential(
             [keras.Input((3,), dtype="int64"), layer, keras.layers.Flatten(), keras.layers.Dense(1)]
         )
-        model.compile(optimizer=optimizer_of(make(), communicator), loss="mse")
+        model.compile(optimizer_of(make(), communicator), "mse", **options)
         return model
 
-    model = model_of(layer(1003, WIDTH, embeddings_initializer="ones", name="table"))
-    twin = model_of(
-        keras.layers.Embedding(1003, WIDTH, embeddings_initializer="ones", name="table"), alone
-    )
+    of_table = {"embeddings_initializer": "ones", "name": "table"}
+    model = model_of(layer(1003, WIDTH, **of_table), run_eagerly=is_eager)
+    twin = model_of(keras.layers.Embedding(1003, WIDTH, **of_table), alone, run_eagerly=True)
     options = {"batch_size": 64, "epochs": 2, "shuffle": False, "verbose": 0}
     rr.fit(model, ids, targets, **options)
     twin.fit(ids, targets, **options)
@@ -102,11 +101,12 @@ def adagrad():
     return keras.optimizers.Adagrad(2**-6, clipnorm=0.5)
 
 
+keep_graphs()
 applied("applied")
 applied("accumulated", accumulate_steps=2)
 fitted("fit", keras.layers.Embedding, momentum)
-fitted("sharded", rr.ShardedEmbedding, momentum)
-fitted("sharded, clipped", rr.ShardedEmbedding, adagrad)
+fitted("sharded", rr.ShardedEmbedding, momentum, is_eager=True)
+fitted("sharded, clipped", rr.ShardedEmbedding, adagrad, is_eager=True)
 chosen = "all" if comm.rank == 0 else "touched"
 other = rr.DistributedOptimizer(keras.optimizers.SGD(0.5), update_rows=chosen)
 say("settings", **error_of(lambda: other.build([keras.Variable(tf.zeros((2, 2)))])))
