@@ -97,18 +97,20 @@ def stopping_and_reducing():
         callbacks=[rr.callbacks.Together(callbacks)],
         **options,
     )
-    alone = line_model(0.0625, distributed=False)
     targets = [8 * rank / (comm.size - 1) for rank in range(comm.size)]
     plain = [
         keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
         keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5),
     ]
-    expected = alone.fit(
-        *train,
-        validation_data=(column(*[1] * comm.size), column(*targets)),
-        callbacks=plain,
-        **options,
-    )
+
+    def alone():
+        model = line_model(0.0625, distributed=False)
+        held = column(*[1] * comm.size), column(*targets)
+        expected = model.fit(*train, validation_data=held, callbacks=plain, **options)
+        rates = expected.history["learning_rate"]
+        return expected.epoch, rates, model.get_weights()[0].tolist()
+
+    alone_epochs, alone_rates, alone_weights = rr.on_rank_zero(alone)
     say(
         "stopping",
         epochs=history.epoch,
@@ -116,9 +118,9 @@ def stopping_and_reducing():
         rate=float(model.optimizer.learning_rate),
         losses=history.history["val_loss"],
         weights=model.get_weights()[0].tolist(),
-        alone_epochs=expected.epoch,
-        alone_rates=expected.history["learning_rate"],
-        alone_weights=alone.get_weights()[0].tolist(),
+        alone_epochs=alone_epochs,
+        alone_rates=alone_rates,
+        alone_weights=alone_weights,
     )
 
 
@@ -205,10 +207,10 @@ def interrupted_and_restored():
     """Only rank 0 has a backup; normalization layers had seen other data on each rank."""
     rng = np.random.default_rng(comm.rank)
     data = rng.normal(size=(8, 2)), rng.normal(size=(8, 1))
-    options = {"batch_size": 4, "epochs": 5, "verbose": 0}
+    options = {"batch_size": 4, "epochs": 3, "verbose": 0}
 
     def interrupt(epoch, logs):
-        if epoch == 3:
+        if epoch == 2:
             raise Interruption
 
     first = deep_model(comm.rank)
@@ -321,17 +323,17 @@ def broadcast_of_an_unbuilt_model():
     keras.utils.set_random_seed(300 + comm.rank)
     layers = [keras.layers.Dense(2), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
-    model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
+    model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", run_eagerly=True)
     inputs = np.full((2, 3), comm.rank + 1.0)
     model.fit(inputs, np.ones((2, 1)), verbose=0, callbacks=[rr.callbacks.Broadcast()])
     say("broadcast unbuilt", weights=[w.tolist() for w in model.get_weights()])
 
 
 def scored(model, *data, **options):
-    """Evaluation by all ranks, and by this one alone."""
+    """Evaluation by all ranks, and by rank 0 alone."""
     ours = rr.evaluate(model, *data, **options)
-    own = options.get("steps")
-    return ours, model.evaluate(*data, batch_size=4, verbose=0, steps=own)
+    own = {name: options[name] for name in ("steps", "return_dict") if name in options}
+    return ours, rr.on_rank_zero(lambda: model.evaluate(*data, batch_size=4, verbose=0, **own))
 
 
 def evaluation():
@@ -341,22 +343,19 @@ def evaluation():
     model = line_model(0.0, 1.0, metrics=measures())
     x, y = scores(4)
     pairs["one row"] = scored(model, x[:1], y[:1])
-    pairs["uneven"] = scored(model, x[:23], y[:23], batch_size=2)
     weights = np.arange(23) % 4
-    pairs["weighted"] = (
+    pairs["weighted, uneven"] = (
         rr.evaluate(model, x[:23], y[:23], weights, batch_size=4),
-        model.evaluate(x[:23], y[:23], sample_weight=weights, batch_size=4, verbose=0),
+        rr.on_rank_zero(
+            lambda: model.evaluate(x[:23], y[:23], sample_weight=weights, batch_size=4, verbose=0)
+        ),
     )
-    pairs["steps"] = scored(model, x, y, batch_size=4, steps=2)
-    for rows in (4, 23):
-        whole = tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows])).batch(4)
-        pairs[f"dataset of {rows}"] = scored(model, whole)
-        unknown = whole.filter(lambda *_: True)
-        pairs[f"unknown dataset of {rows}"] = scored(model, unknown)
-    pairs["dict"] = (
-        rr.evaluate(model, x, y, return_dict=True),
-        model.evaluate(x, y, return_dict=True, verbose=0),
+    pairs["steps"] = scored(model, x, y, batch_size=4, steps=2, return_dict=True)
+    few, whole = (
+        tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows])).batch(4) for rows in (4, 23)
     )
+    pairs["dataset of one batch"] = scored(model, few)
+    pairs["unknown dataset"] = scored(model, whole.filter(lambda *_: True))
     say("evaluate", pairs=pairs)
 
 
@@ -388,7 +387,6 @@ def prediction():
             rr.predict(model, x, batch_size=5, steps=3),
             model.predict(x, batch_size=5, steps=3, verbose=0),
         ),
-        "dataset": alike(rr.predict(model, whole), alone),
         "unknown dataset": alike(rr.predict(model, whole.filter(lambda _: True)), alone),
         "one batch": alike(rr.predict(model, one), model.predict(x[:3], verbose=0)),
     }
