@@ -15,20 +15,17 @@ def facts():
     return facts_of("steps", 2)
 
 
-ACCUMULATIONS = ("sgd", "adam, clipped, eager", "several steps")
+ACCUMULATIONS = ("adam, clipped, eager", "several steps")
 
 
 @pytest.mark.parametrize(
     "case",
     [
         "mixed_float16",
-        "mixed_bfloat16",
         *(f"accumulation {name}" for name in ACCUMULATIONS),
         "accumulation mixed_float16",
-        "accumulation mixed_bfloat16",
         "accumulated infinity",
         "accumulated sparse",
-        "accumulated dense",
         "frozen",
         "several",
         "dropout graph",
@@ -44,7 +41,6 @@ def test_compile_leaves_the_wrapper_outermost(facts, rank):
     fact = facts["mixed_float16"][rank]
     assert fact["is_ours"]
     assert fact["optimizer"] == fact["inner"] == "LossScaleOptimizer"
-    assert facts["mixed_bfloat16"][rank]["inner"] == "Adam"
 
 
 def test_one_ranks_infinity_skips_the_step_on_all(facts):
@@ -55,13 +51,6 @@ def test_one_ranks_infinity_skips_the_step_on_all(facts):
     assert first["finite"]
     assert first["moved"] > 0
     assert first["dtypes"] == ["float32"]
-
-
-def test_bfloat16_trains_every_step(facts):
-    for rank in RANKS:
-        assert facts["mixed_bfloat16"][rank]["steps"] == 6
-        assert facts["mixed_bfloat16"][rank]["finite"]
-        assert facts["mixed_bfloat16"][rank]["moved"] > 0
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -79,16 +68,13 @@ def test_accumulated_steps_equal_one_of_the_whole_batch(facts, name):
     fact = facts[f"accumulation {name}"][0]
     assert fact["difference"] < 2e-6 < 1e-2 < fact["moved"]
     assert fact["steps"] == 2
-    assert fact["saved"]
+    assert fact["variables"][0] == fact["variables"][1]
 
 
-@pytest.mark.parametrize(
-    ("policy", "tolerance"), [("mixed_float16", 2e-3), ("mixed_bfloat16", 1e-2)]
-)
-def test_accumulation_in_half_precision(facts, policy, tolerance):
-    """Activations are rounded, so that only their digits agree: 11 and 8 bits."""
-    fact = facts[f"accumulation {policy}"][0]
-    assert fact["difference"] < tolerance
+def test_accumulation_in_half_precision(facts):
+    """Activations are rounded, so that only their digits agree: 11 bits."""
+    fact = facts["accumulation mixed_float16"][0]
+    assert fact["difference"] < 2e-3
     assert fact["moved"] > 0.1
     assert fact["steps"] == 2
 
@@ -107,9 +93,8 @@ def test_an_accumulated_infinity_is_forgotten_after_its_update(facts):
     assert (fact["steps"], fact["scale"]) == (2, 2.0)
 
 
-@pytest.mark.parametrize("how", ["sparse", "dense"])
-def test_accumulated_sparse_gradients_equal_the_whole_batch(facts, how):
-    assert facts[f"accumulated {how}"][0]["difference"] < 1e-6
+def test_accumulated_sparse_gradients_equal_the_whole_batch(facts):
+    assert facts["accumulated sparse"][0]["difference"] < 1e-6
 
 
 @pytest.mark.parametrize("case", ["inner accumulation", "inner accumulation, scaled"])
@@ -139,11 +124,10 @@ def test_callbacks_leave_local_variables_alone(facts):
         assert all(a != b for a, b in zip(first[name], other[name], strict=True))
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_schedule_counts_what_is_applied(facts, steps):
+def test_a_schedule_counts_what_is_applied(facts):
+    assert facts["schedule"][0]["difference"] < 2e-6
     for rank in RANKS:
-        assert facts[f"schedule {steps}"][rank]["difference"] < 2e-6
-        assert facts[f"schedule {steps}"][rank]["rate"] == pytest.approx(0.1 * 0.5 ** (6 // steps))
+        assert facts["schedule"][rank]["rate"] == pytest.approx(0.1 * 0.5**3)
 
 
 def test_layers_in_eight_bits_are_refused(facts):
