@@ -71,7 +71,10 @@ WAYS |= {
 # Built by the first step, as most users' are; the others before, which is faster.
 UNBUILT = ("sgd", "sgd jit")
 # As one process in every way: what they compute is in question, and tracing takes longer.
-EAGER = ("adam", "adamw", "averages", "loss_scale", "sgd mixed_bfloat16")
+EAGER = (
+    *("adam", "adamw", "averages", "loss_scale", "small_buckets", "adam accumulated"),
+    *("adam mixed_float16", "sgd mixed_bfloat16"),
+)
 WAYS["adam bf16 jit"] = Way("adam", {"compression": "bf16"}, {"jit_compile": True})
 
 
