@@ -25,8 +25,9 @@ def of_four(case, *arguments):
     return [said(4, *arguments)[case, rank] for rank in range(4)]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("arguments", [(), in_full(("fit",))], ids=" ".join)
+@pytest.mark.parametrize(
+    ("arguments", "number"), [((), 1), in_full((), 0), *(in_full(("fit",), n) for n in (0, 1))]
+)
 def test_a_group_trains_as_a_job_of_its_own(arguments, number):
     alone = said(2, str(number), *arguments)
     assert len(alone) == (10 if arguments else 4)

@@ -124,7 +124,7 @@ def world_of_one():
 
 def trained(batch_size, *callbacks, rows=8):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", run_eagerly=True)
     data = np.ones((rows, 1)), np.ones((rows, 1))
     options = {"batch_size": batch_size, "epochs": 3, "verbose": 0, "callbacks": list(callbacks)}
     return model.fit(*data, **options).history
