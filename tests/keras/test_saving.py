@@ -77,14 +77,14 @@ def fit(model, optimizer=None, epochs=1):
 
 
 # Each state that is saved in a way of its own now, the others in full.
-ONCE = ("averages", "loss scale", "several")
+ONCE = ("loss scale", "several")
 every_kind = pytest.mark.parametrize(
     "kind", [k if k in ONCE else in_full(k) for k in sorted(KINDS)]
 )
 
 
 def trained(kind, wrap=rr.DistributedOptimizer, epochs=1):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     return fit(make_model(), wrap(KINDS[kind]()), epochs=epochs)
 
 
@@ -108,7 +108,7 @@ every_way = pytest.mark.parametrize(
     ("kind", "copied"),
     [
         *(in_full(kind, copy.deepcopy) for kind in sorted(KINDS)),
-        *((k, by_pickle) if k in ONCE else in_full(k, by_pickle) for k in sorted(KINDS)),
+        *((k, by_pickle) if k == "several" else in_full(k, by_pickle) for k in sorted(KINDS)),
     ],
 )
 def test_a_copy_is_wrapped_alike_and_begins_anew(kind, copied):
@@ -122,11 +122,10 @@ def test_a_copy_is_wrapped_alike_and_begins_anew(kind, copied):
     assert_equal_state(model, fit(make_model(), again))
 
 
-@every_way
-def test_a_copy_is_independent(copied):
+def test_a_copy_is_independent():
     model = trained("adam")
     before = [v.numpy() for v in model.optimizer.variables]
-    again = copied(model.optimizer)
+    again = copy.deepcopy(model.optimizer)
     again.learning_rate = 0.5
     fit(make_model(), again)
     for one, other in zip(before, model.optimizer.variables, strict=True):
@@ -152,7 +151,7 @@ def test_local_variables_belong_to_one_model(copied):
         copied(optimizer)
 
 
-@every_way
+@pytest.mark.parametrize("copied", [copy.deepcopy, in_full(by_pickle)], ids=["deepcopy", "pickle"])
 def test_a_copy_of_a_compiled_model_has_the_plain_optimizer_and_its_state(copied):
     """Keras copies a model as it saves it."""
     model = trained("adam")
@@ -202,7 +201,7 @@ def test_checkpoints_are_interchangeable(kind, ways, built, tmp_path):
     writer, reader = ways
     model = trained(kind, writer)
     path = checkpoint(model).save(tmp_path / "checkpoint")
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     other = make_model()
     other.compile(optimizer=reader(KINDS[kind]()), loss="mse", run_eagerly=True)
     if built or kind == "loss scale":
@@ -214,14 +213,14 @@ def test_checkpoints_are_interchangeable(kind, ways, built, tmp_path):
 
 def test_a_checkpoint_manager_keeps_and_restores_the_latest(tmp_path):
     model = trained("adam", epochs=1)
-    manager = tf.train.CheckpointManager(checkpoint(model), tmp_path, max_to_keep=2)
-    for _ in range(3):
+    manager = tf.train.CheckpointManager(checkpoint(model), tmp_path, max_to_keep=1)
+    for _ in range(2):
         fit(model)
         manager.save()
-    assert len(manager.checkpoints) == 2
+    assert len(manager.checkpoints) == 1
     other = make_model()
     other.compile(optimizer=rr.DistributedOptimizer(KINDS["adam"]()), loss="mse", run_eagerly=True)
-    again = tf.train.CheckpointManager(checkpoint(other), tmp_path, max_to_keep=2)
+    again = tf.train.CheckpointManager(checkpoint(other), tmp_path, max_to_keep=1)
     assert again.restore_or_initialize() == manager.latest_checkpoint
     assert_equal_state(fit(model), fit(other))
 
@@ -259,7 +258,7 @@ def test_a_file_or_checkpoint_holds_the_same_as_without_the_wrapper(kind, tmp_pa
     ("writer", "reader"),
     [WRITERS_AND_READERS[0], *(in_full(*ways) for ways in WRITERS_AND_READERS[1:])],
 )
-@every_kind
+@pytest.mark.parametrize("kind", [k if k == "loss scale" else in_full(k) for k in sorted(KINDS)])
 def test_weights_are_interchangeable(kind, writer, reader, tmp_path):
     model = trained(kind, writer, epochs=2)
     model.save_weights(tmp_path / "model.weights.h5")
@@ -389,16 +388,6 @@ def test_a_loaded_model_trains_on_as_if_it_had_not_been_saved(kind, tmp_path):
     assert_equal_state(fit(model), fit(loaded))
 
 
-def test_a_loaded_model_is_saved_and_loaded_again(tmp_path):
-    model = trained("adam")
-    model.save(tmp_path / "first.keras")
-    again = fit(rr.load_model(tmp_path / "first.keras"))
-    again.save(tmp_path / "second.keras")
-    fit(model)
-    assert_equal_state(model, rr.load_model(tmp_path / "second.keras"))
-    assert names_in(tmp_path / "first.keras") == names_in(tmp_path / "second.keras")
-
-
 def test_a_model_saved_by_plain_keras_is_wrapped(tmp_path):
     model = trained("adam", plain)
     model.save(tmp_path / "model.keras")
@@ -491,7 +480,8 @@ def test_what_a_file_cannot_restore_is_asked_for(strategy, tmp_path):
         rr.load_model(tmp_path / "model.keras")
     loaded = rr.load_model(tmp_path / "model.keras", strategy=strategy)
     assert isinstance(loaded.optimizer, rr.DistributedOptimizer)
-    rr.load_model(tmp_path / "model.keras", compile=False)
+    loaded = rr.load_model(tmp_path / "model.keras", compile=False)
+    assert getattr(loaded, "optimizer", None) is None
 
 
 def test_options_are_found_in_a_folder_too(tmp_path):
@@ -503,10 +493,7 @@ def test_options_are_found_in_a_folder_too(tmp_path):
 
 def test_a_model_without_optimizer_stays_without(tmp_path):
     make_model().save(tmp_path / "bare.keras")
-    trained("adam").save(tmp_path / "model.keras")
     assert getattr(rr.load_model(tmp_path / "bare.keras"), "optimizer", None) is None
-    loaded = rr.load_model(tmp_path / "model.keras", compile=False)
-    assert getattr(loaded, "optimizer", None) is None
 
 
 def test_a_custom_optimizer_needs_custom_objects(tmp_path):
@@ -516,15 +503,6 @@ def test_a_custom_optimizer_needs_custom_objects(tmp_path):
         rr.load_model(tmp_path / "model.keras")
     loaded = rr.load_model(tmp_path / "model.keras", custom_objects={"Doubled": Doubled})
     assert type(loaded.optimizer.inner_optimizer) is Doubled
-    assert_equal_state(fit(model), fit(loaded))
-
-
-def test_a_registered_optimizer_is_found_by_its_name(tmp_path):
-    model = fit(make_model(), rr.DistributedOptimizer(Tripled(0.125, momentum=0.5)))
-    model.save(tmp_path / "model.keras")
-    assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Tripled
-    loaded = rr.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer.inner_optimizer) is Tripled
     assert_equal_state(fit(model), fit(loaded))
 
 
