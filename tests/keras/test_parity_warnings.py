@@ -51,11 +51,6 @@ def masked(y, outputs):
     return ops.sum(mask * ops.square(y - outputs)) / ops.maximum(ops.sum(mask), 1.0)
 
 
-class Masked(keras.losses.Loss):
-    def call(self, y, outputs):
-        return masked(y, outputs)
-
-
 class Summed(keras.losses.Loss):
     def __call__(self, y, outputs, sample_weight=None):
         return ops.sum(ops.square(y - outputs))
@@ -115,7 +110,7 @@ def trained(loss, *metrics, validate=False):
     return results, [str(one.message) for one in shown if one.category is rr.ParityWarning]
 
 
-@pytest.mark.parametrize("loss", [masked, Masked(), Summed()], ids=["function", "call", "whole"])
+@pytest.mark.parametrize("loss", [masked, Summed()], ids=["function", "whole"])
 def test_a_loss_that_is_no_mean_over_samples_is_named(loss):
     _, [text] = trained(loss)
     assert f"the loss {getattr(loss, 'name', 'masked')} is no mean over samples" in text
@@ -125,9 +120,7 @@ def noisy(y, outputs):
     return ops.mean(outputs + keras.random.normal(ops.shape(outputs)))
 
 
-@pytest.mark.parametrize(
-    "loss", [lambda y, outputs: ops.mean(ops.square(y - outputs)), noisy, "mse"]
-)
+@pytest.mark.parametrize("loss", [lambda y, outputs: ops.mean(ops.square(y - outputs)), noisy])
 def test_a_mean_and_what_draws_random_numbers_are_not(loss):
     assert trained(loss)[1] == []
 
@@ -150,11 +143,11 @@ def test_a_metric_that_merges_states_is_that_of_all_rows():
 
 def of_lookups(vocabularies, dtype="int64"):
     """What is warned of where each rank looks words up in a `dataset.map` with its own layer."""
-    words = np.array([["a"], ["b"]] * 4)
+    words = np.array([["a"], ["b"]] * 2)
 
     def work(ring):
         lookup = keras.layers.StringLookup(vocabulary=vocabularies[ring.rank])
-        data = tf.data.Dataset.from_tensor_slices((words, np.ones((8, 1), "float32"))).batch(4)
+        data = tf.data.Dataset.from_tensor_slices((words, np.ones((4, 1), "float32"))).batch(4)
         data = data.map(lambda x, y: (tf.cast(lookup(x), dtype), y))
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.layers[0].kernel.assign([[0.0]])
@@ -171,7 +164,6 @@ def of_lookups(vocabularies, dtype="int64"):
 def test_a_lookup_in_a_dataset_that_each_rank_has_adapted_is_named():
     (text,) = of_lookups([["a", "b"], ["b", "a"]])
     assert "other integers or words in x of the first batch: on rank 1 not those of rank 0" in text
-    assert of_lookups([["a", "b"], ["a", "b"]]) == []
     # Pixels and floats are often random on purpose.
     assert of_lookups([["a", "b"], ["b", "a"]], "uint8") == []
 

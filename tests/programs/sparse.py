@@ -279,6 +279,7 @@ OPTIMIZERS = {
         keras.optimizers.Adam(0.01), initial_scale=64.0
     ),
 }
+USUAL_OPTIMIZERS = ("adam", "global_clipnorm", "loss scale")
 
 
 def in_fit(name, how, **options):
@@ -302,7 +303,8 @@ def in_fit(name, how, **options):
 
 
 def like_dense_in_keras():
-    ways = [(name, name, {"run_eagerly": IS_USUAL and name != "adam"}) for name in OPTIMIZERS]
+    names = USUAL_OPTIMIZERS if IS_USUAL else OPTIMIZERS
+    ways = [(name, name, {"run_eagerly": IS_USUAL and name != "adam"}) for name in names]
     if not IS_USUAL:
         ways.append(("eager", "adam", {"run_eagerly": True}))
     for case, name, options in ways:
@@ -355,10 +357,11 @@ def repeated_rows():
         tables = [of_repeated_rows(name, wraps["eager" if IS_USUAL else "graph"])]
         say(f"repeated {name}", tables=tables, whole=of_whole_table(name))
     options = ({}, {"sparse_as_dense": True}, {"accumulate_steps": 2})
+    usual = {"graph": options[:1], "jit": options[2:]} if IS_USUAL else {}
     tables = [
         of_repeated_rows("Adam", wrap, **given)
         for way, wrap in wraps.items()
-        for given in (options[::2] if IS_USUAL and way != "eager" else options)
+        for given in usual.get(way, options)
     ]
     say("repeated Adam", tables=tables, whole=of_whole_table("Adam"))
 
