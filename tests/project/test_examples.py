@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # digits.py and ray_digits.py have tests of their own, the others take no part in a ring.
 ELSEWHERE = {"digits", "digits_mirrored", "demo", "elastic", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
-# Models in parts and in half precision are trained by tests of their own.
-RARE = ("hybrid", "mixed_precision", "pipeline", "recommender")
+# Models in parts and in half precision, tables and uneven data have tests of their own.
+RARE = ("embedding", "hybrid", "mixed_precision", "pipeline", "recommender", "uneven_data")
 QUICK = [in_full(name) if name in RARE else name for name in NAMES]
 
 

@@ -74,8 +74,8 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
     ("name", "workers", "loss"),
     [
         ("full.py", 2, r"loss over all of it: (\S+)"),
-        ("forms.py", 2, r"rank \d: loss (\S+)"),
-        ("vote.py", 2, r"rank \d: loss (\S+)"),
+        in_full("forms.py", 2, r"rank \d: loss (\S+)"),
+        in_full("vote.py", 2, r"rank \d: loss (\S+)"),
         in_full("experts.py", 3, r"rank \d: loss (\S+)"),
         in_full("loop.py", 2, r"rank \d: loss (\S+)"),
         in_full("elastic_loop.py", 3, r"rank \d: loss (\S+)"),
