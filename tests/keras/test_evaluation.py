@@ -52,7 +52,9 @@ ROWS = pytest.mark.parametrize(
     ("size", "count", "make"),
     [
         (1, 13, make_model),
-        *((2, *each) for each in MODELS.items()),
+        (2, 1, make_model),
+        (2, 5, make_traced),
+        in_full(2, 13, make_model),
         *(in_full(size, *each) for size in (1, 3) for each in MODELS.items()),
     ],
 )
