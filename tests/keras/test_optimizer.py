@@ -120,7 +120,7 @@ class Halved(keras.optimizers.SGD):
         return "seen"
 
 
-@pytest.mark.parametrize("way", ["eagerly", "graph", "compile_gradients"])
+@pytest.mark.parametrize("way", [in_full("eagerly"), in_full("graph"), "compile_gradients"])
 def test_apply_gradients_of_ones_own_is_called(world_of_one, way):
     plain = fit(make_model(), Halved(0.1), compile=EAGERLY)
     model = make_model()
