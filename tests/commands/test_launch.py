@@ -13,19 +13,23 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+import types
 from pathlib import Path
 
 import psutil
 import pytest
 import typer
+from typer.testing import CliRunner, Result
 
 import ringreduce
+from ringreduce.commands import cli
 from ringreduce.commands.cli import app
 from ringreduce.commands.launch.local import default_threads
+from ringreduce.commands.launch.plan import Plan
 from ringreduce.testing import ring_of_processes
 from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import DEADLINE_S, clean_environment, launcher, wait_gone
+from tests.scope import in_full
 
 THREAD_VARIABLES = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
 
@@ -37,6 +41,7 @@ def environments(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]
     return [json.loads(text) for _, text in lines]
 
 
+NOTHING_FAILED = types.SimpleNamespace(conclude=lambda: 0)
 PRINT_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))\n"
 
 
@@ -60,20 +65,10 @@ def test_every_line_begins_with_its_rank_and_is_whole(tmp_path: Path) -> None:
     assert len(lines) == 900
 
 
-def test_ranks_are_padded_to_one_width(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "11", script(tmp_path, "print('here')"))
-    assert sorted(done.stdout.splitlines()) == [f"[{rank:2}] here" for rank in range(11)]
-
-
-def test_output_and_errors_stay_apart(tmp_path: Path) -> None:
-    name = script(tmp_path, "import sys\nprint('out')\nprint('err', file=sys.stderr)")
-    done = run(tmp_path, "-n", "1", name)
-    assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
-
-
-def test_output_without_a_line_end_is_shown_at_the_end(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "1", script(tmp_path, "print('no end', end='')"))
-    assert done.stdout == "[0] no end\n"
+def test_output_and_errors_stay_apart_and_lack_no_letter_and_get_no_color(tmp_path: Path) -> None:
+    text = "import os\nos.write(1, '\N{EURO SIGN} 5\\n'.encode())\nos.write(2, b'err\\n')"
+    done = run(tmp_path, "-n", "1", script(tmp_path, text), PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0] ? 5\n", "[0] err\n")
 
 
 def test_a_line_that_a_child_holds_open_is_shown_at_the_end(tmp_path: Path) -> None:
@@ -88,17 +83,6 @@ def test_a_line_that_a_child_holds_open_is_shown_at_the_end(tmp_path: Path) -> N
         assert job.wait() == 0
         assert job.stdout == "[0] no end\n"
     (tmp_path / "fifo").write_text("")
-
-
-def test_letters_that_the_terminal_lacks_do_not_end_the_job(tmp_path: Path) -> None:
-    name = script(tmp_path, "import os\nos.write(1, '\N{EURO SIGN} 5\\n'.encode())")
-    done = run(tmp_path, "-n", "1", name, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout) == (0, "[0] ? 5\n")
-
-
-def test_nothing_is_colored_when_nobody_watches(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "2", script(tmp_path, "print('plain')"))
-    assert "\x1b" not in done.stdout
 
 
 def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
@@ -124,19 +108,13 @@ def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
 # --- What workers are given -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["-n", "5", "--help", "--workers", "3", "-m"],
-        ["--", "--version", "--", "-x"],
-        ["two words", "", "*", "$HOME", "\N{EURO SIGN}"],
-    ],
-    ids=["options", "dashes", "text"],
-)
-def test_the_scripts_own_arguments_pass_unchanged(tmp_path: Path, arguments: list[str]) -> None:
-    name = script(tmp_path, "import json, sys\nprint(json.dumps(sys.argv[1:]))")
-    done = run(tmp_path, "-n", "1", name, *arguments)
-    assert json.loads(done.stdout.removeprefix("[0] ")) == arguments
+def test_the_scripts_own_arguments_pass_unchanged_and_standard_input_is_at_its_end(
+    tmp_path: Path,
+) -> None:
+    arguments = ["--", "--version", "-n", "5", "--help", "--", "-m", "two words", "", "*", "$HOME"]
+    text = "import json, sys\nprint(json.dumps([*sys.argv[1:], sys.stdin.read()]))"
+    done = run(tmp_path, "-n", "1", script(tmp_path, text), *arguments, "\N{EURO SIGN}")
+    assert json.loads(done.stdout.removeprefix("[0] ")) == [*arguments, "\N{EURO SIGN}", ""]
 
 
 @pytest.mark.parametrize("command", ["run", "report", "doctor"])
@@ -148,26 +126,18 @@ def test_no_help_has_square_brackets_which_would_be_taken_for_markup(command: st
 
 
 def test_a_module_is_run_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").touch()
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").touch()
-    (tmp_path / "trainer" / "main.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
+    (tmp_path / "trainer" / "main.py").write_text(
+        "import keras, sys\nprint(__name__, sys.argv[1:])"
+    )
     done = run(tmp_path, "-n", "1", "-m", "trainer.main", "-m", "x")
-    assert done.stdout == "[0] __main__ ['-m', 'x']\n"
+    # That one worker imports Keras and joins no ring is no fault.
+    assert (done.stdout, done.stderr) == ("[0] __main__ ['-m', 'x']\n", "")
 
 
-def test_each_worker_knows_its_place(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "3", script(tmp_path, PRINT_ENVIRONMENT))
-    variables = environments(done)
-    assert [v["RINGREDUCE_RANK"] for v in variables] == ["0", "1", "2"]
-    assert [v["RINGREDUCE_LOCAL_RANK"] for v in variables] == ["0", "1", "2"]
-    assert {v["RINGREDUCE_SIZE"] for v in variables} == {"3"}
-    assert {v["RINGREDUCE_LOCAL_SIZE"] for v in variables} == {"3"}
-    assert len({v["RINGREDUCE_JOB_ID"] for v in variables}) == 1
-    assert len({v["RINGREDUCE_RENDEZVOUS"] for v in variables}) == 1
-    assert ["RINGREDUCE_RENDEZVOUS_FD" in v for v in variables] == [True, False, False]
-
-
-def test_an_outer_jobs_places_are_not_inherited(tmp_path: Path) -> None:
+def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path: Path) -> None:
     outer = {
         "RINGREDUCE_RANK": "7",
         "RINGREDUCE_SIZE": "9",
@@ -177,80 +147,48 @@ def test_an_outer_jobs_places_are_not_inherited(tmp_path: Path) -> None:
         "RINGREDUCE_RENDEZVOUS_FD": "77",
         "RINGREDUCE_JOB_ID": "outer",
     }
-    done = run(tmp_path, "-n", "2", script(tmp_path, PRINT_ENVIRONMENT), **outer)
-    for rank, variables in enumerate(environments(done)):
-        assert variables["RINGREDUCE_RANK"] == str(rank)
-        assert not {name for name, value in outer.items() if variables.get(name) == value}
-
-
-def test_the_users_limits_reach_the_workers(tmp_path: Path) -> None:
     limits = {"RINGREDUCE_TIMEOUT_S": "7", "RINGREDUCE_SEGMENT_BYTES": "4096"}
-    done = run(tmp_path, "-n", "1", script(tmp_path, PRINT_ENVIRONMENT), **limits)
-    assert limits.items() <= environments(done)[0].items()
+    done = run(tmp_path, "-n", "3", script(tmp_path, PRINT_ENVIRONMENT), **outer, **limits)
+    variables = environments(done)
+    assert [v["RINGREDUCE_RANK"] for v in variables] == ["0", "1", "2"]
+    assert [v["RINGREDUCE_LOCAL_RANK"] for v in variables] == ["0", "1", "2"]
+    assert {v["RINGREDUCE_SIZE"] for v in variables} == {"3"}
+    assert {v["RINGREDUCE_LOCAL_SIZE"] for v in variables} == {"3"}
+    assert len({v["RINGREDUCE_JOB_ID"] for v in variables}) == 1
+    assert len({v["RINGREDUCE_RENDEZVOUS"] for v in variables}) == 1
+    assert ["RINGREDUCE_RENDEZVOUS_FD" in v for v in variables] == [True, False, False]
+    for own in variables:
+        assert not outer.items() & own.items()
+        assert limits.items() <= own.items()
+        assert {own[name] for name in THREAD_VARIABLES} == {str(default_threads(3))}
+        assert "COLUMNS" not in own  # Only of a terminal.
 
 
-def test_a_timeout_on_the_command_line_overrides_the_users_variable(tmp_path: Path) -> None:
-    name = script(tmp_path, PRINT_ENVIRONMENT)
-    done = run(tmp_path, "-n", "1", "--timeout", "3.5", name, RINGREDUCE_TIMEOUT_S="7")
-    assert environments(done)[0]["RINGREDUCE_TIMEOUT_S"] == "3.5"
-
-
-def test_cores_are_shared_out_as_threads(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "2", script(tmp_path, PRINT_ENVIRONMENT))
-    for variables in environments(done):
-        for variable in THREAD_VARIABLES:
-            assert variables[variable] == str(default_threads(2))
-
-
-def test_threads_per_worker_are_those_asked_for(tmp_path: Path) -> None:
-    name = script(tmp_path, PRINT_ENVIRONMENT)
-    done = run(tmp_path, "-n", "1", "--threads-per-worker", "3", name)
-    variables = environments(done)[0]
-    assert [variables[name] for name in THREAD_VARIABLES] == ["3", "3", "3"]
-
-
-def test_options_that_are_variables_of_the_workers(tmp_path: Path) -> None:
-    options = ("-n", "1", "--profile", "--elastic")
-    variables = environments(run(tmp_path, *options, script(tmp_path, PRINT_ENVIRONMENT)))[0]
-    assert (variables["RINGREDUCE_PROFILE"], variables["RINGREDUCE_ELASTIC"]) == ("1", "1")
-
-
-def test_the_users_own_thread_variables_are_kept(tmp_path: Path) -> None:
-    name = script(tmp_path, PRINT_ENVIRONMENT)
-    done = run(tmp_path, "-n", "1", "--threads-per-worker", "3", name, OMP_NUM_THREADS="5")
+def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_path: Path) -> None:
+    options = ("--timeout", "3.5", "--threads-per-worker", "3", "--profile", "--elastic")
+    users = {"RINGREDUCE_TIMEOUT_S": "7", "OMP_NUM_THREADS": "5"}
+    done = run(tmp_path, "-n", "1", *options, script(tmp_path, PRINT_ENVIRONMENT), **users)
     variables = environments(done)[0]
     assert [variables[name] for name in THREAD_VARIABLES] == ["5", "3", "3"]
+    assert variables["RINGREDUCE_TIMEOUT_S"] == "3.5"
+    assert (variables["RINGREDUCE_PROFILE"], variables["RINGREDUCE_ELASTIC"]) == ("1", "1")
 
 
 def test_more_workers_than_cores_get_one_thread_each() -> None:
     assert default_threads(10_000) == 1
 
 
-def test_standard_input_is_at_its_end(tmp_path: Path) -> None:
-    name = script(tmp_path, "import sys\nprint(repr(sys.stdin.read()), sys.stdin.isatty())")
-    done = run(tmp_path, "-n", "2", name)
-    assert sorted(done.stdout.splitlines()) == ["[0] '' False", "[1] '' False"]
-
-
 # --- The command line -----------------------------------------------------------------------
 
 
-def command_line(
-    *arguments: str, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ringreduce", *arguments],
-        env=clean_environment(NO_COLOR="1", TERM="dumb", COLUMNS="80", **(environment or {})),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+def command_line(*arguments: str, **environment: str) -> Result:
+    shown = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
+    return CliRunner().invoke(app, arguments, prog_name="ringreduce", env={**shown, **environment})
 
 
 def test_version_prints_the_version() -> None:
     done = command_line("--version")
-    assert (done.returncode, done.stdout) == (0, f"ringreduce {ringreduce.__version__}\n")
+    assert (done.exit_code, done.stdout) == (0, f"ringreduce {ringreduce.__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", [[], ["run"], ["--help"], ["run", "--help"]])
@@ -284,13 +222,12 @@ def test_the_help_of_80_columns_breaks_no_word_and_shows_defaults() -> None:
     ],
 )
 def test_a_shell_completes_commands_options_and_values(typed: str, offered: set[str]) -> None:
-    words = typed.split(" ")
-    environment = {
-        "_RINGREDUCE_COMPLETE": "complete_bash",
-        "COMP_WORDS": typed,
-        "COMP_CWORD": str(len(words) - 1),
-    }
-    assert set(command_line(environment=environment).stdout.split()) == offered
+    done = command_line(
+        _RINGREDUCE_COMPLETE="complete_bash",
+        COMP_WORDS=typed,
+        COMP_CWORD=str(typed.count(" ")),
+    )
+    assert set(done.stdout.split()) == offered
 
 
 @pytest.mark.parametrize(
@@ -312,32 +249,31 @@ def test_a_shell_completes_commands_options_and_values(typed: str, offered: set[
 )
 def test_a_wrong_command_line_is_refused(arguments: list[str], complaint: str) -> None:
     done = command_line("run", *arguments)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "Usage: ringreduce run" in done.stderr
     assert complaint in done.stderr
 
 
 @pytest.mark.parametrize("misplaced", [["-n", "2"], ["-np", "2"], ["-n2"], ["-H", "a:2"]])
 def test_an_option_that_the_script_gets_is_a_hint_if_there_is_none_before_it(
-    tmp_path: Path, misplaced: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misplaced: list[str]
 ) -> None:
-    name = script(tmp_path, "import sys\nprint(sys.argv[1:])")
-    done = run(tmp_path, name, "--epochs", "3", *misplaced)
-    assert done.stdout == f"[0] {['--epochs', '3', *misplaced]}\n"
-    assert done.stderr == (
+    plans: list[Plan] = []
+    monkeypatch.setattr(cli, "supervise", lambda plan, node: plans.append(plan) or NOTHING_FAILED)
+    monkeypatch.chdir(tmp_path)
+    name = script(tmp_path, "")
+    assert command_line("run", name, "--epochs", "3", *misplaced).stderr == (
         f"ringreduce: starts 1 worker, and script.py gets {misplaced[0]}, which stands after it; "
         "for 2 workers write `ringreduce run -n 2 script.py ...`\n"
     )
-    assert run(tmp_path, "-n", "1", name, *misplaced).stderr == ""
-    assert run(tmp_path, name, "--epochs", "3", "-v").stderr == ""
-
-
-def test_a_misspelt_variable_is_said_once(tmp_path: Path) -> None:
-    name = script(tmp_path, "import ringreduce\nringreduce.init()\n")
-    done = run(tmp_path, "-n", "2", name, RINGREDUCE_TIMEOUT="5")
-    assert done.stderr.splitlines() == [
-        "[0] nothing reads the variable RINGREDUCE_TIMEOUT; is RINGREDUCE_TIMEOUT_S meant?"
+    assert command_line("run", "-n", "1", name, *misplaced).stderr == ""
+    assert command_line("run", name, "--epochs", "3", "-v").stderr == ""
+    programs = [
+        [name, "--epochs", "3", *misplaced],
+        [name, *misplaced],
+        [name, "--epochs", "3", "-v"],
     ]
+    assert [(plan.arguments, plan.size) for plan in plans] == [(each, 1) for each in programs]
 
 
 @pytest.mark.parametrize(
@@ -350,11 +286,12 @@ def test_a_misspelt_variable_is_said_once(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_does_not_exist_starts_no_worker(
-    tmp_path: Path, arguments: list[str], complaint: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], complaint: str
 ) -> None:
-    done = run(tmp_path, "-n", "2", "--max-restarts", "3", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"ringreduce: {complaint}")
+    monkeypatch.chdir(tmp_path)
+    error = command_line("run", "-n", "2", "--max-restarts", "3", *arguments).exception
+    assert isinstance(error, ringreduce.ConfigError)
+    assert str(error).startswith(complaint)
 
 
 @pytest.mark.parametrize(
@@ -362,8 +299,8 @@ def test_what_does_not_exist_starts_no_worker(
     [
         (["folder"], "can't find '__main__' module in"),
         (["-m", "missing"], "No module named missing"),
-        (["-m", "folder.missing"], "No module named folder.missing"),
-        (["-m", "json"], "'json' is a package and cannot be directly executed"),
+        in_full(["-m", "folder.missing"], "No module named folder.missing"),
+        in_full(["-m", "json"], "'json' is a package and cannot be directly executed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -377,11 +314,6 @@ def test_what_is_missing_in_a_folder_python_says(
 
 
 # --- How a job ends -------------------------------------------------------------------------
-
-
-def test_a_job_whose_workers_end_well_returns_0(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "2", script(tmp_path, "pass"))
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
@@ -405,7 +337,7 @@ os._exit(0 if rank else 3)
 
 def test_a_rank_that_leaves_before_it_joins_ends_the_job_that_waits_for_it(tmp_path: Path) -> None:
     name = script(tmp_path, RANK + "if rank != 1:\n    import ringreduce\n    ringreduce.init()\n")
-    done = run(tmp_path, "-n", "3", name)
+    done = run(tmp_path, "-n", "2", name)
     assert done.returncode == 1
     title, advice = done.stderr.splitlines()
     assert title == (
@@ -420,9 +352,6 @@ def test_ranks_that_import_keras_and_never_join_are_named(tmp_path: Path) -> Non
     name = script(tmp_path, RANK + "if rank:\n    import keras\n")
     said = "ringreduce: ranks 1, 2 imported Keras and joined no ring, so each ran by itself"
     assert run(tmp_path, "-n", "3", name).stderr.startswith(said)
-    assert run(tmp_path, "-n", "1", name).stderr == ""
-    joins = "import keras, ringreduce\nringreduce.init()"
-    assert run(tmp_path, "-n", "2", script(tmp_path, joins)).stderr == ""
 
 
 def test_ranks_that_import_keras_are_named_while_they_run(tmp_path: Path) -> None:
@@ -452,28 +381,18 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -
             print("failed", time.monotonic_ns(), flush=True)
         """,
     )
-    done = run(tmp_path, "-n", "3", name)
+    done = run(tmp_path, "-n", "2", name)
     ended_s = time.monotonic() - min(numbers(done.stdout, "failed")) / 1e9
     assert done.returncode == 1
     assert "ringreduce: rank 1 held up or left the others and did not fail itself; " in done.stderr
     assert ended_s < 3.0
 
 
-def test_the_failing_workers_exit_code_is_the_jobs(tmp_path: Path) -> None:
-    name = script(tmp_path, RANK + "if rank == 1:\n    raise SystemExit(3)\n" + WAITS)
-    done = run(tmp_path, "-n", "3", name)
-    assert done.returncode == 3
-    assert "rank 1 failed first (exit code 3)" in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    kill = f"if rank == 0:\n    os.kill(os.getpid(), {int(number)})\n"
+def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(tmp_path: Path) -> None:
+    kill = "import signal\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
     done = run(tmp_path, "-n", "2", script(tmp_path, RANK + kill + WAITS))
-    assert done.returncode == 128 + number
-    assert f"rank 0 failed first (killed by signal {int(number)} ({number.name}))" in done.stderr
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert "rank 0 failed first (killed by signal 11 (SIGSEGV))" in done.stderr
 
 
 def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> None:
@@ -499,14 +418,6 @@ def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> N
     assert "rank 0" not in done.stderr  # It only did as it was told.
 
 
-def test_the_first_failure_is_shown_with_its_traceback(tmp_path: Path) -> None:
-    name = script(tmp_path, RANK + "if rank == 1:\n    raise ValueError('bad data')\n" + WAITS)
-    report = run(tmp_path, "-n", "2", name).stderr.partition("rank 1 failed first (exit code 1)")
-    assert report[1]
-    assert "ringreduce:   Traceback (most recent call last):" in report[2]
-    assert "ringreduce:   ValueError: bad data" in report[2]
-
-
 def test_in_a_ring_the_cause_is_named_and_not_its_consequences(tmp_path: Path) -> None:
     # Rank 1 leaves the ring at once and Python late, as one that tears down TensorFlow does.
     name = script(
@@ -524,12 +435,12 @@ def test_in_a_ring_the_cause_is_named_and_not_its_consequences(tmp_path: Path) -
         ring.barrier()
         """,
     )
-    done = run(tmp_path, "-n", "3", name)
+    done = run(tmp_path, "-n", "2", name)
     assert done.stderr.count("Traceback (most recent call last):") == 1
     assert done.returncode == 1
     assert "rank 1 failed first" in done.stderr
     assert "ringreduce:   ValueError: bad data" in done.stderr
-    assert re.search(r"then ranks 0, 2 \(exit code 1\): .*MismatchError: .*", done.stderr)
+    assert re.search(r"then rank 0 \(exit code 1\): .*MismatchError: .*", done.stderr)
 
 
 def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:
@@ -585,18 +496,6 @@ def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path: Pa
     assert "then rank 1 (exit code 1): RuntimeError: was left by rank 0" in done.stderr
 
 
-def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    ignore = "import signal\nif rank == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    fail = "    open('ready', 'w').close()\nelse:\n"
-    fail += "    while not os.path.exists('ready'): pass\n    raise SystemExit(3)\n"
-    name = script(tmp_path, RANK + ignore + fail + WAITS)
-    done = run(tmp_path, "-n", "2", "--grace", "0.5", name)
-    assert done.returncode == 3
-    said = "killed rank 0, which had not ended 0.5 s after SIGTERM; --grace SECONDS gives more"
-    assert f"ringreduce: {said}\n" in done.stderr
-    wait_gone(numbers(done.stdout))
-
-
 def test_a_failing_workers_own_children_end_with_it(tmp_path: Path) -> None:
     child = "import subprocess, sys\nchild = subprocess.Popen(['sleep', '1000'])\n"
     name = script(tmp_path, child + "print('pid', child.pid)\nraise SystemExit(3)")
@@ -617,7 +516,7 @@ def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path: Path) -> No
 # --- Signals to the launcher ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_the_launcher_reaches_every_worker(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -736,9 +635,10 @@ def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path: Path) -> Non
         assert job.stdout.count("saved") == 2
 
 
-def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
-    child = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
-    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, child + WAITS)) as job:
+def test_a_killed_launcher_leaves_no_process_behind_that_ignores_signals(tmp_path: Path) -> None:
+    text = "import signal, subprocess\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
+    text += "print('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, text + WAITS)) as job:
         job.wait_shown("pid", times=4)
         family = [process.pid for process in psutil.Process(job.pid).children(recursive=True)]
         assert set(numbers(job.stdout)) < set(family)  # The guard is in it too.
@@ -747,53 +647,47 @@ def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
         wait_gone(family)
 
 
-def test_a_killed_launcher_takes_workers_along_that_ignore_signals(tmp_path: Path) -> None:
-    deaf = "import signal\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
-    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, deaf + WAITS)) as job:
-        job.wait_shown("pid", times=2)
-        job.signal(signal.SIGKILL)
-        wait_gone(numbers(job.stdout))
-
-
 # --- Several jobs ---------------------------------------------------------------------------
 
 RING = """
-import os, ringreduce, numpy
+import os, sys, keras, ringreduce, numpy
 ring = ringreduce.init()
 total = ring.all_reduce(numpy.full(3, ring.rank + 1.0))
 print("total", int(total[0]), os.environ["RINGREDUCE_JOB_ID"], flush=True)
+print("err", file=sys.stderr) if len(sys.argv) > 1 else None
 """
 
 
 def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Nor is anything said of ranks that import Keras and join, but once of a misspelt variable."""
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
+        (folder / "keras.py").touch()
         script(folder, RING)
     command = "run", "-n", "2", "script.py"
-    with launcher(folders[0], *command) as one, launcher(folders[1], *command) as two:
+    misspelt = clean_environment(RINGREDUCE_TIMEOUT="5")
+    with (
+        launcher(folders[0], *command, environment=misspelt) as one,
+        launcher(folders[1], *command) as two,
+    ):
         assert (one.wait(), two.wait()) == (0, 0)
         assert numbers(one.stdout, "total") == numbers(two.stdout, "total") == [3, 3]
         jobs = [{line.split()[-1] for line in job.stdout.splitlines()} for job in (one, two)]
         assert len(jobs[0]) == len(jobs[1]) == 1
         assert jobs[0] != jobs[1]
+        assert (one.stderr, two.stderr) == (
+            "[0] nothing reads the variable RINGREDUCE_TIMEOUT; is RINGREDUCE_TIMEOUT_S meant?\n",
+            "",
+        )
 
 
-def test_ring_of_processes_gives_output_and_exit_code(tmp_path: Path) -> None:
-    name = script(tmp_path, "import sys\nprint('out')\nprint('err', file=sys.stderr)")
-    result = ring_of_processes(2, [str(tmp_path / name)])
-    assert result.exit_code == 0
-    assert sorted(result.output.splitlines()) == ["[0] out", "[1] out"]
-    assert sorted(result.errors.splitlines()) == ["[0] err", "[1] err"]
-
-
-def test_ring_of_processes_restores_the_signal_handlers(tmp_path: Path) -> None:
+def test_ring_of_processes_gives_output_and_restores_the_signal_handlers(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ring_of_processes(1, [str(tmp_path / script(tmp_path, "raise SystemExit(3)"))])
-    assert {number: signal.getsignal(number) for number in before} == before
-
-
-def test_an_all_reduce_works_in_launched_processes(tmp_path: Path) -> None:
-    result = ring_of_processes(3, [str(tmp_path / script(tmp_path, RING))], timeout_s=30)
+    (tmp_path / "keras.py").touch()
+    name = str(tmp_path / script(tmp_path, RING))
+    result = ring_of_processes(2, [name, "says"], timeout_s=30)
     assert result.exit_code == 0, result.errors
-    assert numbers(result.output, "total") == [6, 6, 6]
+    assert numbers(result.output, "total") == [3, 3]
+    assert sorted(result.errors.splitlines()) == ["[0] err", "[1] err"]
+    assert {number: signal.getsignal(number) for number in before} == before
