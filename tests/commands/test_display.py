@@ -22,10 +22,10 @@ from tests.processes import clean_environment, launcher
 BAR = (
     RANK
     + """
-import pathlib, sys
+import pathlib, sys, time
 def wait_for(name):
     while not pathlib.Path(name).exists():
-        pass
+        time.sleep(0.01)
 def draw(text, end=""):
     sys.stdout.write("\\b" * 60 + "\\r\\x1b[1m" + text + "\\x1b[0m" + end)
     sys.stdout.flush()
@@ -105,8 +105,8 @@ def test_workers_learn_the_width_that_their_lines_have(tmp_path: Path) -> None:
     with Terminal(tmp_path, "-n", "11", name, columns=100) as job:
         assert job.wait() == 0
     # A line may be shown before it is whole, and once more then.
-    assert len(set(re.findall(rb"\[ ?\d+\] width 95", job.shown))) == 11
-    assert "width None" in run(tmp_path, "-n", "1", name).stdout
+    shown = set(re.findall(r"\[[ \d]+\] width \d+", job.shown.decode()))
+    assert shown == {f"[{rank:2}] width 95" for rank in range(11)}
 
 
 def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_a_line_that_comes_in_parts_is_shown_and_kept_once(
 FAILS = (
     RANK
     + """
-import pathlib, signal, sys
+import pathlib, signal, sys, time
 print("here")
 if rank != 1:
     signal.pause()
 while len(list(pathlib.Path("logs").glob("rank-*.log"))) < 3:
-    pass
+    time.sleep(0.01)
 print("abort: no memory", file=sys.stderr)
 os._exit(3)
 """
@@ -180,7 +180,6 @@ os._exit(3)
 @pytest.mark.parametrize(
     ("output", "shown"),
     [
-        ("all", ["[0] here", "[1] here", "[2] here"]),
         ("rank0", ["[0] here", "[1] here"]),
         ("failed", ["[1] here"]),
     ],
@@ -204,11 +203,11 @@ def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path: Path) ->
         print("E0000 00:00:1.2 3 cuda_dnn.cc:5] Could not create cudnn handle", file=sys.stderr)
         """,
     )
-    done = run(tmp_path, "-n", "3", "--log-dir", "logs", name)
+    done = run(tmp_path, "-n", "2", "--log-dir", "logs", name)
     assert done.stderr.count("oneDNN") == 1
     assert "[0] I0000" in done.stderr
-    assert done.stderr.count("cudnn handle") == 3
-    assert "oneDNN" in (tmp_path / "logs" / "rank-2.log").read_text()
+    assert done.stderr.count("cudnn handle") == 2
+    assert "oneDNN" in (tmp_path / "logs" / "rank-1.log").read_text()
 
 
 # --- Tracebacks -----------------------------------------------------------------------------
@@ -216,12 +215,12 @@ def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path: Path) ->
 
 def test_the_traceback_of_the_cause_is_shown_and_the_logs_have_all(tmp_path: Path) -> None:
     text = """
-import atexit, pathlib, ringreduce
+import atexit, pathlib, ringreduce, time
 if rank == 0:
     atexit.register(pathlib.Path("raised").touch)
     raise ringreduce.PeerLostError("lost", peer=1)
 while not pathlib.Path("raised").exists():
-    pass
+    time.sleep(0.01)
 raise ValueError("bad data")
 """
     name = script(tmp_path, RANK + text)
@@ -236,21 +235,18 @@ raise ValueError("bad data")
 
 
 def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
-    # At once when the program ends well, and after a while when it runs on.
+    # After a while, since the program runs on.
     text = """
-        import pathlib, traceback
+        import pathlib, time, traceback
         try:
             raise ValueError("bad data")
         except ValueError:
             traceback.print_exc()
         while not pathlib.Path("end").exists():
-            pass
+            time.sleep(0.01)
         print("later", flush=True)
         """
     name = script(tmp_path, text)
-    (tmp_path / "end").touch()
-    assert "[0] ValueError: bad data" in run(tmp_path, "-n", "1", name).stderr
-    (tmp_path / "end").unlink()
     environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
     with launcher(tmp_path, "run", "-n", "1", name, environment=environment) as job:
         job.wait_error("[0] ValueError: bad data")
@@ -264,10 +260,10 @@ def test_a_traceback_that_several_ranks_have_is_shown_once(tmp_path: Path) -> No
 import atexit, pathlib, time
 pathlib.Path(f"raises{rank}").touch()
 while len(list(pathlib.Path().glob("raises*"))) < 3:
-    pass
+    time.sleep(0.01)
 def hold():
     while not pathlib.Path("end").exists():
-        pass
+        time.sleep(0.01)
 atexit.register(hold)
 raise ValueError("bad data")
 """
@@ -287,11 +283,12 @@ raise ValueError("bad data")
         )
 
 
+# Interrupted below a line of the program, which is what is shown.
 INTERRUPTED = """
-import signal
+import threading
 try:
     print("ready", flush=True)
-    signal.pause()
+    threading.Event().wait()
 except KeyboardInterrupt:
     if rank == 2:
         raise OSError("no space")
@@ -329,6 +326,7 @@ model.fit(data, data[:, :1], batch_size=8, callbacks=[Waits()])
 """
 
 
+@pytest.mark.full
 @pytest.mark.tensorflow
 def test_ctrl_c_in_training_reaches_each_ranks_handler_and_shows_few_lines(tmp_path: Path) -> None:
     text = """
