@@ -46,7 +46,8 @@ def trains(case, *layers, seed=1, model=keras.Model, optimizer=keras.optimizers.
     for layer in [keras.layers.Dense(6), *layers, keras.layers.Dense(1)]:
         outputs = layer(outputs)
     made = model(inputs, outputs)
-    made.compile(rr.DistributedOptimizer(optimizer(rate)), loss="mse")
+    eager = case != "alike"
+    made.compile(rr.DistributedOptimizer(optimizer(rate)), loss="mse", run_eagerly=eager)
     folder = Path(sys.argv[1], case)
     if comm.rank == 0:
         folder.mkdir()
