@@ -28,7 +28,7 @@ from tests.scope import in_full
 
 pytestmark = pytest.mark.usefixtures("way")
 
-SIZES = (1, 2, 3, in_full(4), 5)
+SIZES = (1, 2, 3, in_full(4), in_full(5))
 # Payloads up to this ride inline.
 INLINE_BYTES = 16384
 
@@ -36,8 +36,8 @@ INLINE_BYTES = 16384
 SEGMENTED = pytest.mark.parametrize(
     ("size", "segment_bytes"),
     [
-        *((1, 1 << 19), (2, 64), (2, 1 << 19), (3, 64), (5, 1 << 19)),
-        *(in_full(*each) for each in ((1, 64), (3, 1 << 19), (4, 64), (4, 1 << 19), (5, 64))),
+        *((1, 1 << 19), (2, 64), (2, 1 << 19), (3, 64), (3, 1 << 19)),
+        *(in_full(*each) for each in ((1, 64), (4, 64), (4, 1 << 19), (5, 64), (5, 1 << 19))),
         *(in_full(size, 4096) for size in (1, 2, 3, 4, 5)),
     ],
 )
@@ -109,7 +109,7 @@ def assert_all_reduced(size: int, cases: list[tuple[Any, np.dtype, int]], **sett
 
 
 @THIRDS
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, in_full(4), 5])
 def test_all_reduce_of_every_operator_dtype_and_length(size, step):
     assert_all_reduced(size, combinations(ReduceOp, lengths(size), step))
 
@@ -122,7 +122,7 @@ def test_short_all_reduce_around_the_ring_gives_the_same(size, step):
     assert_all_reduced(size, combinations(ReduceOp, lengths(size)[:-1], step))
 
 
-@pytest.mark.parametrize("size", [2, 3, in_full(4), 7])
+@pytest.mark.parametrize("size", [2, 3, in_full(4), in_full(7)])
 def test_all_reduce_on_both_sides_of_the_small_limit(size):
     limit = ring.SMALL_BYTES_MAX_OF_TWO if size == 2 else ring.SMALL_BYTES_MAX
     dtypes = [naive.DTYPES[name] for name in ("float16", "float32", "int8")]
@@ -161,8 +161,8 @@ def test_small_all_reduce_of_a_larger_ring(size):
 @pytest.mark.parametrize(
     ("size", "streams"),
     [
-        *((2, 3), (3, 2), (5, 3)),
-        *(in_full(*each) for each in ((2, 2), (3, 3), (4, 2), (4, 3), (5, 2))),
+        *((2, 3), (3, 2)),
+        *(in_full(*each) for each in ((2, 2), (3, 3), (4, 2), (4, 3), (5, 2), (5, 3))),
     ],
 )
 def test_collectives_over_several_streams(size, streams):
@@ -288,7 +288,7 @@ def test_repeated_small_all_reduce_starts_afresh_each_time():
 
 
 # With two ranks the order of additions does not matter.
-@pytest.mark.parametrize("size", [in_full(1), in_full(2), 3, in_full(4), 5])
+@pytest.mark.parametrize("size", [in_full(1), in_full(2), 3, in_full(4), in_full(5)])
 def test_results_are_bit_identical_on_all_ranks_and_from_run_to_run(size):
     """With numbers whose sum depends on the order of additions."""
 
@@ -345,8 +345,8 @@ def test_mean_of_float16_does_not_overflow_on_the_way():
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(("int8", 2), ("int8", 5), ("bf16", 5), in_full("bf16", 2)),
-        *(in_full(name, size) for name in ("bf16", "int8") for size in (1, 3, 4)),
+        *(("int8", 2), ("int8", 3), ("bf16", 3), in_full("bf16", 2)),
+        *(in_full(name, size) for name in ("bf16", "int8") for size in (1, 4, 5)),
         *(in_full("fp16", size) for size in (1, 2, 3, 4, 5)),
     ],
 )
