@@ -16,6 +16,7 @@ from bench import __main__ as main
 from bench import collectives, large, link, namespaces, peers, sweep, systems, train
 from bench.turns import Process, System, SystemFailed, Turns
 from ringreduce.effects import native
+from tests.jobs import run_job
 from tests.scope import in_full
 
 ROW = {
@@ -34,14 +35,8 @@ ROW = {
 }
 
 
-def bench(arguments, timeout=100):
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *shlex.split(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def bench(arguments):
+    return CliRunner().invoke(main.app, shlex.split(arguments))
 
 
 QUICK = ("all_reduce",)
@@ -52,14 +47,17 @@ QUICK = ("all_reduce",)
 )
 def test_a_collective_is_measured_and_right(collective, tmp_path):
     file = tmp_path / "out.json"
-    result = bench(f"{collective} -n 2 -b 96 -e 96K -f 32 --transport zmq --json {file}")
-    assert result.returncode == 0, result.stderr
+    options, transport = "--transport zmq", "zmq"
+    if collective in QUICK and native.library() is not None:
+        options, transport = "--transport shm --registered", "shm-registered"
+    result = bench(f"{collective} -n 2 -b 96 -e 96K -f 32 {options} --json {file}")
+    assert result.exit_code == 0, result.output
     out = json.loads(file.read_text())
     assert {"command", "cpu", "cores", "versions", "memcpy_gb_s"} <= set(out["header"])
     assert [row["size_bytes"] for row in out["rows"]] == [96, 3072, 98304]
     for row in out["rows"]:
         assert set(row) == ROW
-        assert (row["system"], row["transport"]) == ("ringreduce", "zmq")
+        assert (row["system"], row["transport"]) == ("ringreduce", transport)
         assert (row["collective"], row["world_size"]) == (collective, 2)
         assert row["wrong"] == 0
         assert 0 < row["time_us"] <= row["time_us_p99"]
@@ -67,20 +65,17 @@ def test_a_collective_is_measured_and_right(collective, tmp_path):
         assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * factor)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "transport"),
-    [
-        in_full("--transport shm", "shm"),
-        ("--transport shm --registered", "shm-registered"),
-        in_full("--transport zmq --registered", "zmq"),
-    ],
+    [("--transport shm", "shm"), ("--transport zmq --registered", "zmq")],
 )
 def test_rows_name_the_transport_that_was_used(options, transport, tmp_path):
     if transport != "zmq" and native.library() is None:
         pytest.skip(native.why_missing())
     file = tmp_path / "out.json"
     result = bench(f"all_reduce -n 2 -b 40K -e 40K {options} --json {file}")
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.output
     [row] = json.loads(file.read_text())["rows"]
     assert row["transport"] == transport
     assert row["wrong"] == 0
@@ -91,7 +86,7 @@ def test_rows_name_the_transport_that_was_used(options, transport, tmp_path):
 )
 def test_other_dtypes_and_operators_are_right_too(options):
     result = bench(f"all_reduce -n 3 -b 60K -e 60K {options}")
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].split()[-1] == "0"
 
 
@@ -373,8 +368,8 @@ def test_peers_are_measured_in_turns_and_right(labels, collective, tmp_path):
     file = tmp_path / "out.json"
     options = f"--collective {collective} -n 2 -b 4K -e 256K -f 64 --rounds 2 --json {file}"
     chosen = " ".join(f"--only '{label}'" for label in labels)
-    result = bench(f"peers {options} {chosen}", timeout=280)
-    assert result.returncode == 0, result.stderr
+    result = bench(f"peers {options} {chosen}")
+    assert result.exit_code == 0, result.output
     out = json.loads(file.read_text())
     entries = [entry for entry in systems.ENTRIES if entry.label in labels]
     there = {entry.system for entry in entries if entry.missing() is None}
@@ -428,8 +423,8 @@ def test_the_training_table_keeps_its_columns():
 )
 def test_what_is_large_is_measured_for_all_systems(options, systems, tmp_path):
     file = tmp_path / "out.json"
-    result = bench(f"{options} --rounds 1 --steps 2 --json {file}", timeout=280)
-    assert result.returncode == 0, result.stderr
+    result = bench(f"{options} --rounds 1 --steps 2 --json {file}")
+    assert result.exit_code == 0, result.output
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
     assert list(rows) == list(systems)
     for name, row in rows.items():
@@ -447,8 +442,8 @@ def test_training_is_measured_for_all_systems(tmp_path):
     linked = ["multiworker"] if shaped_links_are_possible() else []
     if linked:
         options += " --link 1gbit --latency 1"
-    result = bench(options, timeout=280)
-    assert result.returncode == 0, result.stderr
+    result = bench(options)
+    assert result.exit_code == 0, result.output
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
     assert set(rows) == {"single", "mirrored", "ringreduce", *compiled, *linked}
     for row in rows.values():
@@ -468,19 +463,11 @@ def test_training_is_measured_for_all_systems(tmp_path):
 
 
 def test_the_cost_of_encryption_is_measured():
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "ringreduce", "run", "-n", "2"),
-            *("-m", "bench.encryption", "--mib", "1", "2", "--seconds", "0.1"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    arguments = ["bench/encryption.py", "--mib", "1", "2", "--seconds", "0.1"]
+    result = run_job(2, arguments, environment={"PYTHONPATH": "."})
+    assert result.exit_code == 0, result.errors
     number = r"-?\d+\.\d+"
-    assert re.search(rf"sealing {number} GB/s, opening {number}, memcpy {number}", result.stdout)
+    assert re.search(rf"sealing {number} GB/s, opening {number}, memcpy {number}", result.output)
     for size in (1, 2):
         line = rf"{size} MiB, \d+ calls each: {number} ms plain, {number} ms encrypted"
-        assert re.search(line, result.stdout), result.stdout
+        assert re.search(line, result.output), result.output
