@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import re
 import signal
@@ -37,6 +38,7 @@ from ringreduce.vocabulary.errors import (
 from ringreduce.vocabulary.types import ReduceOp
 from tests import naive
 from tests.rings import Ring, assert_lost
+from tests.scope import in_full
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs the native library")
 
@@ -51,24 +53,26 @@ def heap():
 # --- Registered arrays ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, in_full(5)])
 def test_registered_arrays_give_what_ordinary_ones_do(size):
     """Small, odd and large, of several dtypes, also when some ranks' arrays are ordinary."""
     dtypes = [naive.DTYPES[name] for name in ("float32", "float16", "int8")]
     counts = [0, 1, size, 1009, 100_003, 3_000_017]
+    cases = [
+        [naive.integer_valued(rank, count, dtype) for rank in range(size)]
+        for dtype, count in itertools.product(dtypes, counts)
+    ]
+    expected = [naive.all_reduce(ReduceOp.MEAN, inputs) for inputs in cases]
 
     def work(comm: Communicator) -> None:
-        for dtype in dtypes:
-            for count in counts:
-                inputs = [naive.integer_valued(rank, count, dtype) for rank in range(size)]
-                expected = naive.all_reduce(ReduceOp.MEAN, inputs)
-                for ordinary_ranks in (0, 1):
-                    array = comm.empty(count, dtype)
-                    if comm.rank < ordinary_ranks:
-                        array = np.empty(count, dtype)
-                    array[:] = inputs[comm.rank]
-                    assert comm.all_reduce(array, "mean") is array
-                    assert np.array_equal(array, expected)
+        for inputs, result in zip(cases, expected, strict=True):
+            for ordinary_ranks in (0, 1):
+                array = comm.empty(result.size, result.dtype)
+                if comm.rank < ordinary_ranks:
+                    array = np.empty_like(result)
+                array[:] = inputs[comm.rank]
+                assert comm.all_reduce(array, "mean") is array
+                assert np.array_equal(array, result)
 
     ring_of_threads(size, work)
 
@@ -97,7 +101,7 @@ def test_reduce_scatter_of_registered_arrays_leaves_the_rest_alone():
     ring_of_threads(3, work)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, in_full(5)])
 def test_all_to_all_reads_registered_and_ordinary_arrays_alike(size):
     """Also when some ranks' arrays are ordinary, from nothing to more than a cache holds."""
     numbers = np.random.default_rng(size)
