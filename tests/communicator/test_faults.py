@@ -149,7 +149,8 @@ for number in range(1_000_000):
 """
 
 
-@pytest.mark.parametrize("victim", [in_full(0), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 2])
 def test_the_launcher_ends_as_the_killed_rank_did_and_names_it_first(
     tmp_path: Path, victim: int
 ) -> None:
@@ -165,6 +166,7 @@ def test_the_launcher_ends_as_the_killed_rank_did_and_names_it_first(
         )
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_early_with_0_is_named_by_the_launchers_report(tmp_path: Path) -> None:
     program = LAUNCHED.format(victim=1, end="sys.exit(0)")
     (tmp_path / "worker.py").write_text(program)
@@ -402,8 +404,8 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path, victims: str) -> No
     temporary.mkdir()
     before = set(os.listdir("/dev/shm"))
     environment = clean_environment(TMPDIR=str(temporary))
-    with launcher(tmp_path, "run", "-n", "3", "worker.py", environment=environment) as job:
-        job.wait_shown("joined", times=3)
+    with launcher(tmp_path, "run", "-n", "2", "worker.py", environment=environment) as job:
+        job.wait_shown("joined", times=2)
         workers = [int(pid) for pid in re.findall(r"joined (\d+)", job.stdout)]
         family = [process.pid for process in psutil.Process(job.pid).children(recursive=True)]
         assert set(workers) < set(family)
@@ -565,7 +567,7 @@ def test_a_rendezvous_that_cannot_be_is_an_error_of_ours(tmp_path: Path, rank: i
             RINGREDUCE_JOIN_TIMEOUT_S="0.5",
         )
         command = [sys.executable, "worker.py", "no-such-host.invalid:4000", address]
-        with Process(command, tmp_path, environment=environment) as worker:
+        with Process(command, tmp_path, environment=environment, worker=True) as worker:
             assert worker.wait(30) == 3, worker.stderr
             assert "no-such-host.invalid" in worker.stdout
             # Another program has the address, and does not answer.
