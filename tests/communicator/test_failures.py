@@ -45,13 +45,13 @@ hold()
 @pytest.mark.parametrize(
     ("size", "victim", "operation"),
     [
-        (2, 0, "all_reduce"),
         (2, 1, "broadcast"),
         (3, 0, "barrier"),
-        (3, 1, "all_reduce"),
         (4, 3, "all_reduce"),
-        (5, 2, "barrier"),
-        (5, 4, "broadcast"),
+        in_full(2, 0, "all_reduce"),
+        in_full(3, 1, "all_reduce"),
+        in_full(5, 2, "barrier"),
+        in_full(5, 4, "broadcast"),
         in_full(3, 1, "all_to_all"),
     ],
 )
@@ -96,7 +96,8 @@ hold()
 
 
 @pytest.mark.parametrize(
-    ("size", "count", "streams"), [(3, LARGE, 1), (3, LARGE, 3), (4, SMALL, 1), (5, SMALL, 2)]
+    ("size", "count", "streams"),
+    [(3, LARGE, 3), (4, SMALL, 1), in_full(3, LARGE, 1), in_full(5, SMALL, 2)],
 )
 def test_a_rank_killed_in_the_middle_of_its_data_is_named(
     tmp_path: Path, size: int, count: int, streams: int, transport: str
