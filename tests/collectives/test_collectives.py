@@ -554,7 +554,7 @@ def test_broadcast_root_may_be_numpys_integer_on_some_ranks():
     assert ring_of_threads(3, work) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, in_full(4), 5])
 def test_barrier_lets_nobody_pass_before_all_have_come(size):
     arrived: list[set[int]] = [set() for _ in range(50)]
 
