@@ -11,14 +11,16 @@ SOURCES := pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test test-full lint types native native-sanitized check check-full check-without-native \
+.PHONY: demo test test-full lint types modules native native-sanitized check check-full check-without-native \
     check-lowest soak docs dist release-notes clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
 
-# What every change must pass.
-test: lint types native check
+# What every change must pass. What takes longest comes first of what is done side by side.
+test: $(VENV)/.installed
+	$(MAKE) -j 2 modules types native lint
+	$(MAKE) check
 
 # What is slow and rare besides: the lowest versions, no native library, sanitizers, real time, chance.
 test-full: check-full native-sanitized check-without-native check-lowest soak
@@ -30,6 +32,10 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
+
+# What each process of the tests would else compile for itself when all begin: TensorFlow, and our loops.
+modules: $(VENV)/.installed
+	$(BIN)/python -c "from tests import forkserver; forkserver.preload()"
 
 # The C library's own tests, plain, and under two sanitizers.
 native: SANITIZERS := ""

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import numba
 
-__all__ = ["Forked", "close", "is_wanted"]
+__all__ = ["Forked", "close", "is_wanted", "preload"]
 
 # What a worker may need, slowest first; imported in the server, where nothing of it runs.
 _PRELOADED = (
@@ -184,8 +184,16 @@ def _received(source: socket.socket, count: int) -> bytes:
     return found
 
 
+def preload() -> None:
+    """Import what workers need, and load the compiled loops, or compile them, for all to find."""
+    for name in _PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    _load_loops()
+
+
 def _load_loops() -> None:
-    """Load the compiled loops, or compile them: 0.3 s of each worker that uses sockets."""
+    """0.3 s of each worker that uses sockets."""
     from ringreduce.transport import libzmq, loop, sodium
 
     libzmq.load()
@@ -282,10 +290,7 @@ def _run() -> None:
 
 if __name__ == "__main__":
     listening = socket.socket(fileno=int(sys.argv[1]))
-    for name in _PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    _load_loops()
+    preload()
     gc.collect()
     gc.freeze()
     _serve(listening)

@@ -59,19 +59,20 @@ def test_logs_are_equal_on_all_ranks_and_add_up(histories, case):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(
-    ("case", "ranks", "waiting_ms"),
+    ("case", "ranks"),
     [
         # Though rank 0 sleeps longer, in validation.
-        ("late", [0, 1, 1], 35),
+        ("late", [0, 1, 1]),
         # Of the last five steps the first execution is left out, and one of three sleeps.
-        ("jit", [0, 0], 35),
-        ("alone", [1, 1], 35),
+        ("jit", [0, 0]),
+        ("alone", [1, 1]),
     ],
 )
-def test_the_slow_rank_is_that_of_each_epoch(histories, case, ranks, waiting_ms):
+def test_the_slow_rank_is_that_of_each_epoch(histories, case, ranks):
     history = histories[case][0]
     assert history["rr_slowest_rank"] == ranks
-    assert min(history["rr_waiting_ms"]) > waiting_ms
+    # More than half of what it sleeps for each step; a busy machine hides some.
+    assert min(history["rr_waiting_ms"]) > 20
 
 
 @pytest.mark.tensorflow
