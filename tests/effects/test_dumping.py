@@ -408,9 +408,9 @@ def test_one_thread_serves_all_communicators_and_a_late_signal_is_harmless(tmp_p
 
     descriptors = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc") else set()
     comm.close()
-    os.kill(os.getpid(), signal.SIGUSR1)
     for _ in range(20):
         ringreduce.Communicator(ringreduce.Config(log_dir="logs")).close()
+    os.kill(os.getpid(), signal.SIGUSR1)
     assert not os.path.exists("logs")
     assert len(listeners()) == 1
     if descriptors:
