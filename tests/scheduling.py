@@ -17,6 +17,8 @@ __all__ = ["Scheduling"]
 
 # Look at what one run of a program said (tests/tensor_facts.py).
 _TENSORS = {"test_tensors.py", "test_tape.py", "test_normalization.py"}
+# Some of their tests take minutes in `make test-full`: begun last, all would wait for one.
+_FIRST = [f"tests/project/test_{name}.py" for name in ("dist", "bench_strategies", "bench")]
 
 
 class Scheduling(LoadFileScheduling):
@@ -45,6 +47,9 @@ class Scheduling(LoadFileScheduling):
         return died_in
 
     def _assign_work_unit(self, node: Any) -> None:
+        first = next((file for file in _FIRST if file in self.workqueue), None)
+        if first is not None:
+            self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
         # A worker runs a test once it knows of the next, or that there is none.
         if self._pending_of(self.assigned_work[node]) < 2:

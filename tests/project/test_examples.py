@@ -17,12 +17,16 @@ ELSEWHERE = {"digits", "digits_mirrored", "demo", "elastic", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
 # Models in parts and in half precision, tables and uneven data have tests of their own.
 RARE = ("embedding", "hybrid", "mixed_precision", "pipeline", "recommender", "uneven_data")
-QUICK = [in_full(name) if name in RARE else name for name in NAMES]
 
 
 # One epoch, or as many as a user sees.
-@pytest.mark.parametrize("options", [("--epochs", "1"), in_full(())], ids=" ".join)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, ("--epochs", "1")) for name in NAMES if name not in RARE),
+        *(in_full(name, ()) for name in NAMES),
+    ],
+)
 def test_it_ends_well_and_says_what_all_ended_with(name, options, monkeypatch):
     if name == "mixed_precision":
         # oneDNN takes ten times as long for float16 on processors with AVX512-FP16. TensorFlow

@@ -246,7 +246,6 @@ SCENARIOS = {
 # How ranks reach each other, their number and hosts, and whether there is a native library.
 WAYS = {
     "shm": ("shm", 2, (), True),
-    "zmq": ("zmq", 3, (), True),
     "two hosts": ("auto", 3, ("a", "a", "b"), True),
     "zmq, in Python": ("zmq", 3, (), False),
 }
@@ -254,7 +253,7 @@ WAYS = {
 
 @pytest.fixture(
     scope="module",
-    params=["shm", in_full("zmq"), in_full("two hosts"), in_full("zmq, in Python")],
+    params=["shm", in_full("two hosts"), in_full("zmq, in Python")],
 )
 def disagreements(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
