@@ -134,8 +134,8 @@ release-notes:
 
 # Whole jobs with random faults.
 soak: $(VENV)/.installed
-	$(BIN)/python -m tests.soak --minutes 2
-	$(BIN)/python -m tests.soak_elastic --minutes 2
+	$(BIN)/python -m tests.soak --minutes 1.5
+	$(BIN)/python -m tests.soak_elastic --minutes 1.5
 
 # .installed has all of .examples, and what development needs: Sphinx, Ray, pytest and so on.
 $(VENV)/.examples: EXTRA := examples

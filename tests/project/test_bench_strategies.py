@@ -115,27 +115,27 @@ def test_bad_options_are_refused(options, said):
 @pytest.mark.tensorflow
 @pytest.mark.timeout(300)
 @pytest.mark.full
-def test_speed_is_measured_for_all_systems(tmp_path):
+def test_speed_is_measured_for_a_system_of_each_kind(tmp_path):
     linked = shaped_links_are_possible()
     file = tmp_path / "out.json"
+    systems = ["single", NEVER, EVERY_STEP, "int8", "local", SYNCHRONOUS]
     options = f"strategies --rounds 1 --steps 2 --every 2 --json {file}"
+    options += "".join(f" --only {name}" for name in systems)
     if linked:
         options += f" --link 1gbit --plot {tmp_path}"
     result = bench(options)
     assert result.exit_code == 0, result.stderr
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
-    assert list(rows) == list(NAMED)
+    assert set(rows) == set(systems)
     assert all(row["samples_per_s"] > 0 for row in rows.values())
     assert rows[NEVER]["x_never"] == rows[EVERY_STEP]["x_every"] == 1
     if linked:
         sent = {name: row["sent_bytes"] for name, row in rows.items()}
-        assert sent["single"] is sent["mirrored"] is None
+        assert sent["single"] is None
         # Weights have 40.2 MB: those of each worker go to and fro; those who meet every two steps
         # send half.
         assert sent[EVERY_STEP] == pytest.approx(40.2e6, rel=0.05)
-        assert sent["bf16"] == pytest.approx(sent[EVERY_STEP] / 2, rel=0.05)
         assert sent["int8"] == pytest.approx(sent[EVERY_STEP] / 4, rel=0.05)
-        assert sent["powersgd"] < sent[EVERY_STEP] / 50
         assert sent["local"] == pytest.approx(sent[EVERY_STEP] / 2, rel=0.05)
         assert sent[SYNCHRONOUS] == pytest.approx(2 * sent[EVERY_STEP], rel=0.05)
         assert (tmp_path / "strategies-links.svg").exists()
