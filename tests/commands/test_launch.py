@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from ringreduce.commands import cli
 from ringreduce.commands.cli import app
 from ringreduce.commands.launch.local import default_threads
 from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.processes import Pipe
 from ringreduce.testing import ring_of_processes
 from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import DEADLINE_S, clean_environment, launcher, wait_gone
@@ -691,3 +693,11 @@ def test_ring_of_processes_gives_output_and_restores_the_signal_handlers(tmp_pat
     assert numbers(result.output, "total") == [3, 3]
     assert sorted(result.errors.splitlines()) == ["[0] err", "[1] err"]
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_what_an_ended_process_has_left_is_read_to_its_end() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"last words")
+    os.close(writer)
+    with open(reader, "rb", buffering=0) as file, selectors.DefaultSelector() as selector:
+        assert Pipe(file, selector, lambda data: [data]).drain() == [b"last words", b""]
