@@ -152,7 +152,8 @@ def test_a_rank_that_has_missed_an_exchange_does_what_callbacks_do_after_it_once
 
 
 @pytest.mark.parametrize(
-    ("point", "number"), [in_full("begin", 6), in_full("epoch end", 2), ("written", 2)]
+    ("point", "number"),
+    [in_full("begin", 6), in_full("epoch end", 2), in_full("written", 2), ("written", 1)],
 )
 def test_another_rank_goes_on_with_what_only_rank_0_does_once(tmp_path, point, number):
     faults = [[0, point, number, "kill"]]
