@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # What an environment depends on.
 SOURCES := pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 
-# The tests start a thousand processes: modules are compiled when the first of them imports them.
+# The tests start many processes: the first that imports a module compiles it for all.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
