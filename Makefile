@@ -70,7 +70,7 @@ check: $(VENV)/.installed
 FAULTS := tests/communicator tests/transport tests/bootstrap/test_hellos.py
 
 check-full: $(VENV)/.installed
-	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) -n 2 $(SHARED_OUT) -m full || $(PYTEST) -m full $(AGAIN)
+	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) -n 3 $(SHARED_OUT) -m full || $(PYTEST) -m full $(AGAIN)
 	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(FAULTS) || \
 	    $(PYTEST) -m "not full" $(FAULTS) $(AGAIN)
 
@@ -125,7 +125,7 @@ dist: $(VENV)/.installed
 	cd $(BUILD)/installed && export PATH=$(abspath $(BUILD))/installed/bin && \
 	python -m pip install --quiet --only-binary :all: "$$(echo $(abspath $(DIST))/*.whl)[examples]" && \
 	python -c 'from ringreduce.effects import native; assert native.library(), native.why_missing()' && \
-	python $(abspath examples/demo.py)
+	python $(abspath examples/demo.py) $(DEMO)
 	rm -rf $(BUILD)
 
 # The newest section of the changelog.

@@ -358,3 +358,32 @@ def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path, transport: 
         assert_lost(ring.wait("result", [0]), 1)
         assert "KeyboardInterrupt" in ring.said(0, "result")[0]["text"]
         ring.release()
+
+
+@pytest.mark.skipif(native.library() is None, reason="a call runs in C only with the library")
+def test_ctrl_c_when_c_gives_a_late_call_back_is_told(tmp_path: Path) -> None:
+    program = """
+    ring = join()
+    ring.all_reduce(np.ones(3))  # From now on it runs in C.
+    if RANK == 0:
+        hold()
+    else:
+        calls = ring._session.calls
+        run = calls._in_c
+
+        def run_and_interrupt(*arguments):
+            given = run(*arguments)
+            say("given", is_late=given is False)
+            signal.raise_signal(signal.SIGINT)
+
+        calls._in_c = run_and_interrupt
+    attempt("result", lambda: ring.all_reduce(np.ones(3)))
+    attempt("again", ring.barrier)
+    """
+    with Ring(tmp_path, 2, program, transport="shm") as ring:
+        assert ring.wait("given", [1])[0]["is_late"]
+        assert ring.wait("result", [1])[0]["kind"] == "KeyboardInterrupt"
+        assert_lost(ring.wait("again", [1]), 1)
+        ring.release()
+        assert_lost(ring.wait("result", [0]), 1)
+        assert "KeyboardInterrupt" in ring.said(0, "result")[0]["text"]

@@ -47,7 +47,7 @@ from tests.sealing import Sealer
 
 SECRET = secrets.token_hex(32)
 # How often the tests of frames do what they do.
-TIMES = (1, pytest.param(10, marks=pytest.mark.full))
+TIMES = (1, pytest.param(5, marks=pytest.mark.full))
 
 
 ERRING = """
