@@ -362,6 +362,19 @@ def parallel(
 
 
 @app.command()
+def fit(
+    workers: Annotated[int, typer.Option("-n", "--workers", min=2, help="Ranks.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of three epochs each.")] = 4,
+    steps: Annotated[int, typer.Option(min=12, help="Of a long epoch.")] = 300,
+    json_file: Json = None,
+) -> None:
+    """What rr.fit's loop costs beside model.fit of one process, alternating."""
+    from bench import fit as fitting
+
+    fitting.run(workers=workers, rounds=rounds, steps=steps, json_file=json_file)
+
+
+@app.command()
 def simulate(
     workers: Annotated[
         str, typer.Option("-n", "--workers", metavar="N,...", help="Ranks of the rings.")

@@ -1,0 +1,85 @@
+"""A process of the benchmark of `rr.fit`'s loop: trains a few epochs on each order of the driver.
+
+``python -m bench.fit_worker keras`` or ``ring``; the latter alone or for each rank of a ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from bench.turns import Line
+
+INPUTS, HIDDEN = 20, 32
+
+
+class EpochClock(keras.callbacks.Callback):
+    """When each epoch begins; it looks at no batch."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.begins: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begins.append(time.perf_counter())
+
+
+class BatchCallback(keras.callbacks.Callback):
+    """A user's, which looks at each batch and at one of its numbers."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.largest = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.largest = max(self.largest, logs["loss"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=("keras", "ring"))
+    parser.add_argument("--global-batch", type=int, required=True)
+    arguments = parser.parse_args()
+    is_ring = arguments.system == "ring"
+    keras.utils.set_random_seed(1)
+    optimizer = keras.optimizers.Adam(0.001)
+    rank = 0
+    if is_ring:
+        rank = rr.init().rank
+        optimizer = rr.DistributedOptimizer(optimizer)
+    model = keras.Sequential(
+        [
+            keras.Input((INPUTS,)),
+            keras.layers.Dense(HIDDEN, activation="relu"),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    line = Line(rank)
+    for order in line.orders():
+        rng = np.random.default_rng(0)
+        rows = arguments.global_batch * order["steps"]
+        x = rng.normal(size=(rows, INPUTS)).astype(np.float32)
+        y = rng.normal(size=(rows, 1)).astype(np.float32)
+        data: tuple[Any, ...] = (x, y)
+        options = {"batch_size": arguments.global_batch}
+        if order["data"] == "dataset":
+            data = (tf.data.Dataset.from_tensor_slices((x, y)).batch(arguments.global_batch),)
+            options = {}
+        clock = EpochClock()
+        callbacks = [clock, *([BatchCallback()] if order["looks"] else [])]
+        # One before, which traces, and one after, which only ends the last that is measured.
+        options |= {"epochs": order["epochs"] + 2, "verbose": 0, "callbacks": callbacks}
+        if is_ring:
+            rr.fit(model, *data, **options)
+        else:
+            model.fit(*data, **options)
+        line.answer(seconds=np.diff(clock.begins)[1:].tolist())
+
+
+if __name__ == "__main__":
+    main()
