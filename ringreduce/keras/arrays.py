@@ -80,34 +80,45 @@ class Arrays:
         return self.take(np.arange(min(FIRST_ROWS, self.count)))
 
     def batches(
-        self, indices: Callable[[int, int], list[np.ndarray]], count: int, rows: int, most: int
+        self,
+        indices: Callable[[int, int], list[np.ndarray]],
+        count: int,
+        rows: int,
+        most: int,
+        wholes: Callable[[int, int], list[int]] | None = None,
     ) -> Any:
         """A tf.data.Dataset of `count` batches of about `rows` rows.
 
         `indices` returns those of the rows of some batches, given the first and the end; it is
-        called in each pass, for at most `most` batches at a time.
+        called in each pass, for at most `most` batches at a time. So is `wholes`, whose numbers
+        then make pairs with the batches.
         """
         row_bytes = sum(array.nbytes // self.count for array in keras.tree.flatten(self.parts))
         length = max(1, min(most, _GROUP_BYTES // max(1, rows * row_bytes)))
         specs = components(self.spec)
 
         def take(number: int) -> list[np.ndarray]:
-            first = number * length
-            group = indices(first, min(count, first + length))
+            ends = number * length, min(count, (number + 1) * length)
+            group = indices(*ends)
             bounds = np.cumsum([0, *map(len, group)], dtype=np.int64)
             none = np.zeros(0, np.int64)  # Where an epoch is short.
-            return [bounds, *map(np.asarray, components(self.take(np.concatenate([*group, none]))))]
+            beside = np.array([] if wholes is None else wholes(*ends), np.int64)
+            taken = components(self.take(np.concatenate([*group, none])))
+            return [bounds, beside, *map(np.asarray, taken)]
 
         def group(number: Any) -> Any:
-            dtypes = [tf.int64, *(spec.dtype for spec in specs)]
-            bounds, *parts = tf.numpy_function(lambda n: take(int(n)), [number], dtypes)
+            dtypes = [tf.int64, tf.int64, *(spec.dtype for spec in specs)]
+            bounds, beside, *parts = tf.numpy_function(lambda n: take(int(n)), [number], dtypes)
             shaped = [tf.ensure_shape(p, s.shape) for p, s in zip(parts, specs, strict=True)]
             rows = tf.nest.pack_sequence_as(self.spec, shaped, expand_composites=True)
-            return tf.ensure_shape(bounds, [None]), rows
+            return tf.ensure_shape(bounds, [None]), tf.ensure_shape(beside, [None]), rows
 
-        def apart(bounds: Any, rows: Any) -> Any:
-            numbers = tf.data.Dataset.range(tf.shape(bounds, out_type=tf.int64)[0] - 1)
-            return numbers.map(lambda i: slice_rows(rows, bounds[i], bounds[i + 1]))
+        def apart(bounds: Any, beside: Any, rows: Any) -> Any:
+            def one(i: Any) -> Any:
+                batch = slice_rows(rows, bounds[i], bounds[i + 1])
+                return batch if wholes is None else (batch, beside[i])
+
+            return tf.data.Dataset.range(tf.shape(bounds, out_type=tf.int64)[0] - 1).map(one)
 
         # Not `from_generator`: its kernel makes malloc return freed memory to the system at once.
         grouped = tf.data.Dataset.range(-(-count // length)).map(group)

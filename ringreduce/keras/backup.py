@@ -94,6 +94,9 @@ def _beside(model: Any, state: StrategyState) -> Iterator[None]:
 
 def skip(model: Any, steps: int) -> None:
     """Have `model` read so many steps and not make them; called when training has begun."""
+    if hasattr(model.train_function, "unread"):
+        model.train_function.unread = steps
+        return
     run, left, unread = model.train_function, steps // model.steps_per_execution, steps
 
     def skipping(iterator: Any) -> Any:

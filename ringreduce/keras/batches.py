@@ -45,11 +45,20 @@ class Feed:
     # A tf.data.Dataset of this rank's parts; a new pass reads the epoch that was begun.
     dataset: Any
     is_even = False  # whether every rank surely has equally many rows of each batch
+    # Whether an element is a pair: this rank's part, and the number of rows of the whole batch.
+    is_counted = False
+    may_be_empty = True  # whether this rank's part of a batch may have no rows
     # What the user's generator or PyDataset raised; TensorFlow shows only its text.
     failure: Exception | None = None
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so
     # The first rows of all data, or the first batch; of a tf.data.Dataset once it was read.
     first: Any = None
+
+    @property
+    def spec(self) -> Any:
+        """The `element_spec` of this rank's part of a batch."""
+        spec = self.dataset.element_spec
+        return spec[0] if self.is_counted else spec
 
     def begin(self, epoch: int) -> None:
         """The next pass over `dataset` is that epoch, counted from 0."""
@@ -95,14 +104,15 @@ class Plan:
     is_elastic: bool = False
     shares: Shares | None = None  # of each rank in a global batch; None: equal ones
     readers: Communicator | None = None  # the ranks that read the same data; None: those of `ring`
+    counts: bool = False  # whether parts of batches carry the whole's number of rows, if uneven
 
     @property
     def sharing(self) -> Shares:
         """The shares of each rank."""
         return self.shares or Shares(self.ring)
 
-    def divide(self, whole: Any) -> Any:
-        """This rank's part of a tf.data.Dataset of global batches."""
+    def divide(self, whole: Any, counts: bool = False) -> Any:
+        """This rank's part of a tf.data.Dataset of global batches; with `counts` in pairs."""
         ring = self.ring
         if self.check is True:
             whole = fingerprinted(whole, self.what, REMEDY, self.readers or ring)
@@ -114,7 +124,7 @@ class Plan:
             return whole
         if self.is_elastic:
             return self.dealt(whole) if self.deal else whole
-        return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole)
+        return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole, counts)
 
     def dealt(self, whole: Any) -> Any:
         """Of global batches those whose turn is this rank's when they are read."""
@@ -126,12 +136,12 @@ class Plan:
         own = numbered.filter(lambda number, _: tf.numpy_function(is_own, [number], tf.bool))
         return own.map(lambda _, batch: batch)
 
-    def fed(self, whole: Any, count: int | None, ahead: int) -> Any:
+    def fed(self, whole: Any, count: int | None, ahead: int, counts: bool = False) -> Any:
         """The same of a pass, or a validation's steps; `count` is that of batches, if known."""
         if self.deal and self.steps is not None:
             whole = whole.take(self.run_steps)
             count = min(self.run_steps, count or self.run_steps)
-        own = self.divide(whole).prefetch(ahead)
+        own = self.divide(whole, counts).prefetch(ahead)
         return own if count is None else _counted(own, partial(self.own_steps, count))
 
     @property
@@ -199,7 +209,10 @@ class _ArrayFeed(Feed):
         most = 1 if self._shares.is_measured else _GROUP_BATCHES
         rows = unit if plan.deal or plan.is_elastic else -(-unit // size)
         count = whole if plan.is_elastic else plan.own_steps(whole)
-        batches = arrays.batches(self._own, count, rows, most)
+        self.is_counted = plan.counts and not self.is_even
+        self.may_be_empty = not plan.deal and 0 < arrays.count % unit < size
+        wholes = self._wholes if self.is_counted else None
+        batches = arrays.batches(self._own, count, rows, most, wholes)
         if plan.is_elastic and plan.deal:
             batches = plan.dealt(batches)
         own_steps = partial(plan.own_steps, whole)
@@ -212,6 +225,10 @@ class _ArrayFeed(Feed):
         ]
         if self._plan.deal and not self._plan.is_elastic:
             self._batches = self._batches[self._plan.ring.rank :: self._plan.ring.size]
+
+    def _wholes(self, first: int, end: int) -> list[int]:
+        """The numbers of rows of global batches `first` to `end` of the epoch."""
+        return list(map(len, self._batches[first:end]))
 
     def _own(self, first: int, end: int) -> list[np.ndarray]:
         """The indices of this rank's rows in batches `first` to `end` of the epoch."""
@@ -244,7 +261,12 @@ class _DatasetFeed(Feed):
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
         count = int(whole.cardinality())
         noted = self.noting_first(whole) if (plan.readers or plan.ring).size > 1 else whole
-        self.dataset = plan.fed(noted, count if count >= 0 else None, tf.data.AUTOTUNE)
+        if plan.class_weight is not None:
+            noted = noted.map(private.with_class_weights(plan.class_weight))
+        self.may_be_empty = known is None
+        self.is_counted = plan.counts and not self.is_even
+        fed = noted, count if count >= 0 else None, tf.data.AUTOTUNE
+        self.dataset = plan.fed(*fed, self.is_counted)
 
 
 class _PyDatasetFeed(Feed):
@@ -262,8 +284,9 @@ class _PyDatasetFeed(Feed):
         else:
             spec = private.spec_of_batches([self.first])
             whole = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+        self.is_counted = plan.counts
         if not plan.deal:
-            whole = plan.divide(whole)
+            whole = plan.divide(whole, plan.counts)
         elif plan.check is True and (readers := plan.readers or plan.ring).size > 1:
             FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
         steps = plan.run_steps or dataset.num_batches
@@ -348,7 +371,8 @@ class _StreamFeed(Feed):
         count = None
         with suppress(TypeError):  # Also torch's loader of an IterableDataset has a `__len__`.
             count = len(source)
-        self.dataset = plan.fed(whole, count, 1)
+        self.is_counted = plan.counts
+        self.dataset = plan.fed(whole, count, 1, plan.counts)
 
     def _pass(self) -> Iterator[Any]:
         try:

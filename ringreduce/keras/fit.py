@@ -23,7 +23,7 @@ from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.parts.answering import Answering
-from ringreduce.keras.parts.replicas import make_alike, model_group, training_ranks
+from ringreduce.keras.parts.replicas import make_alike
 from ringreduce.keras.probe import Probe
 from ringreduce.keras.recovery import ending_together
 from ringreduce.keras.seeds import fold_seeds
@@ -34,6 +34,8 @@ from ringreduce.keras.settings import (
     settings_of_model,
 )
 from ringreduce.keras.shares import Measure, agreed_shares
+from ringreduce.keras.training.loop import Loop, can_train
+from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
     refuse_other_optimizer,
     refuse_other_ring,
@@ -153,8 +155,8 @@ def fit(
         **({} if sharded else of_data),
     }
     arguments = Settings("arguments of rr.fit and compile", settings_in(given))
-    every = training_ranks(model.weights, ring)
-    require_same_settings([arguments], every)
+    who = Training.of(model, ring)
+    require_same_settings([arguments], who.everyone)
     if validation_split and validation_data is None:
         if not are_arrays(x):
             raise ConfigError(
@@ -162,21 +164,21 @@ def fit(
                 remedy="Pass validation_data, such as dataset.take(n) and dataset.skip(n).",
             )
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
-    is_graph = isinstance(x, tf.data.Dataset)
     least = elastic_minimum() if ring.size > 1 else None
     dividing = partial(
         Plan,
         ring,
         at_once=model.steps_per_execution,
         check=check,
-        readers=every,
+        readers=who.everyone,
         is_elastic=least is not None,
     )
+    is_own_loop = least is None and who.everyone is ring and can_train(model)
     shares = agreed_shares(batch_share, ring)
     if least is not None:
         given_share = "equal" if shares.is_equal else batch_share
         refuse(ring, {"sharded": sharded, "batch_share": given_share})
-    if shares.is_measured and every is not ring:
+    if shares.is_measured and who.everyone is not ring:
         raise ConfigError(
             'got batch_share="measured" for a model with split layers, whose ranks must have the '
             "same rows",
@@ -207,8 +209,10 @@ def fit(
             first=initial_epoch,
             shuffle=shuffle,
             seed=seed,
-            class_weight=None if is_graph else class_weight,
+            class_weight=class_weight,
             shares=shares,
+            # Unchecked ranks may read other batches.
+            counts=is_own_loop and ring.size > 1 and check and not shares.is_measured,
         )
         training = feed_of((x, y, sample_weight), plan)
     validation = None
@@ -235,13 +239,12 @@ def fit(
     if ring.size > 1:
         note_sharding(ring)
     if ring.size > 1 or recording is not None:
-        spec = training.dataset.element_spec
-        if is_graph and class_weight is not None:  # Of which Keras makes weights of samples.
-            spec = (*spec[:2], tf.TensorSpec([None], keras.config.floatx()))
-        build(model, spec)
-    make_alike(model.weights, model_group(model.weights))
-    every = training_ranks(model.weights, ring)
-    if every.size > 1:
+        build(model, training.spec)
+    # Where ranks know no better, they tell each other how many rows they have.
+    exchanges = sharded or (ring.size > 1 and not (training.is_even or training.is_counted))
+    who = Training.of(model, ring)
+    make_alike(model.weights, who.alike)
+    if who.everyone.size > 1:
         if model.run_eagerly and model.optimizer is not None:
             # In a graph the first step does it before it computes gradients.
             model.optimizer.build(model.trainable_variables)
@@ -249,11 +252,11 @@ def fit(
             # Else its optimizer compares that in the first step.
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
-        warn_of_parity(differences(model), every)
-        if ring.size > 1 and not training.is_even and least is None:
+        warn_of_parity(differences(model), who.everyone)
+        if exchanges and not sharded and least is None:
             is_counted = int(training.dataset.cardinality()) >= 0
             weigh_steps(model, "samples", ring, is_counted)
-    example = partial(_example, training.dataset)
+    example = partial(_example, training.spec)
     validate = None
     if least is not None and validation is not None:
         validate = partial(_validate, model, validation)
@@ -268,9 +271,10 @@ def fit(
             model,
             training,
             validation,
+            who if is_own_loop else None,
             [
                 *place,
-                Probe(training, every, compares=check and not sharded),
+                Probe(training, who.everyone, compares=check and not sharded),
                 *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                 # Before what exchanges metrics when a rank's own validation ends.
                 *([Answering(model, ring, example)] if validation is not None else []),
@@ -283,13 +287,17 @@ def fit(
                     check=False,  # It does so itself, as `VerifyReplicas`.
                 ),
                 *([VerifyReplicas(None, ring)] if check else []),
-                *([Record(*recording, arguments.found, every)] if recording is not None else []),
+                *(
+                    [Record(*recording, arguments.found, who.everyone)]
+                    if recording is not None
+                    else []
+                ),
                 # Of Keras's own, another rank could not go on with it.
                 *([OnRankZero(_Bar(verbose), ring)] if least is not None and verbose else []),
             ],
+            exchanges=exchanges,
             epochs=epochs,
-            verbose=verbose if every.rank == 0 and least is None else 0,
-            class_weight=class_weight if is_graph else None,
+            verbose=verbose if who.is_first and least is None else 0,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             validation_freq=validation_freq,
@@ -320,9 +328,18 @@ def _validate(model: Any, validation: Feed) -> dict[str, Any]:
 
 
 def fit_on(
-    model: Any, training: Feed, validation: Feed | None, callbacks: list[Any], **options: Any
+    model: Any,
+    training: Feed,
+    validation: Feed | None,
+    who: Training | None,
+    callbacks: list[Any],
+    exchanges: bool = False,
+    **options: Any,
 ) -> Any:
-    """``model.fit`` on what feeds give; an error that a feed has met is raised as it was."""
+    """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
+
+    By our loop if it is told `who` trains the model; else by Keras's.
+    """
     evaluated = validation or Feed()  # Which does nothing.
     epochs = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
@@ -332,6 +349,9 @@ def fit_on(
     )
     try:
         with _quiet_without(validation):
+            if who is not None:
+                loop = Loop(model, training, who, exchanges=exchanges)
+                return loop.run([epochs, *callbacks], validation=validation, **options)
             return model.fit(
                 training.dataset,
                 callbacks=[epochs, *callbacks],
@@ -358,9 +378,9 @@ def _quiet_without(validation: Feed | None) -> Iterator[None]:
         yield
 
 
-def _example(dataset: Any) -> Any:
+def _example(spec: Any) -> Any:
     """Inputs for the model: a row of zeros."""
-    return keras.utils.unpack_x_y_sample_weight(filled(empty_batch(dataset)))[0]
+    return keras.utils.unpack_x_y_sample_weight(filled(empty_batch(spec)))[0]
 
 
 def _own_feed(data: Any, name: str) -> Feed:

@@ -80,7 +80,7 @@ def join(
     _require_same(weighting, ring)
     wrappable.require_compiled(model, " For a loop of your own use rr.joined(dataset).")
     wrappable.refuse_other_ring(model, "rr.join", ring)
-    empty = empty_batch(dataset)
+    empty = empty_batch(_spec_of(dataset))
     if ring.size == 1:
         return dataset
     count, at_once = int(dataset.cardinality()), model.steps_per_execution > 1 or model.jit_compile
@@ -126,7 +126,7 @@ def joined(
     """
     ring = communicator or default_communicator()
     _require_same(weighting, ring)
-    empty = empty_batch(dataset)
+    empty = empty_batch(_spec_of(dataset))
     if ring.size == 1:
         for batch in dataset:
             yield batch, int(rows_in(batch))
@@ -174,20 +174,24 @@ def _longest(count: int, ring: Communicator) -> int | None:
     return None if min(counts) < 0 else max(counts)
 
 
-def empty_batch(dataset: Any) -> Any:
-    """Tensors like those of `dataset`, with no samples."""
+def _spec_of(dataset: Any) -> Any:
+    """The `element_spec` of a tf.data.Dataset of batches."""
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(
             f"got {type(dataset).__name__} to join",
             remedy="Pass a tf.data.Dataset, batched; tf.data.Dataset.from_tensor_slices(arrays)"
             ".batch(n) makes one of arrays.",
         )
-
     for spec in tf.nest.flatten(dataset.element_spec):
         if spec.shape.rank in (None, 0):
             text = f"got a dataset with elements {spec}"
             raise ConfigError(text, remedy="Batch it, and give it tensors of known rank.")
-    return tf.nest.map_structure(_empty, dataset.element_spec)
+    return dataset.element_spec
+
+
+def empty_batch(spec: Any) -> Any:
+    """Tensors like those of batches of an `element_spec`, with no samples."""
+    return tf.nest.map_structure(_empty, spec)
 
 
 def _empty(spec: Any) -> Any:
@@ -284,15 +288,21 @@ def weigh_steps(
 def _followed_step(model: Any, step: Step, data: Any) -> Any:
     weighting, ring, mean = _followed[model]
     samples = rows_in(data)
-    has_data = samples > 0
-    own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
+    own = tf.cast(samples if weighting == "samples" else samples > 0, tf.float32)
     if mean is None:
         weight = weighting_module.exchanged(own, ring)
     else:
         weight = weighting_module.Weight(own, tf.convert_to_tensor(mean))
     # Everything waits until a rank is known to have data: at the end of an epoch this step is given
     # up, and must not have been counted, or decayed weights.
-    with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
+    with tf.control_dependencies([weight.mean]):
+        return weighed(model, step, data, weight)
+
+
+def weighed(model: Any, step: Step, data: Any, weight: weighting_module.Weight) -> Any:
+    """`step` with that weight; without data it changes nothing, and returns the latest logs."""
+    has_data = rows_in(data) > 0
+    with weighting_module.using(weight):
         before = [(variable, tf.identity(variable.value)) for variable in _passing(model)]
         logs = step(filled(data))
         return _restore(model, before, has_data, logs)

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 # Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
 _divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# Models that `rr.fit` trains.
+_in_fit: list[Any] = []
 # Models that save whole files.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
@@ -62,8 +64,20 @@ def note_sharding(ring: Communicator) -> None:
     _divided.add(ring)
 
 
+@contextlib.contextmanager
+def in_fit(model: Any) -> Iterator[None]:
+    """Within the block `model_in_fit` returns `model`."""
+    _in_fit.append(model)
+    try:
+        yield
+    finally:
+        _in_fit.remove(model)
+
+
 def model_in_fit() -> Any:
     """The model whose ``fit`` calls this function, through any others; None outside of `fit`."""
+    if _in_fit:
+        return _in_fit[-1]
     frame = sys._getframe()
     while frame is not None:
         # Keras has no other way to find out, and no callback need be there.

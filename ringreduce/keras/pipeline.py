@@ -217,6 +217,7 @@ class Pipeline:
             self.model,
             training,
             validation,
+            None,
             [
                 Together(own, replicas, is_global=True, check=False),
                 StopTogether(ring),

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from ringreduce.tensorflow.private import named
 from ringreduce.vocabulary.errors import ConfigError
+
+_FOLDER = str(Path(str(keras.__file__)).parent)
 
 
 def _missing(name: str) -> ConfigError:
@@ -22,6 +25,10 @@ _DATA_ADAPTERS = "keras.src.trainers.data_adapters"
 registered_names = named("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES", _missing)
 # The `tf.TensorSpec` of a list of batches, with any number of rows.
 spec_of_batches = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec", _missing)
+# Makes (x, y, weights) of (x, y), by the weight of each class.
+with_class_weights = named(
+    f"{_DATA_ADAPTERS}.tf_dataset_adapter", "make_class_weight_map_fn", _missing
+)
 # What Keras saves as a group of its own.
 KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missing)
 # Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
@@ -50,6 +57,8 @@ for _owner, _names in (
     (keras.callbacks.BackupAndRestore, ("_weights_path", "_training_metadata_path")),
     (keras.callbacks.BackupAndRestore, ("_save_model", "_current_epoch")),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch", "_compile_loss")),
+    (keras.Model, ("_should_eval", "_distribute_strategy")),
+    (keras.callbacks.TensorBoard, ("_start_batch", "_stop_batch")),
 ):
     for _name in _names:
         if not _has(_owner, _name):
@@ -92,6 +101,14 @@ def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
         and len(value) == len(trained_variables(optimizer))
         and all(each is None or id(each) in own for each in value)
     }
+
+
+def has_plain_fit(model: Any) -> bool:
+    """Whether `model.fit` and what that calls are Keras's own, replaced neither there nor here."""
+    names = "fit", "evaluate", "make_train_function"
+    codes = [getattr(getattr(model, name), "__code__", None) for name in names]
+    are_own = all(code is not None and code.co_filename.startswith(_FOLDER) for code in codes)
+    return are_own and getattr(model, "_distribute_strategy", None) is None
 
 
 def is_of_keras(what: Any) -> bool:

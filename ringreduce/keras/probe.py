@@ -50,6 +50,8 @@ def _compiled(model: Any) -> Any:
 class Probe(keras.callbacks.Callback):
     """Looks at the first batch of training when it has passed; `compares`: all ranks read it."""
 
+    looks_at_batches = False  # After the first call, which makes one step.
+
     def __init__(self, feed: Feed, ring: Communicator, compares: bool) -> None:
         super().__init__()
         self._feed, self._ring, self._compares = feed, ring, compares

@@ -62,8 +62,8 @@ class Shares:
         first = sum(parts[: ring.rank])
         return first, first + parts[ring.rank]
 
-    def of(self, dataset: Any) -> Any:
-        """Of each batch of `dataset` this rank's rows."""
+    def of(self, dataset: Any, counts: bool = False) -> Any:
+        """Of each batch of `dataset` this rank's rows; with `counts` in pairs with all its rows."""
 
         def own(index: Any, batch: Any) -> Any:
             count = rows_in(batch)
@@ -74,7 +74,8 @@ class Shares:
                 first, end = tf.numpy_function(
                     lambda *numbers: self.rows(*map(int, numbers)), [index, count], [tf.int64] * 2
                 )
-            return tf.nest.map_structure(lambda part: rows_of(part, first, end), batch)
+            rows = tf.nest.map_structure(lambda part: rows_of(part, first, end), batch)
+            return (rows, tf.cast(count, tf.int64)) if counts else rows
 
         return dataset.enumerate().map(own)
 

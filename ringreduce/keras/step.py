@@ -24,14 +24,21 @@ def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) 
     inner, wraps = getattr(step, _WRAPS, (step, {}))
     if place in wraps:
         return
-    wraps = {**wraps, place: around}
-    whole = inner
+    wraps, whole = {**wraps, place: around}, inner
     for each in sorted(wraps):
         whole = _around(whole, wraps[each], weakref.ref(model))
     setattr(whole, _WRAPS, (inner, wraps))
     model.train_step = whole
     # Functions traced before do not have it.
     model.train_function = None
+
+
+def step_without(model: Any, place: int) -> Step:
+    """`model`'s training step without the wrapper at `place`."""
+    whole, wraps = getattr(model.train_step, _WRAPS, (model.train_step, {}))
+    for each in sorted(wraps.keys() - {place}):
+        whole = _around(whole, wraps[each], weakref.ref(model))
+    return whole  # type: ignore[no-any-return]
 
 
 def own_step(model: Any) -> Step | None:

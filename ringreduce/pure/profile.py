@@ -8,7 +8,9 @@ compute shorter:
     rank 1   | computing                    | communicating |     the slowest
                      | hidden |                                   communication while it computes
 
-Ranks that are slow in turn, step by step, look like communication.
+Ranks that are slow in turn, step by step, look like communication. What a rank does by itself is
+computing, but where `rr.fit` tells what is not: reading data, and what passes between its calls of
+TensorFlow, Python and callbacks.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
 _WAITED_S_MIN = 0.1  # less is chance
 # Parts of a step: less is not worth a change.
 _WAITING_MIN, _COMMUNICATING_MIN = 0.1, 0.1
+_BESIDE_MIN = 0.1
 _BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
 
 
@@ -40,6 +43,8 @@ class Facts(NamedTuple):
     cpu_s: float  # processor time of its process
     link_bytes: int  # to rank `next_rank`, over sockets ...
     link_s: float  # ... and for how long data was under way
+    called_s: float  # in calls of TensorFlow that make steps; 0: not known ...
+    reading_s: float  # ... and of that for data
     rank: int
     next_rank: int = 0
     cores: float = 1.0  # that it may use, and that its host's `local_size` ranks may share
@@ -63,6 +68,8 @@ class Step(NamedTuple):
     communicating_s: float  # communication that stops it ...
     hidden_s: float  # ... and that does not
     bytes_sent: float  # by a rank
+    reading_s: float  # for how long the other ranks, or the only one, wait for data ...
+    loop_s: float  # ... and do something else than steps
 
     @property
     def computing_s(self) -> float:
@@ -86,6 +93,13 @@ def step_of(ranks: Sequence[Facts]) -> Step:
     computing_s = {each.rank: (each.seconds - each.stopped_s) / each.steps for each in ranks}
     slowest = max(ranks, key=lambda each: (computing_s[each.rank], -each.rank))
     most_s = computing_s[slowest.rank]
+    others = [each for each in ranks if each is not slowest] or ranks
+    # Between calls a rank may wait too.
+    outside_s = [
+        min(one.seconds - one.called_s, one.seconds - one.stopped_s) / one.steps
+        for one in others
+        if one.called_s
+    ]
     return Step(
         slowest=slowest.rank,
         steps=slowest.steps,
@@ -95,13 +109,16 @@ def step_of(ranks: Sequence[Facts]) -> Step:
         communicating_s=max(0.0, slowest.stopped_s / slowest.steps),
         hidden_s=max(0.0, slowest.hidden_s / slowest.steps),
         bytes_sent=fmean(each.bytes_sent / each.steps for each in ranks),
+        reading_s=fmean(each.reading_s / each.steps for each in others),
+        loop_s=max(0.0, fmean(outside_s)) if outside_s else 0.0,
     )
 
 
-def verdict(epochs: Mapping[int, Sequence[Facts]]) -> list[str]:
+def verdict(epochs: Mapping[int, Sequence[Facts]], looking: Sequence[str] = ()) -> list[str]:
     """Lines of text: where the time went, and what would help most.
 
-    `epochs` are what all ranks have measured in each, by its number.
+    `epochs` are what all ranks have measured in each, by its number; `looking` the callbacks that
+    `rr.fit` calls for each batch.
     """
     steps, latest = {n: step_of(ranks) for n, ranks in epochs.items()}, [*epochs.values()][-1]
     mean, size, slow = _mean([*steps.values()]), len(latest), _straggler(steps)
@@ -110,6 +127,8 @@ def verdict(epochs: Mapping[int, Sequence[Facts]]) -> list[str]:
         None if slow is None else _waiting(slow, steps),
         _slow_link(latest, mean),
         _communication(mean, latest[0].link_bytes > 0),
+        _reading(mean),
+        _loop(mean, looking),
     ]
     findings = sorted((each for each in found if each is not None), key=lambda each: -each[0])
     texts = [f"{n}. {text}" for n, (_, text) in enumerate(findings, 1)] or ["Nothing of this kind."]
@@ -117,32 +136,47 @@ def verdict(epochs: Mapping[int, Sequence[Facts]]) -> list[str]:
     count = f"{_counted(round(mean.steps), 'step')} of {_ms(mean.seconds)}"
     return [
         f"profile of {_counted(size, 'rank')} in {_counted(len(epochs), 'epoch')}: {count}",
-        *(_table(mean, size, slow) if size > 1 else ["  no other rank to wait for"]),
+        *_table(mean, latest, slow),
         "  What would help most:",
         *(line for text in texts for line in wrapped.wrap(text)),
     ]
 
 
-def _table(mean: Step, size: int, slow: _Straggler | None) -> list[str]:
-    name, own_s = "the slowest rank", mean.computing_s
+def _table(mean: Step, latest: Sequence[Facts], slow: _Straggler | None) -> list[str]:
+    size, name, own_s = len(latest), "the slowest rank", mean.computing_s
+    beside_s = mean.reading_s + mean.loop_s
+    beside = [
+        ("reading data", mean.reading_s, ""),
+        ("between steps", mean.loop_s, "Python, callbacks"),
+    ] * any(each.called_s for each in latest)
+    if size == 1:
+        parts = [("computing", own_s - beside_s, ""), *beside] if beside else []
+        return [*_rows(parts, mean), "  no other rank to wait for"]
     computing = waiting = ""
     if slow is not None:
         name, waiting = f"rank {slow.rank}", slow.when
         computing = "" if slow.when else f"{name}: {_ms(own_s)}"
     rows = [
-        ("computing", own_s - mean.waiting_s, computing),
+        ("computing", max(0.0, own_s - mean.waiting_s - beside_s), computing),
+        *beside,
         (f"waiting for {name}", mean.waiting_s, waiting),
         ("communicating", mean.communicating_s, f"and {_ms(mean.hidden_s)} hidden"),
     ]
-    waited_s = (size - 1) * mean.waiting_s
-    now = size - (waited_s + size * mean.communicating_s) / mean.seconds
+    computed_s = max(0.0, size * (own_s - beside_s) - (size - 1) * mean.waiting_s)
+    is_one_host = latest[0].local_size == size
     return [
-        *(
-            f"  {what:<28}{_ms(s):>10}{s / mean.seconds:>6.0%}   {note}".rstrip()
-            for what, s, note in rows
-        ),
-        f"  They do the work of {now:.1f} ranks that only compute; if communication were",
-        f"  free, of {size - waited_s / own_s:.1f} at most.",
+        *_rows(rows, mean),
+        f"  They do the work of {computed_s / mean.seconds:.1f} ranks that only compute; if "
+        "communication were",
+        f"  free, of {computed_s / own_s:.1f} at most.",
+        *["  One process may be faster: ringreduce verify -n 1,2 PROGRAM compares."] * is_one_host,
+    ]
+
+
+def _rows(parts: Sequence[tuple[str, float, str]], mean: Step) -> list[str]:
+    return [
+        f"  {what:<28}{_ms(s):>10}{s / mean.seconds:>6.0%}   {note}".rstrip()
+        for what, s, note in parts
     ]
 
 
@@ -212,6 +246,28 @@ def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
     return shown_s, (
         f"Of {_ms(total_s)} of communication in a step {_ms(shown_s)} are not hidden behind "
         f"computing. Begin earlier, with a smaller bucket_bytes{fewer if between_hosts else ''}."
+    )
+
+
+def _reading(mean: Step) -> _Finding | None:
+    if mean.reading_s < _BESIDE_MIN * mean.seconds:
+        return None
+    return mean.reading_s, (
+        f"Steps wait {_ms(mean.reading_s)} for data. Let it be made ahead and in parallel: "
+        "dataset.cache(), map(..., num_parallel_calls=tf.data.AUTOTUNE), a PyDataset with workers; "
+        "or read less on each rank, with rr.shard or rr.fit(sharded=True)."
+    )
+
+
+def _loop(mean: Step, looking: Sequence[str]) -> _Finding | None:
+    if mean.loop_s < _BESIDE_MIN * mean.seconds:
+        return None
+    each = "looks" if len(looking) == 1 else "look"
+    why = f": {', '.join(looking)} {each} at each batch, so each step is a call of its own"
+    return mean.loop_s, (
+        f"{_ms(mean.loop_s)} of a step pass between steps, in Python and callbacks"
+        f"{why if looking else ''}. Take larger batches"
+        f"{', or a callback that looks at epochs' if looking else ''}."
     )
 
 

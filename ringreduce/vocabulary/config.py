@@ -373,6 +373,11 @@ def native_wanted() -> bool:
     return os.environ.get("RINGREDUCE_NATIVE", "1") != "0"
 
 
+def keras_loop_wanted() -> bool:
+    """Whether Keras's own loop runs in `rr.fit`, to compare: ``RINGREDUCE_LOOP=keras``."""
+    return os.environ.get("RINGREDUCE_LOOP") == "keras"
+
+
 def profile_wanted() -> bool:
     """Whether to profile training: ``RINGREDUCE_PROFILE``; ``ringreduce run --profile`` sets it."""
     return os.environ.get("RINGREDUCE_PROFILE", "0") not in ("", "0")

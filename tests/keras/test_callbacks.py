@@ -87,6 +87,18 @@ def test_a_rank_that_stops_takes_all_with_it(facts):
 
 
 @pytest.mark.tensorflow
+def test_ranks_stop_and_call_alike_whoever_looks_at_batches(facts):
+    for rank, fact in enumerate(of_all_ranks(facts, "several")):
+        assert fact["looked"] == 24
+        assert fact["batches"] == (list(range(8)) * 3 if rank == 0 else [])
+        # As in one process: after the first batch, the epoch, the third batch.
+        stopped = [fact[f"on_{hook}"] for hook in ("epoch_begin", "epoch_end", "train_batch_end")]
+        assert stopped == [9, 16, 3]
+        # Sixteen steps more, each with one bucket of gradients and nothing else.
+        assert fact["asked"] == 16
+
+
+@pytest.mark.tensorflow
 def test_a_backup_on_rank_0_is_restored_on_all(facts):
     restored = of_all_ranks(facts, "restored")
     left = restored[0]["left"]

@@ -78,8 +78,9 @@ def test_the_outer_optimizer_is_saved(facts):
 
 def test_ranks_that_step_alone_ask_nothing_of_others(facts):
     fact = facts["asked"][0]
-    # Three meetings, and what an epoch needs; else two calls more in each of 13 steps.
-    assert fact["alone"] < 40 < 52 < fact["each step"], fact
+    # Three meetings, and what an epoch needs; else two calls in each of 13 steps.
+    assert fact["alone"] < 40, fact
+    assert fact["alone"] + 13 < fact["each step"], fact
     for rank in RANKS:
         assert facts["asked"][rank]["alone digest"] == fact["alone digest"]
 

@@ -179,6 +179,51 @@ def one_rank_stops():
     say("one rank stops", batches=record.batches)
 
 
+def several_steps_in_a_call():
+    """`rr.fit` with callbacks of one rank that look at each batch, or at epochs alone."""
+
+    class Looks(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.batches = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches.append(batch)
+
+    def stops(hook, at):
+        def stop(number, logs=None):
+            model.stop_training |= comm.rank == 1 and number == at
+
+        callback = keras.callbacks.Callback()
+        setattr(callback, hook, stop)
+        return callback
+
+    model = line_model(0.125, run_eagerly=False)
+    rows = 8 * comm.size
+    ones = column(*[1] * rows)
+    data = tf.data.Dataset.from_tensor_slices((ones, ones)).batch(comm.size)
+
+    def fit(*callbacks, epochs=3):
+        before = int(model.optimizer.iterations.numpy())
+        rr.fit(model, data, epochs=epochs, verbose=0, callbacks=list(callbacks))
+        return int(model.optimizer.iterations.numpy()) - before
+
+    def calls(epochs):
+        before = comm.statistics().collectives
+        fit(epochs=epochs)
+        return comm.statistics().collectives - before
+
+    looks = Looks()
+    on_rank_0 = [rr.callbacks.OnRankZero(looks)] if comm.rank == 0 else []
+    found = {"looked": fit(*on_rank_0), "batches": looks.batches}
+    for hook, at in (("on_epoch_begin", 1), ("on_epoch_end", 1), ("on_train_batch_end", 2)):
+        found[hook] = fit(stops(hook, at))
+    one = calls(1)
+    data = data.repeat(3)
+    found["asked"] = calls(1) - one
+    say("several", **found)
+
+
 def state_of(model):
     return [v.numpy().tolist() for v in (*model.weights, *model.optimizer.variables)]
 
@@ -435,6 +480,7 @@ averaged_logs()
 stopping_and_reducing()
 nan_on_one_rank()
 one_rank_stops()
+several_steps_in_a_call()
 interrupted_and_restored()
 unbuilt_with_backup()
 files_of_rank_zero()

@@ -23,7 +23,7 @@ def ranks(*computing_ms, communicating=1.0, hidden=6.0, steps=100, links=(), **m
             link_bytes=links[rank][0] if links else 0,
             link_s=links[rank][1] if links else 0.0,
             next_rank=(rank + 1) % len(computing_ms),
-            **{"cpu_s": steps * own / 1e3, **more},
+            **{"cpu_s": steps * own / 1e3, "called_s": 0.0, "reading_s": 0.0, **more},
         )
         for rank, own in enumerate(computing_ms)
     ]
@@ -66,8 +66,8 @@ def test_what_surrounds_calls_makes_no_part_negative():
 
 
 def test_facts_are_of_the_steps_since_then():
-    before, now = Facts(3, *[1.5] * 7, rank=2, cores=4.0), Facts(8, *[4.0] * 7, rank=2, cores=4.0)
-    assert now.since(before) == Facts(5, *[2.5] * 7, rank=2, cores=4.0)
+    before, now = Facts(3, *[1.5] * 9, rank=2, cores=4.0), Facts(8, *[4.0] * 9, rank=2, cores=4.0)
+    assert now.since(before) == Facts(5, *[2.5] * 9, rank=2, cores=4.0)
 
 
 # The verdict ------------------------------------------------------------------------------

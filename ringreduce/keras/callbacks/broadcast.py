@@ -39,6 +39,8 @@ class Broadcast(keras.callbacks.Callback):
         MismatchError: the ranks' models differ.
     """
 
+    looks_at_batches = False  # After the first call, which makes one step.
+
     def __init__(
         self,
         root_rank: int = 0,
@@ -98,6 +100,7 @@ class VerifyReplicas(keras.callbacks.Callback):
         if every is not None and every < 1:
             raise ConfigError(f"every is {every}; accepted: 1 and more")
         self._every, self._communicator = every, communicator
+        self.looks_at_batches = every is not None
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -38,6 +38,8 @@ class MetricAverage(keras.callbacks.Callback):
             metric; or have trained with different learning rates. On all ranks.
     """
 
+    looks_at_batches = False
+
     def __init__(
         self,
         communicator: Communicator | None = None,

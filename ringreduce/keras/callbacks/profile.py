@@ -33,6 +33,8 @@ class Profile(keras.callbacks.Callback):
     before others; elsewhere give it to `fit` before those that read logs.
     """
 
+    looks_at_batches = False
+
     def __init__(self, communicator: Communicator | None = None) -> None:
         super().__init__()
         self._communicator = communicator
@@ -76,7 +78,8 @@ class Profile(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._ring().rank == 0 and self._epochs:
-            print(*verdict(self._epochs), sep="\n", flush=True)
+            looking = getattr(self.model.train_function, "looking", ())
+            print(*verdict(self._epochs, looking), sep="\n", flush=True)
 
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
@@ -101,6 +104,9 @@ class Profile(keras.callbacks.Callback):
             cpu_s=time.process_time(),
             link_bytes=link.nbytes,
             link_s=link.seconds,
+            # As our loop tells.
+            called_s=getattr(self.model.train_function, "called_s", 0.0),
+            reading_s=getattr(self.model.train_function, "reading_s", 0.0),
             rank=ring.config.rank,
             next_rank=link.receiver,
             cores=self._cores,

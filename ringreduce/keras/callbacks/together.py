@@ -57,7 +57,10 @@ def acts_once(callback: Any) -> bool:
 
 
 class _Forwarding(keras.callbacks.Callback):
-    """Interface: a callback that calls hooks of others in each of its own."""
+    """Interface: a callback that calls hooks of others, `members`, in each of its own."""
+
+    looks_at_batches = False  # For itself.
+    members: Sequence[Any] = ()
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         raise NotImplementedError
@@ -95,6 +98,7 @@ class OnRankZero(_Forwarding):
     def __init__(self, callback: Any, communicator: Communicator | None = None) -> None:
         super().__init__()
         self.callback = _checked(callback)
+        self.members = [self.callback]
         self._communicator = communicator
         # Whether training has begun on this rank without it; the end of an epoch that rank 0's may
         # not have seen.
@@ -199,8 +203,12 @@ class StopTogether(keras.callbacks.Callback):
 
     Collective, after every batch (with ``steps_per_execution`` as often as Keras reports one) and
     epoch: 8 bytes each, tens of microseconds within a host. Where ranks step alone (`LocalSGD`) it
-    asks after their meetings alone.
+    asks after their meetings alone; in `rr.fit`, if no callback looks at batches, before and after
+    epochs.
     """
+
+    looks_at_batches = False
+    meets_after_calls = True  # whether all ranks make the same calls; set by `rr.fit`
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         super().__init__()
@@ -209,8 +217,15 @@ class StopTogether(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._ring = _every_rank(self)
+        if not self.meets_after_calls:
+            self._agree()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.meets_after_calls = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self.meets_after_calls:
+            return
         if getattr(self.model.optimizer, "has_met", True):
             self._agree()
         elif self.model.stop_training:
@@ -291,7 +306,7 @@ class Together(_Forwarding):
         if not profiles and (profile or (profile_wanted() and not is_group)):
             profiles = [Profile(communicator)]
         others = [c for c in self.callbacks if not isinstance(c, Profile)]
-        self._members = [
+        self.members = [
             # First, so that it measures none of what the others do at the end of an epoch.
             *profiles,
             MetricAverage(communicator, validate, is_global),
@@ -304,7 +319,7 @@ class Together(_Forwarding):
         self._has_trained |= hook == "on_train_batch_end"
         if hook in ("on_epoch_end", "on_test_begin", "on_train_end"):
             settle(self.model)
-        for member in self._members:
+        for member in self.members:
             getattr(member, hook)(*arguments, **options)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -343,7 +358,7 @@ class Together(_Forwarding):
         ring = _every_rank(self)
         agree_on_learning_rate(self.model, ring)
         if is_repeating(ring):
-            share_states([each for each in self._members if isinstance(each, OnRankZero)], ring)
+            share_states([each for each in self.members if isinstance(each, OnRankZero)], ring)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""

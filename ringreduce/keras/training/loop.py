@@ -1,0 +1,256 @@
+"""The epochs of a training, in the order in which Keras's `fit` makes them.
+
+    reset metrics, on_epoch_begin,
+    each call: on_train_batch_begin, steps, on_train_batch_end,
+    validation with on_test_*, on_epoch_end
+
+A call makes as many steps as last about 50 ms where no callback looks at single batches; callbacks
+get the numbers of its first and last one, as with ``steps_per_execution``.
+"""
+
+import time
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.keras import private
+from ringreduce.keras.batches import Feed
+from ringreduce.keras.mistakes import in_fit
+from ringreduce.keras.training.steps import Steps
+from ringreduce.keras.training.watching import all_of, that_look
+from ringreduce.keras.training.who import Training
+from ringreduce.vocabulary.config import keras_loop_wanted
+
+_CALL_S = 0.05
+
+
+def can_train(model: Any) -> bool:
+    """Whether this loop does what ``model.fit`` would: no part of that is the user's own."""
+    return not keras_loop_wanted() and private.has_plain_fit(model)
+
+
+class Loop:
+    """Trains `model` on the batches of `feed`.
+
+    `exchanges`: steps exchange their weights, so that where data has no known length the ranks find
+    out in a step that there is none left.
+    """
+
+    def __init__(self, model: Any, feed: Feed, who: Training, *, exchanges: bool = False) -> None:
+        self._model, self._feed, self._who = model, feed, who
+        self._exchanges = exchanges
+        self._one_by_one = model.run_eagerly
+        # Seconds of a step in the latest call that has traced nothing.
+        self._step_s: float | None = None
+        self._calls = 0
+
+    def run(
+        self,
+        callbacks: Any,
+        *,
+        epochs: int,
+        verbose: Any,
+        validation: Feed | None = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """What ``model.fit`` does and returns, with these of its arguments."""
+        model = self._model
+        epochs, steps_per_epoch = _limited(epochs, steps_per_epoch)
+        self._one_by_one |= self._exchanges and int(self._feed.dataset.cardinality()) < 0
+        self._passes = _Passes(self._feed.dataset, steps_per_epoch, model.steps_per_execution)
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = keras.callbacks.CallbackList(
+                callbacks,
+                add_history=True,
+                add_progbar=verbose != 0,
+                verbose=verbose,
+                epochs=epochs,
+                steps=self._passes.steps or self._passes.batches,
+                model=model,
+            )
+        self._callbacks = callbacks
+        self._prepare_steps()
+        model.stop_training = False
+        with in_fit(model):
+            self._train(range(initial_epoch, epochs), validation, validation_freq)
+        return model.history
+
+    def _train(self, epochs: range, validation: Feed | None, validation_freq: Any) -> None:
+        model, callbacks = self._model, self._callbacks
+        logs: Any = None
+        self._logs: Any = {}
+        callbacks.on_train_begin()
+        self._prepare_steps().looking = looking = self._agree_who_looks()
+        self._is_watched = bool(looking)
+        for epoch in range(private.initial_epoch_of(model) or epochs.start, epochs.stop):
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            logs = _results_or(model, self._pass())
+            if validation is not None and model._should_eval(epoch, validation_freq):
+                given = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
+                found = model.evaluate(validation.dataset, **given)
+                logs.update({f"val_{name}": value for name, value in found.items()})
+            callbacks.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs=logs)
+
+    def _prepare_steps(self) -> Steps:
+        """The model's traced steps; anew where it was compiled, or they were taken away, since."""
+        model, feed = self._model, self._feed
+        found = model.train_function
+        ranks = None if self._exchanges else self._who.data.size if feed.is_counted else 0
+        how = ranks, feed.may_be_empty
+        if not (isinstance(found, Steps) and found.are_for(*how)):
+            found = model.train_function = Steps(model, *how)
+        return found
+
+    def _agree_who_looks(self) -> list[str]:
+        """The callbacks of any rank that look at single batches. Collective."""
+        every = all_of(self._callbacks.callbacks)
+        looking = that_look(every)
+        ring = self._who.everyone
+        if ring.size > 1:
+            gathered = ring.all_gather_object(looking)
+            looking = list(dict.fromkeys(name for names in gathered for name in names))
+        for one in every:
+            if hasattr(one, "meets_after_calls"):
+                one.meets_after_calls = bool(looking)
+        return looking
+
+    def _pass(self) -> Any:
+        """Make the steps of an epoch; return the logs of the last that was made."""
+        model, callbacks, passes = self._model, self._callbacks, self._passes
+        passes.begin()
+        # Callbacks that look at no batch may have wanted to before the epoch: on all ranks then.
+        is_stopping = model.stop_training
+        while most := passes.most(1 if is_stopping else self._suitable()):
+            first = passes.place
+            callbacks.on_train_batch_begin(first)
+            done, found = self._call(passes.iterator, most)
+            if not done:
+                passes.end()
+                break
+            self._logs = found
+            callbacks.on_train_batch_end(passes.pass_by(done), found)
+            if model.stop_training and (
+                is_stopping or self._is_watched or self._who.everyone.size == 1
+            ):
+                break
+        passes.finish()
+        return self._logs
+
+    def _suitable(self) -> int:
+        """How many steps the next call should make."""
+        if self._is_watched or self._one_by_one or self._step_s is None:
+            return 1
+        return max(1, int(_CALL_S / self._step_s))
+
+    def _call(self, iterator: Any, most: int) -> tuple[int, Any]:
+        """Make up to `most` steps; return how many, and the logs of the last."""
+        steps, began = self._prepare_steps(), time.perf_counter()
+        if steps.unread:
+            done = min(most, steps.unread)
+            steps.unread -= done
+            for _ in range(done):
+                next(iterator)
+            return done, {}
+        try:
+            done, logs = steps.run(iterator, most)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return 0, None  # As the exchange of weights says that no rank has any data.
+        seconds = time.perf_counter() - began
+        steps.called_s += seconds
+        self._calls += 1
+        if done and self._calls > 1:
+            self._step_s = seconds / done
+        return done, logs
+
+
+class _Passes:
+    """Where an epoch reads, as in Keras's `fit`: one of `steps` goes on where the last one ended.
+
+    With `at_once` above 1 calls count as that many steps, though the last may make fewer.
+    """
+
+    def __init__(self, dataset: Any, steps: int | None, at_once: int) -> None:
+        self._dataset, self.steps, self._at_once = dataset, steps, at_once
+        count = int(dataset.cardinality())
+        self.batches = count if count >= 0 else None
+        self.iterator: Any = None
+        self.place = self._seen = 0  # in the epoch; of the iterator
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        count = int(self._dataset.cardinality())  # A PyDataset may change its length.
+        self.batches = count if count >= 0 else None
+        if self.iterator is None or self.steps is None:
+            self.iterator, self._seen = iter(self._dataset), 0
+        self.place = 0
+
+    def most(self, suitable: int) -> int:
+        """How many steps the next call may make, at most `suitable`; 0: the epoch has ended."""
+        limit = self.steps or self.batches
+        if limit is not None and self.place >= limit:
+            return 0
+        if self.batches is not None and self._seen >= self.batches:
+            if self.steps:
+                _warn_of_end()
+            return 0
+        if self._at_once > 1:
+            return self._at_once
+        left = [suitable]
+        if limit is not None:
+            left.append(limit - self.place)
+        if self.batches is not None:
+            left.append(self.batches - self._seen)
+        return min(left)
+
+    def pass_by(self, done: int) -> int:
+        """Note so many steps; return the number of the last."""
+        counted = self._at_once if self._at_once > 1 else done
+        self.place, self._seen = self.place + counted, self._seen + counted
+        return self.place - 1
+
+    def end(self) -> None:
+        """Note that there was no further element."""
+        _warn_of_end()
+        self.iterator = None
+
+    def finish(self) -> None:
+        """End an epoch."""
+        if self.batches is not None and self._seen >= self.batches:
+            self.iterator = None
+
+
+def _warn_of_end() -> None:
+    warnings.warn(
+        "Your input ran out of data; interrupting training. Make sure that your dataset or "
+        "generator can generate at least `steps_per_epoch * epochs` batches. You may need to use "
+        "the `.repeat()` function when building your dataset.",
+        stacklevel=2,
+    )
+
+
+def _limited(epochs: int, steps: int | None) -> tuple[int, int | None]:
+    """By what Keras is told for a trial run, such as ``keras.config.set_max_epochs``."""
+    most_epochs, most_steps = keras.config.max_epochs(), keras.config.max_steps_per_epoch()
+    if most_epochs and most_epochs < epochs:
+        warnings.warn(f"Limiting epochs to {most_epochs}", stacklevel=2)
+        epochs = most_epochs
+    if most_steps and (not steps or most_steps < steps):
+        warnings.warn(f"Limiting steps_per_epoch to {most_steps}", stacklevel=2)
+        steps = most_steps
+    return epochs, steps
+
+
+def _results_or(model: Any, logs: Any) -> Any:
+    """The results of the metrics, unless a step of one's own logs under other names."""
+    results = model.get_metrics_result()
+    return dict(results if isinstance(logs, dict) and logs.keys() == results.keys() else logs)

@@ -1,0 +1,149 @@
+"""A model's training steps as TensorFlow runs them: as many in one call as is asked for.
+
+    several(iterator, most):  while done < most and there is an element:  logs = one(element)
+
+Each call of TensorFlow costs more than a step of a small model. What ends a pass is asked before a
+step, not found out in it, so no step is lost or half made, and none is read that is not made. The
+step is a function of its own: collectives in it stand outside of any branch, and XLA compiles it
+alone.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.keras import weighting
+from ringreduce.keras.join import weighed
+from ringreduce.keras.rows import rows_in
+from ringreduce.keras.step import WEIGHTED, step_without
+
+
+class Steps:
+    """The training steps of `model`, of which it is the `train_function`.
+
+    Keras makes that None where the step must be traced anew. ``Model.fit`` and the like may call
+    this one: Keras's own function is behind it.
+
+    Args:
+        ranks: how many have a part of every batch, by which number of rows a step is weighted; an
+            element is a pair then, this rank's part and the number of rows of the whole. 0: steps
+            are not weighted. None: as the model's step does it, with an exchange.
+        may_be_empty: whether this rank's part may have no rows.
+    """
+
+    def __init__(self, model: Any, ranks: int | None, may_be_empty: bool) -> None:
+        before = model.train_function
+        self._of_keras: Any = before._of_keras if isinstance(before, Steps) else before
+        self._model, self._ranks, self._may_be_empty = model, ranks, may_be_empty
+        # How many elements to read before the first step, and make nothing of.
+        self.unread = 0
+        # The callbacks that need each step to be a call.
+        self.looking: Sequence[str] = ()
+        # Seconds in calls of TensorFlow, and of those in waiting for data; of all steps so far.
+        self.called_s = self.reading_s = 0.0
+        self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
+        self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
+        # By the elements' specs.
+        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any]]] = {}
+        if not model.run_eagerly:
+            self._one = tf.function(self._one, reduce_retracing=True, jit_compile=model.jit_compile)
+
+    def are_for(self, ranks: int | None, may_be_empty: bool) -> bool:
+        """Whether they are those of such elements."""
+        return (self._ranks, self._may_be_empty) == (ranks, may_be_empty)
+
+    def __call__(self, iterator: Any) -> Any:
+        """One execution as Keras's own function makes it, of batches without a count."""
+        if self._of_keras is None:
+            model = self._model
+            model.train_function = None
+            model.make_train_function()
+            self._of_keras, model.train_function = model.train_function, self
+        return self._of_keras(iterator)
+
+    def run(self, iterator: Any, most: int) -> tuple[int, Any]:
+        """Make at most `most` steps; return how many there were, and the logs of the last.
+
+        Fewer: `iterator` has no further element. Without any the logs are None.
+        """
+        key = repr(iterator.element_spec)
+        if key not in self._several:
+            is_eager = self._model.run_eagerly
+            self._several[key] = (
+                self._one_by_one if is_eager else self._traced(iterator.element_spec)
+            )
+        done, logs, reading_s = self._several[key](iterator, tf.constant(most, tf.int64))
+        self.reading_s += float(reading_s)
+        return int(done), logs
+
+    def _one_by_one(self, iterator: Any, most: Any) -> tuple[int, Any, float]:
+        """`several` by Python: eagerly, and where the logs' shapes are not known before."""
+        logs, reading_s = None, 0.0
+        for done in range(int(most)):
+            began = time.perf_counter()
+            element = iterator.get_next_as_optional()
+            reading_s += time.perf_counter() - began
+            if not element.has_value():
+                return done, logs, reading_s
+            logs = self._one(element.get_value())
+        return int(most), logs, reading_s
+
+    def _on(self, element: Any) -> Any:
+        """A step on one element of the data."""
+        element = keras.tree.map_structure(_none_of_optional, element)
+        if not self._ranks:
+            return self._step(element)
+        batch, rows = element
+        own = tf.cast(rows_in(batch), tf.float32)
+        weight = weighting.Weight(own, tf.cast(rows, tf.float32) / self._ranks)
+        if self._may_be_empty:
+            return weighed(self._model, self._step, batch, weight)
+        with weighting.using(weight):
+            return self._step(batch)
+
+    def _traced(self, spec: Any) -> Any:
+        # First by itself: what is traced within a loop cannot number its collectives.
+        logs = self._one.get_concrete_function(spec).structured_outputs
+        if not all(map(_is_fixed, tf.nest.flatten(logs))):
+            return self._one_by_one  # Made of what they are, as a loop's results cannot be.
+
+        @tf.autograph.experimental.do_not_convert
+        def several(iterator: Any, most: Any) -> Any:
+            def read() -> tuple[Any, Any]:
+                """The next element, if any, and for how long it was waited for."""
+                began = tf.timestamp()
+                with tf.control_dependencies([began]):
+                    element = iterator.get_next_as_optional()
+                with tf.control_dependencies([element.has_value()]):
+                    return element, tf.timestamp() - began
+
+            def more(done: Any, _: Any, element: Any, __: Any) -> Any:
+                return tf.logical_and(done < most, element.has_value())
+
+            def step(done: Any, _: Any, element: Any, reading_s: Any) -> Any:
+                found = self._one(element.get_value())
+                done += 1
+                with tf.control_dependencies(tf.nest.flatten(found)):
+                    after, waited_s = tf.cond(done < most, read, lambda: (nothing, zero_s))
+                return done, found, after, reading_s + waited_s
+
+            nothing, zero_s = tf.experimental.Optional.empty(spec), tf.constant(0.0, tf.float64)
+            begin = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
+            first, waited_s = read()
+            state = tf.constant(0, tf.int64), begin, first, waited_s
+            done, found, _, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
+            return done, found, seconds
+
+        return tf.function(several, reduce_retracing=True)
+
+
+def _is_fixed(part: Any) -> bool:
+    return isinstance(part, tf.TensorSpec | tf.Tensor) and part.shape.is_fully_defined()
+
+
+def _none_of_optional(part: Any) -> Any:
+    """None for what a PyDataset has left out, as Keras has it."""
+    return None if isinstance(part, tf.experimental.Optional) else part

@@ -1,0 +1,41 @@
+"""Which callbacks look at single batches: where none does, several steps run in one call."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+def all_of(callbacks: Any) -> list[Any]:
+    """`callbacks`, and those that they call."""
+    found: list[Any] = []
+    for one in keras.tree.flatten(callbacks):
+        found += [one, *all_of(getattr(one, "members", []))]
+    return found
+
+
+def that_look(callbacks: Iterable[Any]) -> list[str]:
+    """The names of the classes of those whose hooks must be called for each batch."""
+    return list(dict.fromkeys(type(one).__name__ for one in callbacks if _looks(one)))
+
+
+def _looks(callback: Any) -> bool:
+    if hasattr(callback, "looks_at_batches"):  # One of ours, which takes several steps as one.
+        return bool(callback.looks_at_batches)
+    hooks = [getattr(callback, name) for name in _HOOKS]
+    if _is_harmless(callback):  # Which says so of Keras's own hooks: a subclass may have others.
+        hooks = [hook for hook in hooks if not hook.__module__.startswith("keras.")]
+    return not all(getattr(hook, "_is_default", False) for hook in hooks)
+
+
+def _is_harmless(callback: Any) -> bool:
+    """Whether it is one of Keras's, used so that several steps are to it as one."""
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        batches = callback._start_batch or callback._stop_batch or callback.write_steps_per_second
+        return callback.update_freq == "epoch" and not batches
+    by_epochs = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
+    if isinstance(callback, by_epochs):
+        return callback.save_freq in ("epoch", False)
+    return isinstance(callback, keras.callbacks.ProgbarLogger)

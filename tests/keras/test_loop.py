@@ -1,0 +1,350 @@
+"""The loop of `rr.fit` beside Keras's own, in one process: what callbacks see, bits, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce
+import ringreduce.keras as rr
+from ringreduce.keras.training.steps import Steps
+from ringreduce.keras.training.watching import all_of, that_look
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.filterwarnings("ignore:Your input ran out")]
+
+ROWS = 44
+X = np.arange(ROWS * 3, dtype=np.float32).reshape(ROWS, 3) % 7 - 3
+Y = X.sum(1, keepdims=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    with ringreduce.init():
+        yield
+    ringreduce.shutdown()
+
+
+class Hooks(keras.callbacks.Callback):
+    """Notes each hook that is called, with its number and logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+
+def _noting(name: str) -> Any:
+    def note(self: Hooks, number: Any = None, logs: Any = None) -> None:
+        if isinstance(number, dict):
+            number, logs = None, number
+        self.seen.append([name, number, dict(logs or {})])
+
+    return note
+
+
+for _name in dir(keras.callbacks.Callback):
+    if _name.startswith("on_") and not _name.startswith("on_batch"):
+        setattr(Hooks, _name, _noting(_name))
+
+
+def made(optimizer: Any = None, *, dropout: bool = False, **options: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((3,)), keras.layers.Dense(4, activation="relu")]
+    layers += [keras.layers.Dropout(0.5, seed=7)] if dropout else []
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    inner = optimizer or keras.optimizers.SGD(0.01)
+    model.compile(rr.DistributedOptimizer(inner), "mse", metrics=["mae"], **options)
+    return model
+
+
+def dataset(batch: int = 4, *, is_counted: bool = True, repeats: bool = False) -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch)
+    data = data.repeat() if repeats else data
+    return data if is_counted else data.filter(lambda *_: True)
+
+
+def generated() -> Any:
+    while True:
+        for first in range(0, ROWS, 4):
+            yield X[first : first + 4], Y[first : first + 4]
+
+
+class Numbered(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return ROWS // 4
+
+    def __getitem__(self, index: int) -> Any:
+        return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+
+# Each gives the model and arguments of `rr.fit`.
+CASES: dict[str, Any] = {
+    "arrays": lambda: (made(), [X, Y], {"batch_size": 5, "epochs": 3}),
+    "dataset": lambda: (made(), [dataset()], {"epochs": 2}),
+    "unknown length": lambda: (made(), [dataset(is_counted=False)], {"epochs": 3}),
+    "steps of endless data": lambda: (
+        made(),
+        [dataset(repeats=True)],
+        {"epochs": 3, "steps_per_epoch": 4},
+    ),
+    "steps that go on": lambda: (made(), [dataset()], {"epochs": 4, "steps_per_epoch": 4}),
+    "more steps than data": lambda: (made(), [dataset()], {"epochs": 2, "steps_per_epoch": 14}),
+    "steps of unknown data": lambda: (
+        made(),
+        [dataset(is_counted=False)],
+        {"epochs": 2, "steps_per_epoch": 14},
+    ),
+    "generator": lambda: (made(), [generated()], {"epochs": 2, "steps_per_epoch": 5}),
+    "PyDataset": lambda: (made(), [Numbered()], {"epochs": 2}),
+    "executions": lambda: (made(steps_per_execution=3), [dataset()], {"epochs": 2}),
+    "executions of steps": lambda: (
+        made(steps_per_execution=3),
+        [dataset(repeats=True)],
+        {"epochs": 2, "steps_per_epoch": 4},
+    ),
+    "executions, unknown length": lambda: (
+        made(steps_per_execution=3),
+        [dataset(is_counted=False)],
+        {"epochs": 2},
+    ),
+    "validation": lambda: (
+        made(),
+        [dataset()],
+        {"epochs": 4, "validation_data": dataset(5), "validation_freq": 2},
+    ),
+    "validation in steps": lambda: (
+        made(),
+        [dataset()],
+        {"epochs": 2, "validation_data": generated(), "validation_steps": 3},
+    ),
+    "split": lambda: (made(), [X, Y], {"epochs": 2, "validation_split": 0.25}),
+    "later epochs": lambda: (made(), [dataset()], {"epochs": 4, "initial_epoch": 2}),
+    "none": lambda: (made(), [dataset()], {"epochs": 0}),
+    "eager": lambda: (made(run_eagerly=True), [dataset(11)], {"epochs": 2}),
+    "eager executions": lambda: (
+        made(run_eagerly=True, steps_per_execution=3),
+        [dataset()],
+        {"epochs": 2},
+    ),
+    "class weights": lambda: (
+        made(),
+        [tf.data.Dataset.from_tensor_slices((X, np.int32(Y > 0))).batch(4)],
+        {"class_weight": {0: 1.0, 1: 3.0}},
+    ),
+}
+
+
+def trained(case: str, callbacks: Any = ()) -> tuple[Any, Any]:
+    """The model and its history."""
+    model, data, options = CASES[case]()
+    return model, rr.fit(model, *data, verbose=0, callbacks=list(callbacks), **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    run = Steps.run
+
+    def noting(self: Steps, iterator: Any, most: int) -> Any:
+        asked.append(most)
+        return run(self, iterator, most)
+
+    monkeypatch.setattr(Steps, "run", noting)
+    ours, theirs = Hooks(), Hooks()
+    watched, one_by_one = trained(case, [ours])
+    calls = len(asked)
+    model, history = trained(case)
+    assert isinstance(model.train_function, Steps)
+    if case not in ("none", "eager") and "executions" not in case:
+        assert len(asked) - calls < calls
+    monkeypatch.setenv("RINGREDUCE_LOOP", "keras")
+    plain, expected = trained(case, [theirs])
+    assert not isinstance(plain.train_function, Steps)
+    assert ours.seen == theirs.seen
+    for found, one in ((model, history), (watched, one_by_one)):
+        assert found.history is one
+        assert (one.history, one.epoch) == (expected.history, expected.epoch)
+        assert all(map(np.array_equal, found.get_weights(), plain.get_weights()))
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize(("name", "jit"), [("Adam", True), ("AdamW", False)])
+def test_no_step_is_counted_that_was_not_made(name: str, jit: bool, is_counted: bool) -> None:
+    weights = []
+    for is_watched in (True, False):
+        optimizer = getattr(keras.optimizers, name)(0.01)
+        model = made(optimizer, dropout=True, jit_compile=jit)
+        callbacks = [Hooks()] if is_watched else []
+        data = dataset(5, is_counted=is_counted)
+        rr.fit(model, data, epochs=3, verbose=0, callbacks=callbacks)
+        assert int(optimizer.iterations.numpy()) == 27
+        weights.append(model.get_weights())
+    assert all(map(np.array_equal, *weights))
+
+
+def test_a_second_training_traces_nothing_and_a_compiled_one_anew() -> None:
+    traces = []
+
+    class Traced(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            traces.append(1)
+            return super().train_step(data)
+
+    inputs = keras.Input((3,))
+    model = Traced(inputs, keras.layers.Dense(1)(inputs))
+
+    def count(data: Any) -> int:
+        before = len(traces)
+        rr.fit(model, data, verbose=0)
+        return len(traces) - before
+
+    for _ in range(2):
+        model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        assert count(dataset()) > 0
+        assert count(dataset()) == 0
+        assert count(dataset(is_counted=False)) == 0
+    function = model.train_function
+    model.fit(dataset(), verbose=0, shuffle=False)  # By Keras's own function.
+    model.train_on_batch(X, Y)
+    assert model.train_function is function
+    assert count(dataset()) == 0
+    model.train_function = None
+    assert count(dataset()) > 0
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_begin", "on_epoch_begin", "on_train_batch_end", "on_epoch_end"]
+)
+def test_after_an_error_no_end_is_told(hook: str) -> None:
+    hooks = Hooks()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LookupError("mine")
+
+    setattr(hooks, hook, fail)
+    with pytest.raises(LookupError, match="mine"):
+        rr.fit(made(), dataset(), verbose=0, callbacks=[hooks])
+    assert "on_train_end" not in [name for name, *_ in hooks.seen]
+
+
+def test_what_a_generator_raises_is_raised() -> None:
+    def failing() -> Any:
+        for number in range(100):
+            if number == 7:
+                raise LookupError("mine")
+            yield X[:4], Y[:4]
+
+    with pytest.raises(LookupError, match="mine"):
+        rr.fit(made(), failing(), steps_per_epoch=5, epochs=4, verbose=0)
+
+
+class Stops(keras.callbacks.Callback):
+    """Wants to stop in a hook."""
+
+    def __init__(self, hook: str, at: int) -> None:
+        super().__init__()
+        self.epochs = 0
+
+        def stop(number: int, logs: Any = None) -> None:
+            self.model.stop_training |= number == at
+
+        setattr(self, hook, stop)
+
+
+@pytest.mark.parametrize(
+    ("hook", "at", "steps"),
+    [("on_train_batch_end", 2, 3), ("on_epoch_end", 1, 22), ("on_epoch_begin", 1, 12)],
+)
+def test_training_stops_where_a_callback_wants_it(hook: str, at: int, steps: int) -> None:
+    model = made()
+    history = rr.fit(model, dataset(), epochs=5, verbose=0, callbacks=[Stops(hook, at)])
+    assert int(model.optimizer.iterations.numpy()) == steps
+    assert len(history.epoch) == -(-steps // 11)
+
+
+def test_a_model_compiled_within_training_goes_on() -> None:
+    class Compiles(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                self.model.layers[0].trainable = False
+                rate = rr.DistributedOptimizer(keras.optimizers.SGD(0.01))
+                self.model.compile(rate, "mse", metrics=["mae"])
+            self.first = self.model.layers[0].get_weights()
+
+    model, callback = made(), Compiles()
+    rr.fit(model, dataset(), epochs=2, verbose=0, callbacks=[callback])
+    assert all(map(np.array_equal, callback.first, model.layers[0].get_weights()))
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "make_train_function"])
+def test_a_loop_of_the_users_own_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    plain = getattr(keras.Model, name)
+
+    def own(self: Any, *arguments: Any, **options: Any) -> Any:
+        called.append(name)
+        return plain(self, *arguments, **options)
+
+    # As mlflow.autolog does, or a subclass.
+    monkeypatch.setattr(keras.Model, name, own)
+    model = made()
+    rr.fit(model, dataset(), validation_data=dataset(), verbose=0)
+    assert called
+    assert not isinstance(model.train_function, Steps)
+
+
+@pytest.mark.filterwarnings("ignore:Limiting")
+def test_trial_runs_are_limited() -> None:
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(3)
+    try:
+        model = made()
+        history = rr.fit(model, dataset(), epochs=5, verbose=0)
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert len(history.epoch) == 2
+    assert int(model.optimizer.iterations.numpy()) == 6
+
+
+class _Own(keras.callbacks.ModelCheckpoint):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Look."""
+
+
+def test_callbacks_that_look_at_batches_are_known(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.keras")
+    callbacks = keras.callbacks
+    quiet = [
+        callbacks.EarlyStopping(),
+        callbacks.ModelCheckpoint(path),
+        callbacks.BackupAndRestore(path),
+        callbacks.TensorBoard(path),
+        callbacks.CSVLogger(path),
+        callbacks.ReduceLROnPlateau(),
+        callbacks.LearningRateScheduler(lambda epoch, rate: rate),
+        callbacks.LambdaCallback(on_epoch_end=print),
+        callbacks.ProgbarLogger(),
+        callbacks.History(),
+        rr.callbacks.VerifyReplicas(None),
+        rr.callbacks.Profile(),
+    ]
+    assert that_look(all_of([rr.callbacks.Together(quiet)])) == []
+    looking = [
+        callbacks.TerminateOnNaN(),
+        callbacks.ModelCheckpoint(path, save_freq=10),
+        callbacks.BackupAndRestore(path, save_freq=10),
+        callbacks.TensorBoard(path, update_freq=10),
+        callbacks.TensorBoard(path, profile_batch=2),
+        callbacks.LambdaCallback(on_train_batch_begin=print),
+        _Own(path),
+    ]
+    for one in looking:
+        within = rr.callbacks.Together([rr.callbacks.OnRankZero(one), *quiet])
+        assert that_look(all_of([within])) == [type(one).__name__]
