@@ -385,5 +385,6 @@ def test_ctrl_c_when_c_gives_a_late_call_back_is_told(tmp_path: Path) -> None:
         assert ring.wait("result", [1])[0]["kind"] == "KeyboardInterrupt"
         assert_lost(ring.wait("again", [1]), 1)
         ring.release()
-        assert_lost(ring.wait("result", [0]), 1)
-        assert "KeyboardInterrupt" in ring.said(0, "result")[0]["text"]
+        # Rank 0 may have its result: what rank 1 gave was there.
+        assert_lost(ring.wait("again", [0]), 1)
+        assert "KeyboardInterrupt" in ring.said(0, "again")[0]["text"]
