@@ -35,7 +35,9 @@ def script(directory: Path, text: str) -> str:
     return "script.py"
 
 
-def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    directory: Path, *arguments: str, timeout_s: float = DEADLINE_S, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """``ringreduce run *arguments``, to its end."""
     return subprocess.run(
         [sys.executable, "-m", "ringreduce", "run", *arguments],
@@ -44,7 +46,7 @@ def run(directory: Path, *arguments: str, **environment: str) -> subprocess.Comp
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=timeout_s,
     )
 
 

@@ -17,7 +17,8 @@ UNDISTURBED = -1
 def digests(folder: Path, seed: int) -> list[tuple[int, int, str]]:
     """Rank, attempt and weights' digest of each rank that has ended well."""
     options = ("-n", "2", "--max-restarts", "1")
-    done = run(folder, *options, PROGRAM, str(folder / f"backup{seed}"), str(seed))
+    arguments = PROGRAM, str(folder / f"backup{seed}"), str(seed)
+    done = run(folder, *options, *arguments, timeout_s=90)
     assert done.returncode == 0, done.stderr
     facts = facts_in(done.stdout)
     return sorted((fact["rank"], fact["attempt"], fact["digest"]) for fact in facts)

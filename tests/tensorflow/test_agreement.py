@@ -295,7 +295,7 @@ def test_all_ranks_get_a_mismatch_with_both_sides(
             assert words in fact["text"], fact
     for fact in disagreements[f"{name} again"]:
         assert fact["kind"] == "MismatchError", fact
-        assert fact["seconds"] < 0.5
+        assert fact["seconds"] < 2
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
