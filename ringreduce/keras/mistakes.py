@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +34,13 @@ _log = logging.getLogger(__name__)
 # Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
 _divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
-# Models that `rr.fit` trains.
-_in_fit: list[Any] = []
+
+
+class _Local(threading.local):
+    model: Any = None  # that `rr.fit` trains in this thread
+
+
+_in_fit = _Local()
 # Models that save whole files.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
@@ -67,17 +73,17 @@ def note_sharding(ring: Communicator) -> None:
 @contextlib.contextmanager
 def in_fit(model: Any) -> Iterator[None]:
     """Within the block `model_in_fit` returns `model`."""
-    _in_fit.append(model)
+    before, _in_fit.model = _in_fit.model, model
     try:
         yield
     finally:
-        _in_fit.remove(model)
+        _in_fit.model = before
 
 
 def model_in_fit() -> Any:
     """The model whose ``fit`` calls this function, through any others; None outside of `fit`."""
-    if _in_fit:
-        return _in_fit[-1]
+    if _in_fit.model is not None:
+        return _in_fit.model
     frame = sys._getframe()
     while frame is not None:
         # Keras has no other way to find out, and no callback need be there.
