@@ -32,7 +32,7 @@ class Sleeps(keras.callbacks.Callback):
 
     def on_test_begin(self, logs=None):
         if comm.rank == 0:
-            time.sleep(1.2)
+            time.sleep(1.4)
 
 
 def numbers(count):
@@ -51,8 +51,8 @@ def compiled(strategy=None, **options):
 def late():
     """Another rank is slower at first, so that no chance makes rank 1 the slowest there too."""
     board = keras.callbacks.TensorBoard(FILE.parent / "board", write_graph=False)
-    callbacks = [keras.callbacks.CSVLogger(FILE), board, Sleeps(0, 1, 1, seconds=0.1)]
-    x, y = numbers(160)
+    callbacks = [keras.callbacks.CSVLogger(FILE), board, Sleeps(0, 1, 1, seconds=0.2)]
+    x, y = numbers(96)
     options = {"batch_size": 16, "epochs": 3, "verbose": 0, "callbacks": callbacks}
     history = rr.fit(compiled(), x, y, validation_data=(x, y), profile=True, **options).history
     if comm.rank == 0:
