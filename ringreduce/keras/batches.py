@@ -33,6 +33,7 @@ BATCH_SIZE = 32
 # So many small batches are copied at a time, since each call of Python costs as much as a step of a
 # small model.
 _GROUP_BATCHES = 64
+_AHEAD = 4  # batches that are ready
 REMEDY = (
     "Give every rank the same data in the same order: pass a seed to shuffle, seed other random "
     "numbers alike, and sort lists of files. check=False leaves this check out."
@@ -216,7 +217,10 @@ class _ArrayFeed(Feed):
         if plan.is_elastic and plan.deal:
             batches = plan.dealt(batches)
         own_steps = partial(plan.own_steps, whole)
-        self.dataset = _counted(batches.prefetch(tf.data.AUTOTUNE), own_steps)
+        # The thread that tunes buffers may keep an iterator from ending for a second.
+        fixed = tf.data.Options()
+        fixed.autotune.enabled = False
+        self.dataset = _counted(batches.prefetch(_AHEAD).with_options(fixed), own_steps)
 
     def begin(self, epoch: int) -> None:
         self._batches = [
