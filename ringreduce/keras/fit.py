@@ -43,6 +43,7 @@ from ringreduce.keras.wrappable import (
     require_distributed,
     wrappers_in,
 )
+from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -173,7 +174,9 @@ def fit(
         readers=who.everyone,
         is_elastic=least is not None,
     )
-    is_own_loop = least is None and who.everyone is ring and can_train(model)
+    is_own_loop = least is None and who.everyone is ring
+    # A package may have replaced `fit` on some ranks: all have the same loop.
+    is_own_loop = is_own_loop and not count_true(ring, not can_train(model))
     shares = agreed_shares(batch_share, ring)
     if least is not None:
         given_share = "equal" if shares.is_equal else batch_share
