@@ -23,8 +23,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
-from ringreduce.keras.data_fingerprint import FingerprintedPasses, Reads, fingerprinted
-from ringreduce.keras.rows import components, count_of, element_of, first_rows, tensor_of
+from ringreduce.keras.data_fingerprint import FingerprintedPasses, Reads, passing
+from ringreduce.keras.rows import count_of, element_of, tensor_of
 from ringreduce.keras.shares import Shares
 from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.errors import ConfigError
@@ -67,21 +67,9 @@ class Feed:
     def end(self) -> None:
         """The epoch has ended."""
 
-    def noting_first(self, dataset: Any) -> Any:
-        """`dataset` with the same batches, whose first rows are `first` when they have passed."""
-
-        def note(number: Any, *parts: Any) -> Any:
-            tensors = [tf.convert_to_tensor(part) for part in parts]
-            self.first = tf.nest.pack_sequence_as(dataset.element_spec, tensors, True)
-            return number
-
-        def step(number: Any, batch: Any) -> Any:
-            def call() -> Any:
-                return tf.numpy_function(note, [number, *components(first_rows(batch))], tf.int64)
-
-            return tf.ensure_shape(tf.cond(number == 0, call, lambda: number), []) + 1, batch
-
-        return dataset.scan(np.int64(0), step)
+    def note_first(self, rows: Any) -> None:
+        """Keep the first rows of a pass as `first`."""
+        self.first = rows
 
 
 @dataclass(frozen=True)
@@ -112,20 +100,35 @@ class Plan:
         """The shares of each rank."""
         return self.shares or Shares(self.ring)
 
-    def divide(self, whole: Any, counts: bool = False) -> Any:
-        """This rank's part of a tf.data.Dataset of global batches; with `counts` in pairs."""
-        ring = self.ring
-        if self.check is True:
-            whole = fingerprinted(whole, self.what, REMEDY, self.readers or ring)
+    def divide(
+        self, whole: Any, counts: bool = False, first: Callable[[Any], None] | None = None
+    ) -> Any:
+        """This rank's part of a tf.data.Dataset of global batches; with `counts` in pairs.
+
+        `first` gets the first rows of the whole's first batch when they have passed.
+        """
+        ring, readers = self.ring, self.readers or self.ring
         if isinstance(self.check, Reads):
             own = self.check.noted(whole).shard(ring.size, ring.rank)
             # With one ahead, so that a rank whose batches end has read those of others too.
             return own.window(2, shift=1).flat_map(partial(element_of, 0))
-        if ring.size == 1:
+        if readers.size == 1:
             return whole
-        if self.is_elastic:
-            return self.dealt(whole) if self.deal else whole
-        return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole, counts)
+        passes = FingerprintedPasses(self.what, REMEDY, readers) if self.check else None
+        if passes is not None and not passes.can_compare(whole.element_spec):
+            passes = None
+        if ring.size == 1 or self.deal or self.is_elastic:
+            if passes is not None or first is not None:
+                whole = passing(whole, lambda _, batch: batch, passes, first)
+            if ring.size == 1 or not self.deal:
+                return whole
+            return self.dealt(whole) if self.is_elastic else whole.shard(ring.size, ring.rank)
+        sharing = self.sharing
+
+        def own_rows(index: Any, batch: Any) -> Any:
+            return sharing.own(index, batch, counts)
+
+        return passing(whole, own_rows, passes, first)
 
     def dealt(self, whole: Any) -> Any:
         """Of global batches those whose turn is this rank's when they are read."""
@@ -137,12 +140,12 @@ class Plan:
         own = numbered.filter(lambda number, _: tf.numpy_function(is_own, [number], tf.bool))
         return own.map(lambda _, batch: batch)
 
-    def fed(self, whole: Any, count: int | None, ahead: int, counts: bool = False) -> Any:
-        """The same of a pass, or a validation's steps; `count` is that of batches, if known."""
+    def fed(self, whole: Any, count: int | None, ahead: int, *options: Any) -> Any:
+        """`divide` for a pass, or a validation's steps; `count` is that of batches, if known."""
         if self.deal and self.steps is not None:
             whole = whole.take(self.run_steps)
             count = min(self.run_steps, count or self.run_steps)
-        own = self.divide(whole, counts).prefetch(ahead)
+        own = self.divide(whole, *options).prefetch(ahead)
         return own if count is None else _counted(own, partial(self.own_steps, count))
 
     @property
@@ -205,7 +208,7 @@ class _ArrayFeed(Feed):
         self.is_even = is_even and self._shares.is_equal
         self.begin(plan.first)
         steps = self._order.steps
-        whole = min(steps, passed) if plan.deal else steps
+        whole = min(steps, passed)
         # Where shares are measured, few batches are made ahead with the old ones.
         most = 1 if self._shares.is_measured else _GROUP_BATCHES
         rows = unit if plan.deal or plan.is_elastic else -(-unit // size)
@@ -216,11 +219,10 @@ class _ArrayFeed(Feed):
         batches = arrays.batches(self._own, count, rows, most, wholes)
         if plan.is_elastic and plan.deal:
             batches = plan.dealt(batches)
-        own_steps = partial(plan.own_steps, whole)
         # The thread that tunes buffers may keep an iterator from ending for a second.
         fixed = tf.data.Options()
         fixed.autotune.enabled = False
-        self.dataset = _counted(batches.prefetch(_AHEAD).with_options(fixed), own_steps)
+        self.dataset = _counted(batches.prefetch(_AHEAD).with_options(fixed), self._left)
 
     def begin(self, epoch: int) -> None:
         self._batches = [
@@ -229,6 +231,11 @@ class _ArrayFeed(Feed):
         ]
         if self._plan.deal and not self._plan.is_elastic:
             self._batches = self._batches[self._plan.ring.rank :: self._plan.ring.size]
+
+    def _left(self) -> int:
+        """How many batches this rank gets in the epoch: of a pass no more than are left."""
+        own, plan = len(self._batches), self._plan
+        return plan.own_steps(own) if plan.is_elastic else own
 
     def _wholes(self, first: int, end: int) -> list[int]:
         """The numbers of rows of global batches `first` to `end` of the epoch."""
@@ -264,13 +271,12 @@ class _DatasetFeed(Feed):
             plan.require_rows(known, "batch size")
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
         count = int(whole.cardinality())
-        noted = self.noting_first(whole) if (plan.readers or plan.ring).size > 1 else whole
         if plan.class_weight is not None:
-            noted = noted.map(private.with_class_weights(plan.class_weight))
+            whole = whole.map(private.with_class_weights(plan.class_weight))
         self.may_be_empty = known is None
         self.is_counted = plan.counts and not self.is_even
-        fed = noted, count if count >= 0 else None, tf.data.AUTOTUNE
-        self.dataset = plan.fed(*fed, self.is_counted)
+        fed = whole, count if count >= 0 else None, tf.data.AUTOTUNE
+        self.dataset = plan.fed(*fed, self.is_counted, self.note_first)
 
 
 class _PyDatasetFeed(Feed):
@@ -293,8 +299,7 @@ class _PyDatasetFeed(Feed):
             whole = plan.divide(whole, plan.counts)
         elif plan.check is True and (readers := plan.readers or plan.ring).size > 1:
             FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
-        steps = plan.run_steps or dataset.num_batches
-        self.dataset = _counted(whole, lambda: self._ordered.num_batches if plan.deal else steps)
+        self.dataset = _counted(whole, lambda: self._ordered.num_batches)
         self._is_new, self._deals = True, plan.deal
 
     def begin(self, epoch: int) -> None:

@@ -3,11 +3,11 @@
 Unseeded shuffling gives every rank another order, and then some samples are used twice and others
 never. Reading ahead to find out would change what is read, so elements are looked at on their way:
 
-    dataset -> groups -> fingerprint of all so far -> single elements -> this rank's part
-                          `- after each group `Communicator.claim`: the neighbours compare
+    dataset -> fingerprint of all so far -> this rank's part
+                `- sometimes `Communicator.claim`: the neighbours compare
 
-The last fingerprint stands for all elements before it. Groups of small elements of equal shape are
-compared one by one; of other elements the first 64, then every 64th.
+The last fingerprint stands for all elements before it. It is compared after each of the first 64
+elements, then after every 64th; of single samples, that are handled in groups, after each group.
 
 What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
 """
@@ -15,7 +15,7 @@ What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.arrays import Arrays
 from ringreduce.keras.mistakes import DataWarning, users_frame, warn_at_users_line
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.rows import first_rows
+from ringreduce.keras.rows import components, first_rows
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.errors import MismatchError
 from ringreduce.vocabulary.words import named
@@ -39,39 +39,68 @@ _STRING_BYTES = 64  # a guess
 
 
 def fingerprinted(dataset: Any, what: str, remedy: str, ring: Communicator) -> Any:
-    """`dataset` with the same elements, whose `targets` ranks compare as they are read.
+    """`dataset` with the same samples, whose `targets` ranks compare as they are read.
 
     Not collective. A difference breaks the ring, with a MismatchError that names `what`, such as
     ``the dataset given to rr.shard``, the user's line, and `remedy`. Datasets of datasets pass.
     """
-    specs = tf.nest.flatten(targets(dataset.element_spec), expand_composites=True)
-    if ring.size == 1 or any(spec.dtype in (tf.variant, tf.resource) for spec in specs):
-        return dataset
     passes = FingerprintedPasses(what, remedy, ring)
-    length = _group_length(dataset)
-    grouped = dataset if length == 1 else dataset.batch(length)
+    if not passes.can_compare(dataset.element_spec):
+        return dataset
+    if (length := _group_length(dataset)) == 1:
+        return passing(dataset, lambda _, element: element, passes)
     zero = np.int64(0)
 
-    def step(state: Any, element: Any) -> Any:
+    def step(state: Any, group: Any) -> Any:
         number, count, fingerprint = state
-        parts = tf.nest.flatten(targets(element), expand_composites=True)
-        fingerprint = _joint([tf.bitcast(fingerprint, tf.uint8), *map(_fingerprint, parts)])
-        more = 1 if length == 1 else tf.shape(parts[0], out_type=tf.int64)[0]
-        total = count + more
+        fingerprint = joined(fingerprint, group)
+        total = count + tf.shape(tf.nest.flatten(group)[0], out_type=tf.int64)[0]
+        number = tf.numpy_function(passes.note, [number, count, total, fingerprint], tf.int64)
+        return (tf.ensure_shape(number, []), total, fingerprint), group
 
-        def note() -> Any:
-            return tf.numpy_function(passes.note, [number, count, total, fingerprint], tf.int64)
-
-        is_due = (length > 1) | (total <= _PERIOD) | (total % _PERIOD == 0)
-        number = tf.cond(is_due, note, lambda: number)
-        return (tf.ensure_shape(number, []), total, fingerprint), element
-
-    noted = grouped.scan((zero, zero, zero), step)
-    if length == 1:
-        return noted
-    count, elements = int(dataset.cardinality()), noted.unbatch()
+    elements = dataset.batch(length).scan((zero, zero, zero), step).unbatch()
+    count = int(dataset.cardinality())
     is_known = count != tf.data.UNKNOWN_CARDINALITY
     return elements.apply(tf.data.experimental.assert_cardinality(count)) if is_known else elements
+
+
+def passing(
+    dataset: Any,
+    then: Callable[[Any, Any], Any],
+    passes: "FingerprintedPasses | None" = None,
+    first: Callable[[Any], None] | None = None,
+) -> Any:
+    """`dataset` with what `then` makes of each batch, given its number in the pass and itself.
+
+    `passes` compares batches among ranks; `first` is called with the first rows of each pass. All
+    in one function: each that tf.data calls costs as much as a step of a small model.
+    """
+    zero = np.int64(0)
+    if passes is None and first is None:
+        return dataset.enumerate().map(then)
+
+    def see(number: Any, before: Any, total: Any, fingerprint: Any, *rows: Any) -> Any:
+        if first is not None and before == 0:
+            tensors = [tf.convert_to_tensor(part) for part in rows]
+            first(tf.nest.pack_sequence_as(dataset.element_spec, tensors, True))
+        return number if passes is None else passes.note(number, before, total, fingerprint)
+
+    def step(state: Any, batch: Any) -> Any:
+        number, count, fingerprint = state
+        total, is_due = count + 1, count == 0
+        if passes is not None:
+            fingerprint = joined(fingerprint, batch)
+            is_due = (total <= _PERIOD) | (total % _PERIOD == 0)
+
+        def call() -> Any:
+            rows = components(first_rows(batch)) if first is not None else []
+            given = [number, count, total, fingerprint, *rows]
+            return tf.numpy_function(see, given, tf.int64)
+
+        number = tf.ensure_shape(tf.cond(is_due, call, lambda: number), [])
+        return (number, total, fingerprint), then(count, batch)
+
+    return dataset.scan((zero, zero, zero), step)
 
 
 def _group_length(dataset: Any) -> int:
@@ -103,6 +132,12 @@ def _joint(fingerprints: Iterable[Any]) -> Any:
     return tf.bitcast(_fingerprint(tf.concat(list(fingerprints), 0)), tf.int64)
 
 
+def joined(fingerprint: Any, element: Any) -> Any:
+    """The fingerprint of what that one stands for and of `targets` of `element`."""
+    parts = tf.nest.flatten(targets(element), expand_composites=True)
+    return _joint([tf.bitcast(fingerprint, tf.uint8), *map(_fingerprint, parts)])
+
+
 # How many datasets each line of a program has fingerprinted, by communicator.
 _counts: weakref.WeakKeyDictionary[Communicator, Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -119,6 +154,12 @@ class FingerprintedPasses:
         self._what, self._line, self._remedy = what, line, remedy
         self._communicator = ring
         self._numbers = itertools.count(1)
+
+    def can_compare(self, spec: Any) -> bool:
+        """Whether there is another rank, and elements of that `element_spec` have fingerprints."""
+        specs = tf.nest.flatten(targets(spec), expand_composites=True)
+        is_alone = self._communicator.size == 1
+        return not (is_alone or any(part.dtype in (tf.variant, tf.resource) for part in specs))
 
     def note(self, number: Any, before: Any, total: Any, fingerprint: Any) -> Any:
         """Claim the fingerprint of the first `total` elements; return the pass's number."""

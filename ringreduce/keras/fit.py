@@ -18,6 +18,7 @@ from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
+from ringreduce.keras.data_fingerprint import passing
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
@@ -203,7 +204,8 @@ def fit(
                 "slow rank by less: gradients count by rows. An epoch is one pass over it.",
             )
         training = _own_feed(x, "x")
-        training.dataset = training.noting_first(join(training.dataset, model, communicator=ring))
+        joined = join(training.dataset, model, communicator=ring)
+        training.dataset = passing(joined, lambda _, batch: batch, None, training.note_first)
     else:
         plan = dividing(
             "the data given to rr.fit",

@@ -1,4 +1,4 @@
-"""Rows of dense, ragged and sparse tensors and scipy's matrices: counted, sliced, chosen."""
+"""Rows of dense, ragged and sparse tensors and matrices: counted, sliced, chosen."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,12 +56,16 @@ def at_least_one(tensor: Any) -> Any:
 
 
 def as_tensor(array: Any) -> Any:
-    """A matrix of scipy's as a `tf.SparseTensor`; other arrays as they are."""
-    if not (type(array).__module__.startswith("scipy.sparse") and hasattr(array, "tocoo")):
-        return array
-    found = array.tocoo()
-    places = np.stack([found.row, found.col], 1).astype(np.int64)
-    return tf.SparseTensor(places, found.data, found.shape)
+    """A sparse matrix of scipy's or JAX's as a `tf.SparseTensor`; other arrays as they are."""
+    package = type(array).__module__
+    if package.startswith("scipy.sparse") and hasattr(array, "tocoo"):
+        found = array.tocoo()
+        places = np.stack([found.row, found.col], 1).astype(np.int64)
+        return tf.SparseTensor(places, found.data, found.shape)
+    if package.startswith("jax.experimental.sparse") and hasattr(array, "indices"):
+        places, values = np.asarray(array.indices, np.int64), np.asarray(array.data)
+        return tf.sparse.reorder(tf.SparseTensor(places, values, array.shape))
+    return array
 
 
 def tensor_of(one: Any) -> Any:

@@ -62,22 +62,18 @@ class Shares:
         first = sum(parts[: ring.rank])
         return first, first + parts[ring.rank]
 
-    def of(self, dataset: Any, counts: bool = False) -> Any:
-        """Of each batch of `dataset` this rank's rows; with `counts` in pairs with all its rows."""
-
-        def own(index: Any, batch: Any) -> Any:
-            count = rows_in(batch)
-            if self.is_equal:
-                ring = self._ring
-                first, end = (count * (ring.rank + i) // ring.size for i in (0, 1))
-            else:
-                first, end = tf.numpy_function(
-                    lambda *numbers: self.rows(*map(int, numbers)), [index, count], [tf.int64] * 2
-                )
-            rows = tf.nest.map_structure(lambda part: rows_of(part, first, end), batch)
-            return (rows, tf.cast(count, tf.int64)) if counts else rows
-
-        return dataset.enumerate().map(own)
+    def own(self, index: Any, batch: Any, counts: bool = False) -> Any:
+        """This rank's rows of batch `index`, in a graph; with `counts` and the number of all."""
+        count = rows_in(batch)
+        if self.is_equal:
+            ring = self._ring
+            first, end = (count * (ring.rank + i) // ring.size for i in (0, 1))
+        else:
+            first, end = tf.numpy_function(
+                lambda *numbers: self.rows(*map(int, numbers)), [index, count], [tf.int64] * 2
+            )
+        rows = tf.nest.map_structure(lambda part: rows_of(part, first, end), batch)
+        return (rows, tf.cast(count, tf.int64)) if counts else rows
 
     def settle(self, seconds: float) -> list[int]:
         """Divide later batches by speed; return each rank's rows in the largest. Collective."""

@@ -13,6 +13,7 @@ from ringreduce import MismatchError
 from ringreduce.keras import arrays as rr_arrays
 from ringreduce.keras import batches
 from ringreduce.keras import shares as rr_shares
+from ringreduce.keras.rows import as_tensor
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
@@ -216,3 +217,11 @@ def test_equal_numbers_are_equal_shares():
     for given in (None, "equal", 1.0):
         found = ring_of_threads(2, lambda comm: rr_shares.agreed_shares(given, comm))  # noqa: B023
         assert all(shares.is_equal for shares in found)
+
+
+def test_a_sparse_matrix_of_jax_is_a_sparse_tensor():
+    # As JAX's BCOO, which need not be in order.
+    matrix = type("BCOO", (), {"__module__": "jax.experimental.sparse.bcoo"})()
+    matrix.indices, matrix.data, matrix.shape = np.array([[1, 0], [0, 2]]), np.ones(2), (2, 3)
+    found = tf.sparse.to_dense(as_tensor(matrix)).numpy()
+    assert found.tolist() == [[0, 0, 1], [1, 0, 0]]
