@@ -23,7 +23,10 @@ test: $(VENV)/.installed
 	$(MAKE) check
 
 # What is slow and rare besides: the lowest versions, no native library, sanitizers, real time, chance.
-test-full: check-full native-sanitized check-without-native check-lowest soak
+# Installing waits for the disk, soaking for faults: they go side by side.
+test-full: check-full native-sanitized check-without-native
+	$(MAKE) -j 2 soak $(LOWEST)/.installed
+	$(MAKE) check-lowest
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -58,21 +61,24 @@ PYTEST := $(BIN)/python -m pytest
 SHARED_OUT := --dist loadfile --durations=10
 AGAIN := --last-failed --last-failed-no-failures none
 
-# Waits of faults pass in a fraction of their time; XLA compiles at once rather than well, and
-# TensorFlow leaves the graphs of tests/programs that ask for it as they are.
-QUICK := RINGREDUCE_TIME_SCALE=0.4 XLA_FLAGS=--xla_backend_optimization_level=0 KEEP_GRAPHS=1
+# XLA compiles at once rather than well, and TensorFlow leaves the graphs of tests/programs that ask
+# for it as they are; waits of faults pass in a fraction of their time.
+GRAPHS := XLA_FLAGS=--xla_backend_optimization_level=0 KEEP_GRAPHS=1
+QUICK := RINGREDUCE_TIME_SCALE=0.4 $(GRAPHS)
 
 check: $(VENV)/.installed
 	$(QUICK) $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)
 
-# Further sizes and combinations, other random examples, in real time; then the faults of `check` in real
-# time too, and in fresh processes.
-FAULTS := tests/communicator tests/transport tests/bootstrap/test_hellos.py
+# Further sizes and combinations, other random examples, in real time; then of `check` the faults in real
+# time too, and training whose graphs are optimized, all in fresh processes.
+REAL := tests/communicator tests/transport tests/bootstrap/test_hellos.py \
+    tests/keras/test_jit.py tests/keras/test_loop.py tests/keras/test_steps.py tests/tensorflow/test_order.py
 
 check-full: $(VENV)/.installed
-	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) -n 3 $(SHARED_OUT) -m full || $(PYTEST) -m full $(AGAIN)
-	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(FAULTS) || \
-	    $(PYTEST) -m "not full" $(FAULTS) $(AGAIN)
+	export RINGREDUCE_TEST_RANDOM=1 $(GRAPHS); \
+	$(PYTEST) -n 3 $(SHARED_OUT) -m full || $(PYTEST) -m full $(AGAIN)
+	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(REAL) || \
+	    $(PYTEST) -m "not full" $(REAL) $(AGAIN)
 
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
 FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py routes.py order.py tensors.py tf_api.py) \
@@ -111,8 +117,8 @@ check-without-native: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning -d build/doctrees -c docs . build/docs
 
-# What is published: the source, and from that the wheel. Ends with the demo, from the wheel in an
-# environment of its own, with no compiler in sight.
+# What is published: the source, and from that the wheel. Ends with two workers that train, from the wheel
+# in an environment of its own, with no compiler in sight.
 DIST := dist
 BUILD := build/dist
 
@@ -125,7 +131,7 @@ dist: $(VENV)/.installed
 	cd $(BUILD)/installed && export PATH=$(abspath $(BUILD))/installed/bin && \
 	python -m pip install --quiet --only-binary :all: "$$(echo $(abspath $(DIST))/*.whl)[examples]" && \
 	python -c 'from ringreduce.effects import native; assert native.library(), native.why_missing()' && \
-	python $(abspath examples/demo.py) $(DEMO)
+	ringreduce run -n 2 $(abspath examples/digits.py)
 	rm -rf $(BUILD)
 
 # The newest section of the changelog.

@@ -140,9 +140,9 @@ def test_what_a_user_sees(tmp_path: Path, case: str, code: int, said: str) -> No
 @pytest.mark.tensorflow
 def test_the_example_trains_alike(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "digits.py"
-    with launcher(tmp_path, "verify", str(example), "-n", "1,2,3", "--json") as process:
+    with launcher(tmp_path, "verify", str(example), "-n", "1,3", "--json") as process:
         assert process.wait(120) == 0, process.stderr
         report = json.loads(process.stdout)
     assert report["agree"]
-    assert [run["ranks"] for run in report["runs"]] == [1, 2, 3]
+    assert [run["ranks"] for run in report["runs"]] == [1, 3]
     assert {len(run["losses"]) for run in report["runs"]} == {20}

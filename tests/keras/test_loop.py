@@ -15,6 +15,7 @@ import ringreduce.keras as rr
 from ringreduce.keras.training import loop
 from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
+from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.filterwarnings("ignore:Your input ran out")]
 
@@ -139,13 +140,22 @@ CASES: dict[str, Any] = {
 }
 
 
+# Of the others each has one that is like it here.
+_QUICK = {
+    *("arrays", "unknown length", "steps that go on", "more steps than data", "none"),
+    *("executions, unknown length", "validation in steps", "eager executions", "class weights"),
+}
+
+
 def trained(case: str, callbacks: Any = ()) -> tuple[Any, Any]:
     """The model and its history."""
     model, data, options = CASES[case]()
     return model, rr.fit(model, *data, verbose=0, callbacks=list(callbacks), **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in _QUICK else pytest.mark.full) for c in CASES]
+)
 def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,8 +185,15 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
         assert all(map(np.array_equal, found.get_weights(), plain.get_weights()))
 
 
-@pytest.mark.parametrize("is_counted", [True, False])
-@pytest.mark.parametrize(("name", "jit"), [("Adam", True), ("AdamW", False)])
+@pytest.mark.parametrize(
+    ("name", "jit", "is_counted"),
+    [
+        ("Adam", True, False),
+        ("AdamW", False, True),
+        pytest.param("Adam", True, True, marks=pytest.mark.full),
+        pytest.param("AdamW", False, False, marks=pytest.mark.full),
+    ],
+)
 def test_no_step_is_counted_that_was_not_made(name: str, jit: bool, is_counted: bool) -> None:
     weights = []
     for is_watched in (True, False):
@@ -299,6 +316,26 @@ def test_a_loop_of_the_users_own_is_used(name: str, monkeypatch: pytest.MonkeyPa
     rr.fit(model, dataset(), validation_data=dataset(), verbose=0)
     assert called
     assert not isinstance(model.train_function, Steps)
+
+
+def test_all_ranks_have_the_loop_that_one_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As where a package has replaced `fit` on that rank alone.
+    replaced: list[Any] = []
+    monkeypatch.setitem(rr.fit.__globals__, "can_train", lambda model: model not in replaced)
+
+    def work(ring: Any) -> Any:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.layers[0].kernel.assign(np.ones((3, 1)))
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring)
+        model.compile(optimizer, "mse", run_eagerly=True)
+        if ring.rank == 1:
+            replaced.append(model)
+        ring.barrier()
+        rr.fit(model, X, Y, batch_size=22, verbose=0, communicator=ring)
+        assert not isinstance(model.train_function, Steps)
+        return model.get_weights()
+
+    assert all(map(np.array_equal, *ring_of_threads(2, work)))
 
 
 @pytest.mark.filterwarnings("ignore:Limiting")

@@ -105,7 +105,10 @@ def test_what_cannot_be_had_in_parts_is_refused(case, words):
 
 @pytest.mark.full
 def test_a_table_of_another_group_than_the_optimizers_is_refused():
-    for fact in said(4, "other group"):
+    result = run_job(4, ["tests/programs/parts.py", "refused"], timeout_s=60)
+    found = [fact for fact in facts_in(result.output) if fact["case"] == "other group"]
+    assert len(found) == 4
+    for fact in found:
         assert fact["error"] == "ConfigError"
         assert "Pass the layer and the optimizer one communicator" in fact["text"]
 
