@@ -910,8 +910,9 @@ BREAKAGES = (
     Breakage(
         "loop-weights-dropped",
         "ringreduce/keras/training/steps.py",
-        "        with weighting.using(weight):\n            return self._step(batch)\n",
-        "        return self._step(batch)\n",
+        "        with weighting.using(self._weight(element)):\n"
+        "            return self._step(element[0])\n",
+        "        return self._step(element[0])\n",
         "Ranks with fewer rows of a batch count as much as others.",
         ("tests/keras/test_fit.py", "tests/keras/test_data_of_fit.py"),
     ),

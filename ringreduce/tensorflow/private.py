@@ -45,6 +45,9 @@ _LoopGradient = named("tensorflow.python.ops.while_v2", "_WhileBodyGradFuncGraph
 # What `tf.Variable` makes, outside of strategies and functions.
 Variable = named("tensorflow.python.ops.resource_variable_ops", "ResourceVariable")
 
+# A dataset of which only a handle is known.
+_VariantDataset = named("tensorflow.python.data.ops.dataset_ops", "_VariantDataset")
+
 _graph_stack = named("tensorflow.python.framework.ops", "_default_graph_stack")
 
 # What is traced within such a context counts as compiled by XLA.
@@ -136,3 +139,22 @@ def _capture_in_loop(graph: Any, resource: Any) -> Any:
         captures.pop(id(outside), False)
         captures.add_or_replace(id(resource), outside, inside, is_by_ref=False)
     return captures.by_val_internal[id(resource)]
+
+
+def nodes_in(dataset: Any) -> list[Any] | None:
+    """The NodeDefs of all functions of a tf.data.Dataset and its inputs; None if it cannot tell."""
+    if isinstance(dataset, _VariantDataset):
+        return None
+    try:
+        inputs, functions = dataset._inputs(), [each.function for each in dataset._functions()]
+    except (AttributeError, NotImplementedError):
+        return None
+    nodes: list[Any] = []
+    for function in functions:
+        graph = function.graph.as_graph_def()
+        nodes += [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
+    for found in map(nodes_in, inputs):
+        if found is None:
+            return None
+        nodes += found
+    return nodes

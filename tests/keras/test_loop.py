@@ -132,6 +132,17 @@ CASES: dict[str, Any] = {
         [dataset()],
         {"epochs": 2},
     ),
+    "shuffled": lambda: (
+        made(),
+        [tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=5).batch(4)],
+        {"epochs": 3},
+    ),
+    # Each of Keras's epochs begins these anew.
+    "random numbers": lambda: (
+        made(),
+        [dataset().map(lambda x, y: (x + tf.random.normal([], seed=5), y))],
+        {"epochs": 3},
+    ),
     "class weights": lambda: (
         made(),
         [tf.data.Dataset.from_tensor_slices((X, np.int32(Y > 0))).batch(4)],
@@ -144,6 +155,7 @@ CASES: dict[str, Any] = {
 _QUICK = {
     *("arrays", "unknown length", "steps that go on", "more steps than data", "none"),
     *("executions, unknown length", "validation in steps", "eager executions", "class weights"),
+    *("executions of steps", "shuffled", "random numbers"),
 }
 
 

@@ -61,7 +61,7 @@ class Loop:
         model = self._model
         epochs, steps_per_epoch = _limited(epochs, steps_per_epoch)
         self._one_by_one |= self._exchanges and int(self._feed.dataset.cardinality()) < 0
-        self._passes = _Passes(self._feed.dataset, steps_per_epoch, model.steps_per_execution)
+        self._passes = _Passes(self._feed, steps_per_epoch, model.steps_per_execution)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = keras.callbacks.CallbackList(
                 callbacks,
@@ -176,12 +176,16 @@ class Loop:
 class _Passes:
     """Where an epoch reads, as in Keras's `fit`: one of `steps` goes on where the last one ended.
 
-    With `at_once` above 1 calls count as that many steps, though the last may make fewer.
+    With `at_once` above 1 calls count as that many steps, though the last may make fewer. Where the
+    feed can, one iterator makes all passes: to make one takes as long as many steps of a small
+    model. It begins a pass when the first batch is asked for, and no earlier.
     """
 
-    def __init__(self, dataset: Any, steps: int | None, at_once: int) -> None:
-        self._dataset, self.steps, self._at_once = dataset, steps, at_once
-        count = int(dataset.cardinality())
+    def __init__(self, feed: Feed, steps: int | None, at_once: int) -> None:
+        self._dataset, self.steps, self._at_once = feed.dataset, steps, at_once
+        self._repeated = _repeated(self._dataset) if feed.can_repeat else None
+        self._source = feed.source
+        count = int(self._dataset.cardinality())
         self.batches = count if count >= 0 else None
         self.iterator: Any = None
         self.place = self._seen = 0  # in the epoch; of the iterator
@@ -190,8 +194,11 @@ class _Passes:
         """Begin an epoch."""
         count = int(self._dataset.cardinality())  # A PyDataset may change its length.
         self.batches = count if count >= 0 else None
-        if self.iterator is None or self.steps is None:
-            self.iterator, self._seen = iter(self._dataset), 0
+        if self.iterator is None or (self.steps is None and self._repeated is None):
+            self.iterator = iter(self._dataset if self._repeated is None else self._repeated)
+            self._seen = 0
+        elif self.steps is None:
+            self._seen = 0
         self.place = 0
 
     def most(self, suitable: int) -> int:
@@ -203,12 +210,11 @@ class _Passes:
             if self.steps:
                 _warn_of_end()
             return 0
-        if self._at_once > 1:
-            return self._at_once
-        left = [suitable]
-        if limit is not None:
+        is_whole = self._at_once > 1  # An execution, which ends early with the data alone.
+        left = [self._at_once if is_whole else suitable]
+        if limit is not None and not is_whole:
             left.append(limit - self.place)
-        if self.batches is not None:
+        if self.batches is not None and not (is_whole and self._repeated is None):
             left.append(self.batches - self._seen)
         return min(left)
 
@@ -226,7 +232,21 @@ class _Passes:
     def finish(self) -> None:
         """End an epoch."""
         if self.batches is not None and self._seen >= self.batches:
-            self.iterator = None
+            self._seen = 0
+            if self._repeated is None:
+                self.iterator = None
+            if self._source is not None:
+                # As Keras does, whose next epoch without `steps` makes one more: each takes the
+                # next seed of a dataset that is shuffled.
+                after = iter(self._source if self.steps is None else self._dataset)
+                self.iterator = self.iterator if self.steps is None else after
+
+
+def _repeated(dataset: Any) -> Any:
+    """`dataset` without an end, which begins a pass when its first element is asked for."""
+    lazy = tf.data.Options()
+    lazy.experimental_optimization.inject_prefetch = False
+    return dataset.repeat().with_options(lazy)
 
 
 def _warn_of_end() -> None:

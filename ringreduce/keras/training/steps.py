@@ -5,7 +5,8 @@
 Each call of TensorFlow costs more than a step of a small model. What ends a pass is asked before a
 step, not found out in it, so no step is lost or half made, and none is read that is not made. The
 step is a function of its own: collectives in it stand outside of any branch, and XLA compiles it
-alone.
+alone. A batch with fewer rows than ranks ends a call, since some have none of it: its step is
+another function, which puts back what it changes there.
 """
 
 import time
@@ -31,13 +32,14 @@ class Steps:
         ranks: how many have a part of every batch, by which number of rows a step is weighted; an
             element is a pair then, this rank's part and the number of rows of the whole. 0: steps
             are not weighted. None: as the model's step does it, with an exchange.
-        may_be_empty: whether this rank's part may have no rows.
+        may_be_empty: whether this rank's part may have no rows; for pairs.
     """
 
     def __init__(self, model: Any, ranks: int | None, may_be_empty: bool) -> None:
         before = model.train_function
         self._of_keras: Any = before._of_keras if isinstance(before, Steps) else before
-        self._model, self._ranks, self._may_be_empty = model, ranks, may_be_empty
+        self._model, self._ranks = model, ranks
+        self._may_be_empty = bool(ranks) and may_be_empty
         # How many elements to read before the first step, and make nothing of.
         self.unread = 0
         # The callbacks that need each step to be a call.
@@ -47,13 +49,15 @@ class Steps:
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
         # By the elements' specs.
-        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any]]] = {}
+        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any, Any]]] = {}
+        self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not model.run_eagerly:
-            self._one = tf.function(self._one, reduce_retracing=True, jit_compile=model.jit_compile)
+            how = {"reduce_retracing": True, "jit_compile": model.jit_compile}
+            self._one, self._short = (tf.function(s, **how) for s in (self._one, self._short))
 
     def are_for(self, ranks: int | None, may_be_empty: bool) -> bool:
         """Whether they are those of such elements."""
-        return (self._ranks, self._may_be_empty) == (ranks, may_be_empty)
+        return (self._ranks, self._may_be_empty) == (ranks, bool(ranks) and may_be_empty)
 
     def __call__(self, iterator: Any) -> Any:
         """One execution as Keras's own function makes it, of batches without a count."""
@@ -75,34 +79,51 @@ class Steps:
             self._several[key] = (
                 self._one_by_one if is_eager else self._traced(iterator.element_spec)
             )
-        done, logs, reading_s = self._several[key](iterator, tf.constant(most, tf.int64))
-        self.reading_s += float(reading_s)
-        return int(done), logs
+        made, logs = 0, None
+        while made < most:
+            left = tf.constant(most - made, tf.int64)
+            done, found, short, reading_s = self._several[key](iterator, left)
+            self.reading_s += float(reading_s)
+            if int(done):
+                made, logs = made + int(done), found
+            if not self._may_be_empty or not short.has_value():
+                break
+            made, logs = made + 1, self._short(short.get_value())
+        return made, logs
 
-    def _one_by_one(self, iterator: Any, most: Any) -> tuple[int, Any, float]:
+    def _one_by_one(self, iterator: Any, most: Any) -> tuple[int, Any, Any, float]:
         """`several` by Python: eagerly, and where the logs' shapes are not known before."""
-        logs, reading_s = None, 0.0
+        logs, reading_s, element = None, 0.0, None
         for done in range(int(most)):
             began = time.perf_counter()
             element = iterator.get_next_as_optional()
             reading_s += time.perf_counter() - began
-            if not element.has_value():
-                return done, logs, reading_s
+            if not element.has_value() or self._is_short(element.get_value()):
+                return done, logs, element, reading_s
             logs = self._one(element.get_value())
-        return int(most), logs, reading_s
+        return int(most), logs, tf.experimental.Optional.empty(iterator.element_spec), reading_s
+
+    def _is_short(self, element: Any) -> Any:
+        """Whether some rank has no row of it."""
+        return element[1] < self._ranks if self._may_be_empty else False
 
     def _on(self, element: Any) -> Any:
         """A step on one element of the data."""
         element = keras.tree.map_structure(_none_of_optional, element)
         if not self._ranks:
             return self._step(element)
+        with weighting.using(self._weight(element)):
+            return self._step(element[0])
+
+    def _on_short(self, element: Any) -> Any:
+        """The same where this rank may have no row of it."""
+        element = keras.tree.map_structure(_none_of_optional, element)
+        return weighed(self._model, self._step, element[0], self._weight(element))
+
+    def _weight(self, element: Any) -> weighting.Weight:
         batch, rows = element
         own = tf.cast(rows_in(batch), tf.float32)
-        weight = weighting.Weight(own, tf.cast(rows, tf.float32) / self._ranks)
-        if self._may_be_empty:
-            return weighed(self._model, self._step, batch, weight)
-        with weighting.using(weight):
-            return self._step(batch)
+        return weighting.Weight(own, tf.cast(rows, tf.float32) / self._ranks)
 
     def _traced(self, spec: Any) -> Any:
         # First by itself: what is traced within a loop cannot number its collectives.
@@ -121,7 +142,11 @@ class Steps:
                     return element, tf.timestamp() - began
 
             def more(done: Any, _: Any, element: Any, __: Any) -> Any:
-                return tf.logical_and(done < most, element.has_value())
+                def is_due() -> Any:
+                    return tf.logical_not(self._is_short(element.get_value()))
+
+                is_there = tf.logical_and(done < most, element.has_value())
+                return tf.cond(is_there, is_due, lambda: False) if may_be_empty else is_there
 
             def step(done: Any, _: Any, element: Any, reading_s: Any) -> Any:
                 found = self._one(element.get_value())
@@ -134,9 +159,10 @@ class Steps:
             begin = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
             first, waited_s = read()
             state = tf.constant(0, tf.int64), begin, first, waited_s
-            done, found, _, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
-            return done, found, seconds
+            done, found, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
+            return done, found, short if may_be_empty else (), seconds
 
+        may_be_empty = self._may_be_empty
         return tf.function(several, reduce_retracing=True)
 
 
