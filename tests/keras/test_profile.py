@@ -71,8 +71,8 @@ def test_logs_are_equal_on_all_ranks_and_add_up(histories, case):
 def test_the_slow_rank_is_that_of_each_epoch(histories, case, ranks):
     history = histories[case][0]
     assert history["rr_slowest_rank"] == ranks
-    # More than half of what it sleeps for each step; a busy machine hides some.
-    assert min(history["rr_waiting_ms"]) > 20
+    # A quarter of what it sleeps for each step, since a busy machine hides some; without: below 1.
+    assert min(history["rr_waiting_ms"]) > 10
 
 
 @pytest.mark.tensorflow
