@@ -307,7 +307,11 @@ class _PyDatasetFeed(Feed):
             whole = plan.divide(whole, plan.counts)
         elif plan.check is True and (readers := plan.readers or plan.ring).size > 1:
             FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
-        self.dataset = _counted(whole, lambda: self._ordered.num_batches)
+        if plan.deal:
+            self.dataset = _counted(whole, lambda: self._ordered.num_batches)
+        else:  # As Keras does, which asks before the first epoch alone.
+            count = self._ordered.num_batches
+            self.dataset = _counted(whole, lambda: count)
         self._is_new, self._deals = True, plan.deal
 
     def begin(self, epoch: int) -> None:

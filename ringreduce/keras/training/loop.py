@@ -192,7 +192,7 @@ class _Passes:
 
     def begin(self) -> None:
         """Begin an epoch."""
-        count = int(self._dataset.cardinality())  # A PyDataset may change its length.
+        count = int(self._dataset.cardinality())  # Arrays may have fewer in some epochs.
         self.batches = count if count >= 0 else None
         if self.iterator is None or (self.steps is None and self._repeated is None):
             self.iterator = iter(self._dataset if self._repeated is None else self._repeated)
