@@ -7,7 +7,6 @@ faults at every place and size, without the clock.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -40,7 +39,7 @@ from tests.rings import Ring
 from tests.scope import in_full
 
 # How long the network stays slow; a minute is what is promised, by hand.
-SLOW_S = float(os.environ.get("RINGREDUCE_TEST_SLOW_S", "3"))
+SLOW_S = float(os.environ.get("RINGREDUCE_TEST_SLOW_S", "2"))
 HOSTS = ["a", "b", "a"]
 
 
@@ -72,7 +71,7 @@ def assert_named(
 KILLED = """
 import ctypes
 from ringreduce.transport import shm
-PLACE, VICTIM, COUNT = {place!r}, {victim}, {count}
+PLACE, VICTIM = {place!r}, {victim}
 ring = join()
 
 def is_there():
@@ -83,24 +82,19 @@ def is_there():
     step = {{"in reduce-scatter": SIZE - 2, "in all-gather": SIZE}}[PLACE]
     return ring._session.collectives._link._record.step == step
 
-def die():
-    say("dies", at=time.monotonic())
-    os.kill(os.getpid(), signal.SIGKILL)
-
 def watch():
     while not is_there():
         os.sched_yield()
-    die()
+    say("dies", at=time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
 
-data = np.zeros(COUNT)
+data = np.zeros(4 << 20)
 rounds = 0
 def call():
     global rounds
     ring.all_reduce(data)
     rounds += 1
     if RANK == VICTIM and rounds == 3:
-        if PLACE == "between steps":
-            die()
         threading.Thread(target=watch, daemon=True).start()
 attempt("result", lambda: until_error(call))
 attempt("again", ring.barrier)
@@ -109,22 +103,18 @@ hold()
 
 
 @pytest.mark.parametrize(
-    ("transport", "place", "size", "victim"),
+    ("transport", "place", "victim"),
     [
-        ("zmq", "in reduce-scatter", 3, 0),
-        ("zmq", "in all-gather", 3, 1),
-        ("zmq", "between steps", 4, 0),
-        ("shm", "in shared memory", 3, 0),
-        ("shm", "between steps", 2, 1),
-        ("hosts", "between steps", 3, 0),
+        ("zmq", "in reduce-scatter", 0),
+        ("zmq", "in all-gather", 1),
+        ("shm", "in shared memory", 0),
     ],
 )
 def test_a_killed_rank_is_named_by_all_within_a_second(
-    tmp_path: Path, transport: str, place: str, size: int, victim: int
+    tmp_path: Path, transport: str, place: str, victim: int
 ) -> None:
-    count = 1000 if place == "between steps" else 4 << 20
-    program = KILLED.format(place=place, victim=victim, count=count)
-    with ring_over(transport, tmp_path, size, program) as ring:
+    program = KILLED.format(place=place, victim=victim)
+    with ring_over(transport, tmp_path, 3, program) as ring:
         results = ring.wait("result", ring.others(victim))
         [dies] = ring.said(victim, "dies")
         seconds = assert_named(results, "PeerLostError", {victim}, dies["at"], 3.0)
@@ -134,110 +124,7 @@ def test_a_killed_rank_is_named_by_all_within_a_second(
             assert fact["seconds"] < 0.5
 
 
-LAUNCHED = """
-import os, signal, sys, time
-import numpy as np
-import ringreduce
-ring = ringreduce.init()
-data = ring.empty(1 << 18)
-data[:] = 0
-print("joined", os.getpid(), flush=True)
-for number in range(1_000_000):
-    if ring.rank == {victim} and number == 20:
-        {end}
-    ring.all_reduce(data)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("victim", [0, 2])
-def test_the_launcher_ends_as_the_killed_rank_did_and_names_it_first(
-    tmp_path: Path, victim: int
-) -> None:
-    program = LAUNCHED.format(victim=victim, end="os.kill(os.getpid(), signal.SIGKILL)")
-    (tmp_path / "worker.py").write_text(program)
-    with launcher(tmp_path, "run", "-n", "3", "worker.py") as job:
-        job.wait_shown("joined", times=3)
-        assert job.wait(10) == 128 + signal.SIGKILL
-        told = [line for line in job.stderr.splitlines() if line.startswith("ringreduce:")]
-        assert told[0] == (
-            f"ringreduce: rank {victim} failed first (killed by signal 9 (SIGKILL)); "
-            "all workers were stopped"
-        )
-
-
-@pytest.mark.full
-def test_a_rank_that_ends_early_with_0_is_named_by_the_launchers_report(tmp_path: Path) -> None:
-    program = LAUNCHED.format(victim=1, end="sys.exit(0)")
-    (tmp_path / "worker.py").write_text(program)
-    with launcher(tmp_path, "run", "-n", "3", "worker.py") as job:
-        assert job.wait(20) == 1
-        told = [line for line in job.stderr.splitlines() if "PeerLostError" in line]
-        assert told
-        assert all("rank 1" in line for line in told), told
-
-
 # --- Stopped --------------------------------------------------------------------------------
-
-# Says when it is out of the ring, and whether its memory is its own from then on.
-STOPPED = """
-import logging
-logging.basicConfig(level=logging.WARNING)
-ring = join()
-data = {memory}
-data[:] = 0
-def call():
-    ring.all_reduce(data)
-    say("round")
-attempt("result", lambda: until_error(call))
-data[:] = 7.0
-say("filled")
-sys.stdin.readline()
-say("kept", whole=bool((data == 7.0).all()))
-attempt("again", ring.barrier)
-hold()
-ring.close()
-"""
-ORDINARY, REGISTERED = "np.empty({count})", "ring.empty({count}, np.float64)"
-
-
-def stop_and_wake(ring: Ring, victim: int) -> tuple[float, list[dict[str, Any]]]:
-    """Stop a rank until the others have given up, wake it and let all end.
-
-    Returns:
-        When it was stopped, and what the others raised.
-    """
-    ring.wait("round", times=3)
-    stopped_s = time.monotonic()
-    ring.workers[victim].signal(signal.SIGSTOP)
-    results = ring.wait("result", ring.others(victim))
-    ring.wait("filled", ring.others(victim))
-    ring.workers[victim].signal(signal.SIGCONT)
-    woken_s = time.monotonic()
-    [late] = ring.wait("result", [victim])
-    assert late["kind"] in ("PeerTimeoutError", "PeerLostError"), late
-    assert late["at"] - woken_s < 3.0
-    for worker in ring.workers:
-        worker.stdin.write(b"\n")
-        worker.stdin.flush()
-    assert [fact["whole"] for fact in ring.wait("kept")] == [True] * ring.size
-    ring.release()
-    return stopped_s, results
-
-
-@pytest.mark.parametrize(
-    ("transport", "count"), [("shm", 4 << 20), in_full("shm", 100), in_full("zmq", 4 << 20)]
-)
-def test_a_stopped_rank_is_timed_out_by_all_and_corrupts_nothing_when_woken(
-    tmp_path: Path, transport: str, count: int
-) -> None:
-    program = STOPPED.format(memory=ORDINARY.format(count=count))
-    with ring_over(transport, tmp_path, 3, program, timeout_s=3.0) as ring:
-        stopped_s, results = stop_and_wake(ring, 0)
-        # Over sockets the rank that does not wait for rank 0 itself may be told another.
-        peers = {0} if transport == "shm" else {0, 1, 2}
-        seconds = assert_named(results, "PeerTimeoutError", peers, stopped_s, 3.0 + 3.0)
-        record(f"SIGSTOP, limit 3 s, {transport}", *seconds)
 
 
 def test_a_short_pause_is_no_fault(tmp_path: Path) -> None:
@@ -319,15 +206,13 @@ def end_rounds(ring: Ring) -> None:
     ring.release()
 
 
-@pytest.mark.parametrize("way", ["1>2/address/0", "*>1/*"])
-def test_a_reset_connection_is_an_error_on_all_ranks(tmp_path: Path, way: str) -> None:
+def test_a_reset_connection_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     with Ring(tmp_path, 3, CHECKED, proxied=True) as ring:
         ring.wait("round", times=3)
         reset_s = time.monotonic()
-        assert ring.proxy.reset(way)
+        assert ring.proxy.reset("1>2/address/0")
         # Which end of a connection is at fault nobody can know: either may be named.
-        ends = {0, 1, 2} if way.startswith("*") else {1, 2}
-        seconds = assert_named(ring.wait("result"), "PeerLostError", ends, reset_s, 3.0)
+        seconds = assert_named(ring.wait("result"), "PeerLostError", {1, 2}, reset_s, 3.0)
         record("connection reset, zmq", *seconds)
 
 
@@ -345,8 +230,6 @@ def test_a_reset_between_hosts_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     [
         ("throttle", "zmq"),
         in_full("delay", "hosts"),
-        in_full("delay", "zmq"),
-        in_full("throttle", "hosts"),
     ],
 )
 def test_a_slow_network_is_slow_and_nothing_else(
@@ -396,10 +279,18 @@ def all_sockets() -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc and /dev/shm")
-@pytest.mark.parametrize("victims", ["launcher", "workers"])
-def test_nothing_is_left_when_all_are_killed(tmp_path: Path, victims: str) -> None:
-    program = LAUNCHED.format(victim=-1, end="pass")
-    (tmp_path / "worker.py").write_text(program)
+def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
+    program = """
+    import os
+    import ringreduce
+    ring = ringreduce.init()
+    data = ring.empty(1 << 18)
+    data[:] = 0
+    print("joined", os.getpid(), flush=True)
+    while True:
+        ring.all_reduce(data)
+    """
+    (tmp_path / "worker.py").write_text(textwrap.dedent(program))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     before = set(os.listdir("/dev/shm"))
@@ -412,16 +303,9 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path, victims: str) -> No
         sockets = rings_sockets(workers)
         assert sockets or native.library() is None
         killed_s = time.monotonic()
-        if victims == "launcher":
-            job.signal(signal.SIGKILL)
-        else:
-            for pid in workers:
-                # The launcher stops the others when it sees the end of the first.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            assert job.wait(6) == 128 + signal.SIGKILL
+        job.signal(signal.SIGKILL)
         wait_gone(family, 6.0)
-        record(f"{victims} killed: nobody left", time.monotonic() - killed_s)
+        record("launcher killed: nobody left", time.monotonic() - killed_s)
     # Of a process that counts as gone some threads may still be about to.
     wait_until(lambda: not [name for name in sockets if name in all_sockets()], "no socket", 2.0)
     assert os.listdir(temporary) == []
@@ -476,7 +360,7 @@ def test_too_many_open_files_is_an_error_and_never_the_end_of_the_process(
     tmp_path: Path, transport: str
 ) -> None:
     (tmp_path / "exhausted.py").write_text(EXHAUSTED)
-    limits = [1, 3, *range(5, 120, 7), 200]  # One is the meeting's own.
+    limits = [1, 3, *range(5, 120, 13), 200]  # One is the meeting's own.
     done = subprocess.run(
         [sys.executable, "exhausted.py", transport, json.dumps(limits)],
         cwd=tmp_path,
@@ -502,46 +386,22 @@ NO_MEMORY = """
 import logging, resource
 logging.basicConfig(level=logging.WARNING)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-def formed():
-    global ring
-    ring = join()
-attempt("formed", formed)
-def work():
-    data = ring.empty(100_000, np.float64)
-    data[:] = RANK + 1.0
-    assert (ring.all_reduce(data) == 3).all()
-if CONFIGS[0]["transport"] == "auto":
-    attempt("worked", work)
-    say("over", transport=ring.transport)
+ring = join()
+data = ring.empty(100_000, np.float64)
+data[:] = RANK + 1.0
+assert (ring.all_reduce(data) == 3).all()
+say("over", transport=ring.transport)
 hold()
 """
 
 
-@pytest.fixture
-def _native() -> None:
-    if native.library() is None:
-        pytest.skip(native.why_missing())
-
-
-@pytest.mark.usefixtures("_native")
+@pytest.mark.skipif(native.library() is None, reason="needs the native library")
 def test_without_memory_to_share_the_ring_goes_on_and_says_so(tmp_path: Path) -> None:
     with Ring(tmp_path, 2, NO_MEMORY, transport="auto") as ring:
-        for event in ("formed", "worked"):
-            for fact in ring.wait(event):
-                assert fact["kind"] == "", fact
         assert {fact["transport"] for fact in ring.wait("over")} == {"zmq"}
         ring.release()
         for worker in ring.workers:
             assert "has no memory to share" in worker.stderr
-
-
-@pytest.mark.usefixtures("_native")
-def test_without_memory_to_share_insisting_on_it_is_an_error(tmp_path: Path) -> None:
-    with Ring(tmp_path, 2, NO_MEMORY, transport="shm") as ring:
-        for fact in ring.wait("formed"):
-            assert fact["kind"] == "RendezvousError", fact
-            assert "cannot get memory to share" in fact["text"]
-        ring.release()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
