@@ -57,10 +57,9 @@ def heap():
 def test_registered_arrays_give_what_ordinary_ones_do(size):
     """Small, odd and large, of several dtypes, also when some ranks' arrays are ordinary."""
     dtypes = [naive.DTYPES[name] for name in ("float32", "float16", "int8")]
-    counts = [0, 1, size, 1009, 100_003, 3_000_017]
+    kinds = [*itertools.product(dtypes, (0, 1, size, 1009, 100_003)), (dtypes[0], 3_000_017)]
     cases = [
-        [naive.integer_valued(rank, count, dtype) for rank in range(size)]
-        for dtype, count in itertools.product(dtypes, counts)
+        [naive.integer_valued(rank, count, dtype) for rank in range(size)] for dtype, count in kinds
     ]
     expected = [naive.all_reduce(ReduceOp.MEAN, inputs) for inputs in cases]
 
@@ -412,23 +411,6 @@ def test_rank_without_memory_is_an_error_where_shared_memory_is_insisted_on():
     assert "cannot get memory to share with the other ranks: No space left on device" in told
 
 
-def test_size_limit_of_the_process_is_no_signal():
-    """RLIMIT_FSIZE is what stands in for a full memory in a process of its own."""
-    program = (
-        "import resource, signal\n"
-        "from ringreduce.transport.segment import Segment\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
-        "try:\n"
-        "    Segment.create(1 << 20, 1 << 20)\n"
-        "except OSError as error:\n"
-        "    print(error.errno)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == f"{errno.EFBIG}\n"
-
-
 def test_shared_memory_between_hosts_is_refused_with_the_groups():
     with pytest.raises(ConfigError, match=r"that share it are \(0, 2\), \(1,\)") as caught:
         ring_of_threads(3, Communicator.barrier, transport="shm", hosts=["a", "b", "a"])
@@ -579,7 +561,6 @@ def test_kernel_says_who_is_at_the_other_end():
     ("method", "registered", "count"),
     [
         ("all_reduce", False, 10),
-        ("all_reduce", False, 4 << 20),
         ("all_reduce", True, 4 << 20),
         ("all_to_all", False, 3 << 20),
     ],
@@ -642,7 +623,7 @@ def test_a_rank_woken_late_does_not_write_into_arrays_of_those_that_gave_up(
     tmp_path: Path,
 ) -> None:
     """Stopped at any moment, most often while it reduces into everybody's arrays."""
-    rings = 4
+    rings = 2
     program = "import ctypes\n" + WOKEN.format(count=8 << 20)
     with Ring(tmp_path, 3, program, transport="shm", timeout_s=1.0, rings=rings) as ring:
         for number in range(rings):
@@ -661,43 +642,10 @@ def test_a_rank_woken_late_does_not_write_into_arrays_of_those_that_gave_up(
         ring.release()
 
 
-def test_nothing_is_left_of_ranks_that_are_all_killed(tmp_path: Path) -> None:
-    def sockets() -> set[str]:
-        with open("/proc/net/unix", encoding="utf-8") as lines:
-            return {line.split()[-1] for line in lines if "@ringreduce-" in line}
-
-    # Other rings of this machine come and go meanwhile: only those of these ranks count.
-    program = """
-    import ringreduce.transport.unix as unix
-    names = []
-    make = unix.Mesh.__init__
-    def remember(self):
-        make(self)
-        names.append(self.name)
-    unix.Mesh.__init__ = remember
-    ring = join()
-    say("name", name=names[0])
-    data = ring.empty(1 << 20)
-    def call():
-        ring.all_reduce(data)
-        say("round")
-    until_error(call)
-    """
-    with Ring(tmp_path, 3, program, transport="shm") as ring:
-        names = {f"@{fact['name']}" for fact in ring.wait("name")}
-        ring.wait("round", times=2)
-        assert names & sockets()
-        for worker in ring.workers:
-            worker.signal(signal.SIGKILL)
-        for worker in ring.workers:
-            worker.wait()
-    assert not names & sockets()
-
-
 HOSTS = ["a", "b", "a", "b", "a"]  # two lanes; rank 4 has none
 
 
-@pytest.mark.parametrize("victim", [0, 3, 4])
+@pytest.mark.parametrize("victim", [3, 4])
 def test_a_rank_killed_on_one_of_two_hosts_is_named_on_both(tmp_path: Path, victim: int) -> None:
     program = """
     ring = join()
