@@ -20,7 +20,6 @@ from ringreduce.vocabulary.errors import ConfigError
 from tests.commands.test_nodes import free_port, job
 from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
-from tests.scope import in_full
 
 # Its arguments say in which step a rank fails and how, and without whom the others go on.
 TRAINS = """
@@ -117,12 +116,6 @@ def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path: Path) -> No
     assert "left by rank 1, which ended with SystemExit: 0 after 3 calls" in done.stderr
 
 
-def test_ranks_that_all_exit_end_the_job_with_their_exit_code(tmp_path: Path) -> None:
-    done = play(tmp_path, 2, "raise SystemExit(3)", "--elastic")
-    assert done.wait() == 3
-    assert "failed first (exit code 3)" in done.stderr
-
-
 def test_a_stopped_rank_does_not_hold_up_a_job_that_all_others_have_left(tmp_path: Path) -> None:
     text = """
 if rank == 1:
@@ -182,20 +175,10 @@ def test_a_rank_lost_before_the_ring_forms_ends_the_job(tmp_path: Path) -> None:
     assert said(done.stderr) == ["rank 1 failed first (exit code 3); all workers were stopped"]
 
 
-@pytest.mark.parametrize(
-    ("ends", "how", "options"),
-    [
-        ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)", ["--elastic"]),
-        ("exit()", "exit code 0, before it joined the ring for which others wait", []),
-        in_full(
-            "exit()", "exit code 0, before it joined the ring for which others wait", ["--elastic"]
-        ),
-    ],
-)
-def test_so_does_one_lost_while_it_forms(
-    tmp_path: Path, ends: str, how: str, options: list[str]
-) -> None:
-    done = play(tmp_path, 2, f"if rank == 1:\n    {ends}\n{WAITS}", *options, FORMS="1")
+def test_so_does_one_lost_while_it_forms(tmp_path: Path) -> None:
+    ends = "if rank == 1:\n    os.kill(os.getpid(), 9)\n"
+    done = play(tmp_path, 2, ends + WAITS, "--elastic", FORMS="1")
+    how = "killed by signal 9 (SIGKILL)"
     assert said(done.stderr)[0] == f"rank 1 failed first ({how}); all workers were stopped"
 
 
