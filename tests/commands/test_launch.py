@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -296,23 +295,11 @@ def test_what_does_not_exist_starts_no_worker(
     assert str(error).startswith(complaint)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["folder"], "can't find '__main__' module in"),
-        (["-m", "missing"], "No module named missing"),
-        in_full(["-m", "folder.missing"], "No module named folder.missing"),
-        in_full(["-m", "json"], "'json' is a package and cannot be directly executed"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_is_missing_in_a_folder_python_says(
-    tmp_path: Path, arguments: list[str], complaint: str
-) -> None:
+def test_what_is_missing_in_a_folder_python_says(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    done = run(tmp_path, *arguments)
+    done = run(tmp_path, "folder")
     assert done.returncode == 1
-    assert complaint in done.stderr
+    assert "can't find '__main__' module in" in done.stderr
 
 
 # --- How a job ends -------------------------------------------------------------------------
@@ -390,13 +377,6 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -
     assert ended_s < 3.0
 
 
-def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(tmp_path: Path) -> None:
-    kill = "import signal\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
-    done = run(tmp_path, "-n", "2", script(tmp_path, RANK + kill + WAITS))
-    assert done.returncode == 128 + signal.SIGSEGV
-    assert "rank 0 failed first (killed by signal 11 (SIGSEGV))" in done.stderr
-
-
 def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> None:
     name = script(
         tmp_path,
@@ -418,31 +398,6 @@ def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> N
     done = run(tmp_path, "-n", "2", name)
     assert "[0] asked to end" in done.stderr
     assert "rank 0" not in done.stderr  # It only did as it was told.
-
-
-def test_in_a_ring_the_cause_is_named_and_not_its_consequences(tmp_path: Path) -> None:
-    # Rank 1 leaves the ring at once and Python late, as one that tears down TensorFlow does.
-    name = script(
-        tmp_path,
-        """
-        import atexit, signal
-        import ringreduce
-        ring = ringreduce.init()
-        if ring.rank == 1:
-            signal.signal(signal.SIGALRM, lambda *_: None)
-            atexit.register(signal.pause)
-            ring.close()
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-            raise ValueError("bad data")
-        ring.barrier()
-        """,
-    )
-    done = run(tmp_path, "-n", "2", name)
-    assert done.stderr.count("Traceback (most recent call last):") == 1
-    assert done.returncode == 1
-    assert "rank 1 failed first" in done.stderr
-    assert "ringreduce:   ValueError: bad data" in done.stderr
-    assert re.search(r"then rank 0 \(exit code 1\): .*MismatchError: .*", done.stderr)
 
 
 def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:
@@ -498,14 +453,6 @@ def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path: Pa
     assert "then rank 1 (exit code 1): RuntimeError: was left by rank 0" in done.stderr
 
 
-def test_a_failing_workers_own_children_end_with_it(tmp_path: Path) -> None:
-    child = "import subprocess, sys\nchild = subprocess.Popen(['sleep', '1000'])\n"
-    name = script(tmp_path, child + "print('pid', child.pid)\nraise SystemExit(3)")
-    done = run(tmp_path, "-n", "1", name)
-    assert done.returncode == 3
-    wait_gone(numbers(done.stdout))
-
-
 def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path: Path) -> None:
     # It holds the worker's output open, which must not keep the launcher waiting either.
     child = "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
@@ -518,7 +465,7 @@ def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path: Path) -> No
 # --- Signals to the launcher ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, in_full(signal.SIGHUP)])
 def test_a_signal_that_ends_the_launcher_reaches_every_worker(
     tmp_path: Path, number: signal.Signals
 ) -> None:
