@@ -181,22 +181,6 @@ def test_the_first_failure_is_raised_with_its_rank_and_traceback(
     )
 
 
-def test_a_killed_worker_ends_the_others(tmp_path: Path) -> None:
-    def work() -> None:
-        rank = int(os.environ["RINGREDUCE_RANK"])
-        (tmp_path / str(rank)).write_text(str(os.getpid()))
-        if rank == 0:
-            while not (tmp_path / "1").exists():
-                pass
-            os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()
-
-    with pytest.raises(WorkerError, match=r"rank 0 of 2 .*killed by signal 9 \(SIGKILL\)") as e:
-        ringreduce.launch(work, 2)
-    assert (e.value.peer, e.value.traceback) == (0, "")
-    wait_gone(int((tmp_path / name).read_text()) for name in "01")
-
-
 def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,14 +335,6 @@ def test_a_signal_ends_the_program_as_it_would_have(tmp_path: Path) -> None:
         pids = workers_of(running)
         running.signal(signal.SIGTERM)
         assert running.wait() == -signal.SIGTERM
-        wait_gone(pids)
-
-
-def test_no_worker_outlives_a_program_that_is_killed(tmp_path: Path) -> None:
-    with program(tmp_path, WAITS) as running:
-        pids = workers_of(running)
-        running.signal(signal.SIGKILL)
-        running.wait()
         wait_gone(pids)
 
 
