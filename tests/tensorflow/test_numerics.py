@@ -14,7 +14,8 @@ from ringreduce import ConfigError, NumericsError
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_threads
-from tests.tensorflow.test_bridge_failures import FITS, bridge, training_ring  # noqa: F401  a fixture
+from tests.scope import in_full
+from tests.tensorflow.test_bridge_failures import bridge, training_ring  # noqa: F401  a fixture
 
 PATHS = ["first/kernel", "second/bias", "third/scale"]
 
@@ -166,7 +167,7 @@ model = keras.Sequential([keras.Input((8,)), *layers])
 optimizer = DistributedOptimizer(
     keras.optimizers.SGD(0.0), communicator=ring, bucket_bytes=300, check_numerics="raise"
 )
-model.compile(optimizer=optimizer, loss="mse", {options})
+model.compile(optimizer=optimizer, loss="mse", jit_compile=JIT)
 
 class Poison(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
@@ -180,17 +181,12 @@ hold()
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize(
-    ("bridge", "options"),
-    [fit for fit in FITS if "steps" not in getattr(fit, "values", fit)[1]],
-    indirect=["bridge"],
-)
+@pytest.mark.parametrize("bridge", ["jit", in_full("native")], indirect=True)
 def test_a_poisoned_gradient_comes_out_of_fit_as_our_error_on_all_ranks(
     tmp_path: Path,
     bridge: str,  # noqa: F811
-    options: str,
 ) -> None:
-    with training_ring(tmp_path, 3, bridge, POISONED.format(options=options)) as ring:
+    with training_ring(tmp_path, 3, bridge, POISONED) as ring:
         for event in ("result", "again"):
             facts = ring.wait(event)
             assert [fact["kind"] for fact in facts] == ["NumericsError"] * 3, facts
