@@ -462,6 +462,7 @@ def test_training_is_measured_for_all_systems(tmp_path):
     assert max(losses) - min(losses) < 1e-3
 
 
+@pytest.mark.full
 def test_the_cost_of_encryption_is_measured():
     arguments = ["bench/encryption.py", "--mib", "1", "2", "--seconds", "0.1"]
     result = run_job(2, arguments, environment={"PYTHONPATH": "."})
