@@ -96,7 +96,7 @@ def test_training_in_functions_of_a_function_is_the_same(case, way, size):
         assert said[0]["moved"] > 1e-2
 
 
-@pytest.mark.parametrize("way", ["eager", "graph", in_full("jit")])
+@pytest.mark.parametrize("way", ["graph", in_full("eager"), in_full("jit")])
 def test_an_order_that_is_tensorflows_is_never_silently_wrong(way):
     """With several targets it depends on what else was recorded, which only rank 0 has more of."""
     result = run_job(2, ["tests/programs/swapped.py", way], timeout_s=60)
