@@ -333,9 +333,6 @@ SILENCING: dict[str, Attack] = {
     "drop all": lambda man, number, body: [],
     "reorder": _reorder,
     "two in one": lambda man, number, body: [wrap(body, _MORE if number == 0 else 0)],
-    "a length that is too long": once(
-        lambda man, body: [bytes([_LONG]) + struct.pack(">Q", len(body) + 1000) + body]
-    ),
     "a part that never comes": once(lambda man, body: [wrap(body, _MORE)]),
 }
 # The connection ends.
@@ -343,7 +340,6 @@ CUTTING: dict[str, Attack] = {
     "cut": _cut,
     "cut in the middle": _cut_in_the_middle,
     "a huge length": once(lambda man, body: [bytes([_LONG]) + struct.pack(">Q", 1 << 62)]),
-    "a negative length": once(lambda man, body: [bytes([_LONG]) + b"\xff" * 8 + body]),
 }
 # Nothing that is received changes.
 HARMLESS: dict[str, Attack] = {
