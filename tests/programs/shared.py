@@ -45,11 +45,14 @@ def say(case, **facts):
 def built(model, *example):
     """The compiled model, with its variables: Keras traces a step that creates some twice.
 
-    With metrics, an example of inputs and targets.
+    With an example of inputs and targets, those of loss and metrics too, for which `rr.fit` would
+    trace a step.
     """
     if example:
         inputs, targets = example
-        model.compute_metrics(inputs, targets, model(inputs))
+        outputs = model(inputs)
+        model.compute_loss(inputs, targets, outputs)
+        model.compute_metrics(inputs, targets, outputs)
         model.reset_metrics()
     model.optimizer.build(model.trainable_variables)
     return model
