@@ -79,10 +79,10 @@ def test_local_gradients_may_be_those_of_the_mean(size):
         assert fact["found"] == pytest.approx([-6.0 * (rank + 1), -6.0 * (rank + 1) / size])
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
+# The first eagerly, the second in a graph.
 @pytest.mark.parametrize(("name", "value"), [("negative", -1), ("too large", 1003)])
-def test_an_id_out_of_range_is_an_error_on_all_ranks(name, value, way):
-    for fact in said(2, f"{name} {way}"):
+def test_an_id_out_of_range_is_an_error_on_all_ranks(name, value):
+    for fact in said(2, name):
         assert fact["error"] == "ArrayError"
         assert f"rank 1 asks for id {value} of table, whose ids are 0 to 1002" in fact["text"]
 
