@@ -149,7 +149,8 @@ def metrics_of_own_batches():
     """Empty steps count in no metric and in no moving average."""
     keras.utils.set_random_seed(6)
     norm = keras.layers.BatchNormalization(momentum=0.5)
-    model = compiled(make_model(norm), rr.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model = compiled(make_model(norm), optimizer, run_eagerly=IS_EAGER)
     own = batches_of(2 * comm.rank)  # Rank 1 has none.
     history = model.fit(rr.join(dataset_of(own), model), verbose=0, shuffle=False)
     norm_alone = keras.layers.BatchNormalization(momentum=0.5)
@@ -345,13 +346,13 @@ def own_loop():
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build(model.trainable_variables)
 
-    @tf.function(reduce_retracing=True)
     def step(inputs, targets):
         with tf.GradientTape() as tape:
             loss = LOSS(targets, model(inputs, training=True))
         weights = model.trainable_variables
         optimizer.apply(tape.gradient(loss, weights), weights)
 
+    step = step if IS_EAGER else tf.function(step, reduce_retracing=True)
     seen = []
     for (inputs, targets), samples in rr.joined(dataset_of(batches_of(comm.rank))):
         step(inputs, targets)
@@ -409,8 +410,8 @@ def refusals():
     say("different", **error_of(lambda: rr.join(data, model, weighting=different)))
 
 
-fitted("known", is_built=False)
-fitted("unknown", known=False)
+fitted("known", run_eagerly=IS_EAGER)
+fitted("unknown", known=False, is_built=False)
 fitted("by ranks", weighting="ranks", run_eagerly=IS_EAGER)
 fitted("adam", make=keras.optimizers.Adam, is_built=False)
 fitted("several steps", known=False, steps_per_execution=2)
