@@ -386,7 +386,7 @@ def test_an_evaluation_between_epochs_needs_nobody_else():
 
 def test_alone_logs_are_left_alone(world_of_one):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mse")
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
     data = np.ones((4, 1)), np.ones((4, 1))
     callbacks = [
         rr.callbacks.Together([keras.callbacks.EarlyStopping("loss")]),

@@ -10,11 +10,12 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import built, say
+from shared import built, keep_graphs, say
 
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
 
+keep_graphs()
 comm = rr.init()
 FOLDER = Path(sys.argv[1]) / f"rank{comm.rank}"
 
@@ -141,7 +142,7 @@ class Record(keras.callbacks.Callback):
 
 
 def nan_on_one_rank():
-    model = line_model(0.125, run_eagerly=False)
+    model = line_model(0.125)
     targets = column(*[1.0] * 8)
     if comm.rank == comm.size - 1:
         targets[2] = np.nan
@@ -336,7 +337,7 @@ def rates_that_differ():
 
 
 def warming_up():
-    model, rates = line_model(0.5, run_eagerly=False), []
+    model, rates = line_model(0.5), []
     record = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
     )
