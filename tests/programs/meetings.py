@@ -7,7 +7,7 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import digest, error_of, keep_graphs, say
+from shared import built, digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
 
@@ -223,14 +223,14 @@ def fitted():
 
 def outer_saved():
     """The outer optimizer goes on from a file, which plain Keras reads too."""
-    x = np.random.default_rng(0).integers(-3, 4, (24 * SIZE, 4)).astype("float32")
+    x = np.random.default_rng(0).integers(-3, 4, (16 * SIZE, 4)).astype("float32")
 
     def made():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         optimizer = rr.DistributedOptimizer(SGD(2.0**-6), strategy=rr.DiLoCo(3))
         model.compile(optimizer, "mse", run_eagerly=True)
-        return model
+        return built(model, x[:1], x[:1, :1])
 
     def fit(model):
         rr.fit(model, x, x[:, :1], 4 * SIZE, shuffle=False, verbose=0)
@@ -265,7 +265,7 @@ def asked():
         optimizer = rr.DistributedOptimizer(SGD(0.01), strategy=strategy)
         model.compile(optimizer, "mse", run_eagerly=True)
         given = {"epochs": 1, "verbose": 0, "check": False}
-        rr.fit(model, x, x[:, :1], SIZE, **given)
+        rr.fit(model, x[:3], x[:3, :1], SIZE, **given)
         before = comm.statistics().collectives
         rr.fit(model, x, x[:, :1], SIZE, **given)
         found[name] = comm.statistics().collectives - before
@@ -283,7 +283,7 @@ def line(strategy, rate=0.05):
     optimizer = rr.DistributedOptimizer(SGD(rate), strategy=strategy)
     model.compile(optimizer, "mse", run_eagerly=True)
     given = {"x": x, "y": x[:, :1] * 2 + 1, "batch_size": 6 * SIZE, "verbose": 0}
-    return model, given
+    return built(model, x[:1], x[:1, :1]), given
 
 
 class Fails(keras.callbacks.Callback):
