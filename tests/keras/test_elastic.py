@@ -132,10 +132,8 @@ def test_a_rank_that_stops_is_left_out_and_one_may_go_on_alone(tmp_path):
 
 
 def test_a_rank_that_has_missed_the_others_commit_takes_their_weights(tmp_path):
-    """Also where another one is lost meanwhile."""
-    faults = [[2, "end", 6, "kill"], [3, "catching up", 1, "kill"]]
-    case = {"behind": 1, "behind_in": 5, "faults": faults}
-    found, _ = trained(tmp_path, 4, [2, 3], way="eager", **case)
+    case = {"behind": 1, "behind_in": 5, "faults": [[2, "end", 6, "kill"]]}
+    found, _ = trained(tmp_path, 3, [2], way="eager", **case)
     for fact in found.values():
         assert fact["uses"] == [float(EPOCHS)] * BATCH * STEPS
         assert fact["iterations"] == fact["batches"] == EPOCHS * STEPS
