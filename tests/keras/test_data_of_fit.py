@@ -14,7 +14,7 @@ PROGRAM = "tests/programs/data.py"
 QUICK = [
     *("initial epoch of steps", "shuffled batches", "two outputs"),
     *("dataset and batch size", "unknown of a pass", "validated by generator"),
-    *("py dataset within a pass", "generator read again", "loader", "ragged", "sparse"),
+    *("py dataset within a pass", "generator read again", "ragged", "sparse"),
 ]
 FULL = [
     *("traced", "steps within a pass", "steps executed by two", "endless py dataset"),
@@ -31,7 +31,7 @@ FULL = [
     *("py dataset and batch size", "py dataset beyond a pass", "py dataset that grows"),
     *("py dataset with weights", "py dataset with class weights", "generator"),
     *("generator for steps", "generator with weights", "generator of tensors"),
-    *("loader within a pass", "counted loader", "ragged py dataset", "ragged generator"),
+    *("loader", "loader within a pass", "counted loader", "ragged py dataset", "ragged generator"),
     *("sparse split", "scipy", "validated by py dataset", "validated by unknown length"),
     *("validated by loader", "steps beyond a pass", "py dataset that shrinks"),
     *("generator that ends", "counted loader within a pass"),
