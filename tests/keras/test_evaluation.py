@@ -5,6 +5,7 @@ it also works between processes, with models that were never called, is looked a
 test_callbacks.py.
 """
 
+import functools
 import itertools
 
 import keras
@@ -237,11 +238,19 @@ class Outputs(keras.Model):
         }
 
 
+def eager(kind):
+    """A model of that kind, which is not traced."""
+    model = kind()
+    model.compile(run_eagerly=True)
+    return model
+
+
 @pytest.mark.parametrize("count", [2, in_full(7)])
 def test_the_structure_of_outputs_is_kept(count):
     x, _ = rows(count)
-    expected = Outputs().predict(x, verbose=0)
-    for predicted in by_all(3, lambda m, comm: rr.predict(m, x, communicator=comm), Outputs):
+    make = functools.partial(eager, Outputs)
+    expected = make().predict(x, verbose=0)
+    for predicted in by_all(3, lambda m, comm: rr.predict(m, x, communicator=comm), make):
         keras.tree.assert_same_structure(predicted, expected)
         pairs = zip(keras.tree.flatten(predicted), keras.tree.flatten(expected), strict=True)
         for ours, theirs in pairs:
@@ -258,7 +267,7 @@ def test_ragged_outputs_are_refused():
         with pytest.raises(ringreduce.ConfigError, match="cannot join outputs of type Ragged"):
             rr.predict(model, rows(4)[0], communicator=comm)
 
-    by_all(2, work, Ragged)
+    by_all(2, work, lambda: eager(Ragged))
 
 
 @pytest.mark.parametrize(
