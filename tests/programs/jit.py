@@ -34,8 +34,8 @@ def fit(model, inputs, targets, jit, optimizer=None, batch=4, epochs=1, **option
     wrapped = rr.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
     # The reference eagerly: tracing it would take longer.
     model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, run_eagerly=not jit, **options)
-    if jit and not options:
-        built(model)
+    if jit:
+        built(model, inputs[:1], targets[:1])
     fit = model.fit(inputs, targets, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
     return fit.history
 
@@ -237,33 +237,25 @@ def accumulation_and_what_comes_after_it():
 
 
 def unequal_data():
-    """All of a step compiled, and its gradients alone."""
+    """With a join, all of a step compiled."""
     inputs, targets = data()
     count = 24 - 8 * rank if rank < 3 else 0
     inputs, targets = inputs[:count], targets[:count]
     rows = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(6)
     ends = {}
-    for case in ("plain", "all", "gradients"):
+    for jit in (True, False):
         model = make_model()
         wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
-        how = {"run_eagerly": True} if case == "plain" else {"jit_compile": case == "all"}
-        model.compile(optimizer=wrapped, loss="mse", **how)
-        if case == "gradients":
-            rr.compile_gradients(model)
+        model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, run_eagerly=not jit)
         for _ in range(2):
             model.fit(rr.join(rows, model), shuffle=False, verbose=0)
-            if case == "gradients":
-                rr.compile_gradients(model)  # Once, however often it is asked for.
-        ends[case] = model
-    plain = ends.pop("plain")
-    for case, model in ends.items():
-        say(
-            f"join {case}",
-            digest=digest(model.get_weights()),
-            difference=difference(model, plain),
-            steps=int(model.optimizer.iterations),
-            expected=int(plain.optimizer.iterations),
-        )
+        ends[jit] = model
+    say(
+        "join",
+        digest=digest(ends[True].get_weights()),
+        difference=difference(ends[True], ends[False]),
+        steps=[int(model.optimizer.iterations) for model in ends.values()],
+    )
 
 
 def only_gradients_compiled():
@@ -345,6 +337,21 @@ def an_error_that_breaks_nothing():
     say("after refused", total=step(tf.constant([1.0, 2.0])).numpy().tolist())
 
 
+def one_alone():
+    """A step that one rank alone compiles, the first or a later one; each breaks its own ring."""
+    for ways in ([rank == 0], [False, rank == 0]):
+        ring = comm.split(0)
+        model = make_model()
+        wrapped = rr.DistributedOptimizer(keras.optimizers.SGD(0.1), ring)
+
+        def run(ways=ways, model=model, wrapped=wrapped):
+            for jit in ways:
+                model.compile(wrapped, "mse", jit_compile=jit)
+                model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0)
+
+        say(f"one alone {len(ways)}", **error_of(run))
+
+
 def rows_that_differ():
     """Last: it breaks the ring."""
 
@@ -369,4 +376,5 @@ unequal_data()
 only_gradients_compiled()
 refusals()
 an_error_that_breaks_nothing()
+one_alone()
 rows_that_differ()
