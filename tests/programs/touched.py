@@ -105,7 +105,6 @@ keep_graphs()
 applied("applied")
 applied("accumulated", accumulate_steps=2)
 fitted("fit", keras.layers.Embedding, momentum)
-fitted("sharded", rr.ShardedEmbedding, momentum, is_eager=True)
 fitted("sharded, clipped", rr.ShardedEmbedding, adagrad, is_eager=True)
 chosen = "all" if comm.rank == 0 else "touched"
 other = rr.DistributedOptimizer(keras.optimizers.SGD(0.5), update_rows=chosen)
