@@ -65,20 +65,19 @@ def made(wrap):
     return model
 
 
-def stepping(model):
+def stepping(model, way):
     def step(inputs, targets):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(inputs) - targets) ** 2)
         weights = model.trainable_variables
         model.optimizer.apply(tape.gradient(loss, weights), weights)
 
-    jit = case.get("way") == "xla"
-    return step if case.get("way") == "eager" else tf.function(step, jit_compile=jit)
+    return step if way == "eager" else tf.function(step, jit_compile=way == "xla")
 
 
 model, alone = made(rr.DistributedOptimizer), made(lambda optimizer: optimizer)
 alone.set_weights(model.get_weights())
-step = stepping(model)
+step = stepping(model, case["way"])
 model.layers[0].bias.assign([float(RANK)])
 state = rr.elastic.KerasState(model, batch=0, epoch=RANK, seen=[])
 if RANK == 0:
@@ -123,8 +122,7 @@ if case.get("fits"):
     facts["fit"] = error_of(lambda: fit(state))["text"]
 if facts["result"]:
     alone.layers[0].bias.assign([7.0])
-    alone.optimizer.build(alone.trainable_variables)  # Before a tf.function.
-    step = stepping(alone)
+    step = stepping(alone, "eager")
     for _ in range(EPOCHS * RUNS):
         for begin in range(0, len(x), BATCH):
             step(x[begin : begin + BATCH], y[begin : begin + BATCH])
