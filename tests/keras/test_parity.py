@@ -1,6 +1,5 @@
 """N workers of batch B train to the weights of one process of batch N B, and end alike."""
 
-import itertools
 from functools import cache
 
 import numpy as np
@@ -52,9 +51,8 @@ if not MUON_TRAINS:
     WAYS.pop("muon", None)
 # The others are further combinations of what these have one by one, and further optimizers.
 QUICK = [
-    *("sgd", "adam", "adamw", "averages", "loss_scale", "small_buckets", "graph_loop"),
-    *("adam accumulated", "adam mixed_float16", "sgd mixed_bfloat16"),
-    *(["sgd jit"] if "sgd jit" in WAYS else []),
+    *("sgd", "adam", "small_buckets", "graph_loop"),
+    *("adam mixed_float16", "sgd mixed_bfloat16"),
 ]
 FULL = [way for way in WAYS if way not in QUICK]
 PARTS = {"full": FULL, "quick": QUICK}
@@ -66,7 +64,6 @@ every_way = pytest.mark.parametrize(
         *(in_full(way, 2) for way in FULL),
     ],
 )
-OPTIMIZERS = ("sgd", "adam", "adamw", "averages")
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +106,8 @@ def test_workers_end_where_one_process_does(weights, way, size):
 
 def test_training_changed_the_weights(weights):
     """And each optimizer in its own way; otherwise equal weights would prove nothing."""
-    ends = [np.concatenate([a.ravel() for a in weights(1, way)[0]]) for way in OPTIMIZERS]
-    for one, other in itertools.combinations(ends, 2):
-        assert np.abs(one - other).max() > 0.003
+    one, other = (np.concatenate([a.ravel() for a in weights(1, w)[0]]) for w in ("sgd", "adam"))
+    assert np.abs(one - other).max() > 0.003
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,7 @@ def test_training_changed_the_weights(weights):
         in_full("steps_per_execution"),
         "small_buckets",
         "graph_loop",
-        *(["sgd jit"] if "sgd jit" in WAYS else []),
+        *([in_full("sgd jit")] if "sgd jit" in WAYS else []),
     ],
 )
 def test_the_way_of_calling_does_not_matter(weights, way):
