@@ -170,29 +170,26 @@ def attention(folder):
 
 
 def deep():
-    """4 steps, of 64 rows and of 1, with validation; then evaluated and predicted."""
-    validation = {"validation_data": rows(9, 2), "validation_freq": 2}
+    """Steps of 64 rows and of 1, with validation; then evaluated and predicted."""
+    validation = {"validation_data": rows(9, 2)}
 
     def unsplit():
         twin = plain(SGD(0.01))
         start = [each.tolist() for each in wholes(twin)]
-        history = fitted(twin, 2, **validation).history
-        further = {}
+        history = fitted(twin, **validation).history
+        further = {"evaluated": twin.evaluate(*rows(1, 4), verbose=0)}
         for count in (9, 1):
-            x, y = rows(count, 4)
-            further[f"evaluated {count}"] = twin.evaluate(x, y, verbose=0)
-            further[f"predicted {count}"] = twin(x).numpy().tolist()
+            further[f"predicted {count}"] = twin(rows(count, 4)[0]).numpy().tolist()
         return start, [each.tolist() for each in wholes(twin)], {**history, **further}
 
     model = split(SGD(0.01))
     before, after, theirs = once(unsplit)
     start = apart(model, before)
-    own = fitted(model, 2, validation_batch_size=4, **validation).history
+    own = fitted(model, validation_batch_size=4, **validation).history
     end = apart(model, after)
+    own["evaluated"] = rr.evaluate(model, *rows(1, 4), batch_size=4, communicator=data)
     for count in (9, 1):
-        x, y = rows(count, 4)
-        own[f"evaluated {count}"] = rr.evaluate(model, x, y, batch_size=4, communicator=data)
-        own[f"predicted {count}"] = rr.predict(model, x, communicator=data)
+        own[f"predicted {count}"] = rr.predict(model, rows(count, 4)[0], communicator=data)
     found = {name: float(np.abs(np.subtract(own[name], theirs[name])).max()) for name in theirs}
     shapes = [list(v.shape) for v in model.weights]
     say("deep", start=start, end=end, shapes=shapes, found=found)
