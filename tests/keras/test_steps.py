@@ -124,12 +124,6 @@ def test_callbacks_leave_local_variables_alone(facts):
         assert all(a != b for a, b in zip(first[name], other[name], strict=True))
 
 
-def test_a_schedule_counts_what_is_applied(facts):
-    assert facts["schedule"][0]["difference"] < 2e-6
-    for rank in RANKS:
-        assert facts["schedule"][rank]["rate"] == pytest.approx(0.1 * 0.5**3)
-
-
 def test_layers_in_eight_bits_are_refused(facts):
     for rank in RANKS:
         assert "inputs_scale, a scale of 8-bit floats" in facts["eight bits"][rank]["text"]

@@ -186,14 +186,13 @@ def accumulation_forgets_infinity():
 def accumulated_sparse_gradients():
     """Sparse gradients add up too."""
     keras.utils.set_random_seed(30)
-    layers = [keras.Input((3,)), keras.layers.Embedding(7, 2)]
-    model, alone = keras.Sequential(layers), keras.Sequential(layers)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(7, 2)])
     alone = keras.models.clone_model(model)
     alone.set_weights(model.get_weights())
     index = np.arange(2 * comm.size * 3).reshape(2, comm.size, 3) % 5
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), accumulate_steps=2)
     given = index[:, comm.rank], np.zeros((2, 3, 2))
-    fit(model, optimizer, given, 1)
+    fit(model, optimizer, given, 1, run_eagerly=True)
     every = index.reshape(-1, 3)
     fit_alone(alone, keras.optimizers.SGD(1.0), (every, np.zeros((len(every), 3, 2))), len(every))
     say(
@@ -258,21 +257,6 @@ def local_layer():
     say("local layer", local=local, shared=shared, momenta=kept)
 
 
-def schedules():
-    """A schedule counts the steps that are applied, as in one process."""
-    arrays = data(6, 4, seed=6)
-
-    def make():
-        return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))
-
-    model, alone = make_model(), make_model()
-    optimizer = rr.DistributedOptimizer(make(), accumulate_steps=2)
-    fit(model, optimizer, own(arrays, 4), 4, run_eagerly=True)
-    fit_alone(alone, make(), arrays, 4 * comm.size * 2)
-    rate = float(optimizer.learning_rate)
-    say("schedule", difference=difference(model, alone), rate=rate)
-
-
 def sets_of_variables():
     """An optimizer applied to its variables in parts: all begin alike, each has its own steps."""
     for steps in (1, 2):
@@ -329,7 +313,7 @@ def frozen_layers():
 
 
 def several_models():
-    """Models and optimizers of equal shapes in turns, one in graphs."""
+    """Models and optimizers of equal shapes in turns."""
     arrays = data(2, 4, seed=4)
     models, alone = ([make_model(seed=7), make_model(seed=8)] for _ in range(2))
     optimizers = [rr.DistributedOptimizer(keras.optimizers.Adam(0.01)) for _ in models]
@@ -337,7 +321,7 @@ def several_models():
     for _ in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             if not model.compiled:
-                model.compile(optimizer, LOSS, run_eagerly=model is not models[0])
+                model.compile(optimizer, LOSS, run_eagerly=True)
                 built(model)
             model.fit(*own(arrays, 4), batch_size=4, shuffle=False, verbose=0)
         for model, optimizer in zip(alone, plain, strict=True):
@@ -398,7 +382,6 @@ refused_accumulation()
 local_variables()
 accumulated_local_variables()
 local_layer()
-schedules()
 sets_of_variables()
 eight_bits()
 frozen_layers()
