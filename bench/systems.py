@@ -24,6 +24,8 @@ from ringreduce.effects import native
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.worker_environment import worker_environment
 
+# A distributed optimizer in ``model.fit``, with a share of the data; and `rr.fit`, with all of it.
+RINGS = ("ringreduce", "rr.fit")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 # The collectives that `peers` can compare; those of each system are in its entry.
 MEASURED = ("all_reduce", "all_to_all", "sendrecv")

@@ -2,9 +2,10 @@
 
 Over links MultiWorkerMirroredStrategy takes part too, on hosts like ringreduce's.
 
-All systems are started first and then alternate (`turns`), a few steps each. For ringreduce two
-parts of a step are measured too: how long the ring was busy with gradients, and how long the
-step was blocked by it. The difference was hidden behind the computation.
+All systems are started first and then alternate (`turns`), a few steps each. For ringreduce,
+in ``model.fit`` and in `rr.fit`, two parts of a step are measured too: how long the ring was busy
+with gradients, and how long the step was blocked by it. The difference was hidden behind the
+computation.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from rich.progress import track
 from bench import report
 from bench.facts import facts
 from bench.namespaces import require, shaped
-from bench.systems import QUIET, Host, ring_processes, tf_processes
+from bench.systems import QUIET, RINGS, Host, ring_processes, tf_processes
 from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
-SYSTEMS = ("single", "mirrored", "ringreduce")
+SYSTEMS = ("single", "mirrored", *RINGS)
 MULTIWORKER = "multiworker"
 CEILING = "unreduced"
 # Marks a system that XLA compiles. MirroredStrategy fails with InvalidArgumentError then.
@@ -149,7 +150,7 @@ def system(
     command = [sys.executable, "-m", "bench.train_worker", kind, *options]
     if name.endswith(JIT):
         command.append("--jit")
-    if kind in ("ringreduce", CEILING):
+    if kind in (*RINGS, CEILING):
         return System(name, ring_processes(command, hosts, transport), lines=workers)
     return System(name, [Process(command, QUIET)], lines=1)
 
@@ -178,14 +179,14 @@ def row(
         "step_ms_p99": float(np.percentile(measured.seconds, 99)) * 1e3,
         "steps": len(measured.seconds),
         "loss": measured.loss,
-        "transport": measured.transport if kind == "ringreduce" else None,
-        "link": link if kind in ("ringreduce", MULTIWORKER) else None,
+        "transport": measured.transport if kind in RINGS else None,
+        "link": link if kind in (*RINGS, MULTIWORKER) else None,
         "compute_ms": None,
         "waiting_ms": None,
         "communication_ms": None,
         "hidden_share": None,
     }
-    if kind == "ringreduce":
+    if kind in RINGS:
         waiting_ms = float(np.median(measured.waiting_s)) * 1e3
         communication_ms = float(np.median(measured.communication_s)) * 1e3
         result |= {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from bench import models
+from bench.systems import RINGS
 from bench.turns import Line
 from ringreduce import Communicator
 
@@ -23,24 +25,28 @@ from ringreduce import Communicator
 class StepClock(keras.callbacks.Callback):
     """Seconds of each training step, from batch end to batch end, and the ring's time in it."""
 
+    looks_at_batches = False  # `rr.fit` may make several steps in a call: each takes its share
+
     def __init__(self, comm: Communicator) -> None:
         super().__init__()
         self._comm = comm
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.ends: list[float] = []
+        self.ends: list[tuple[int, float]] = []
         self.communicated: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append((batch, time.perf_counter()))
         self.communicated.append(communicated(self._comm))
 
     def report(self) -> dict[str, Any]:
-        """Times of all steps but the first, whose start is unknown."""
-        steps = len(self.ends) - 1
+        """Times of all steps but those of the first call, whose start is unknown."""
+        last, ends = np.transpose(self.ends)
+        made = np.diff(last).astype(int)
+        steps = int(made.sum())
         (busy, waited), (busy_before, waited_before) = self.communicated[-1], self.communicated[0]
         return {
-            "seconds": np.diff(self.ends).tolist(),
+            "seconds": np.repeat(np.diff(ends) / made, made).tolist(),
             "communication_s": (busy - busy_before) / steps,
             "waiting_s": (waited - waited_before) / steps,
         }
@@ -54,7 +60,7 @@ def communicated(comm: Communicator) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("system", choices=("single", "mirrored", "ringreduce", "unreduced"))
+    parser.add_argument("system", choices=("single", "mirrored", *RINGS, "unreduced"))
     parser.add_argument("--jit", action="store_true")
     parser.add_argument("--model", choices=models.MODELS, required=True)
     parser.add_argument("--workers", type=int, required=True)
@@ -73,14 +79,15 @@ def main() -> None:
         strategy = tf.distribute.MirroredStrategy(names).scope()
     keras.utils.set_random_seed(1)
     inputs, labels = models.batches(arguments.model, models.BATCHES, arguments.global_batch)
+    shares_rows = arguments.system == "rr.fit"
     share = arguments.global_batch // comm.size
-    own = slice(comm.rank * share, (comm.rank + 1) * share)
+    own = slice(None) if shares_rows else slice(comm.rank * share, (comm.rank + 1) * share)
     data = tf.data.Dataset.from_tensor_slices((inputs[:, own], labels[:, own])).repeat()
 
     with strategy:
         model = models.make(arguments.model)
         optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-        if arguments.system == "ringreduce":
+        if arguments.system in RINGS:
             options = {
                 "bucket_bytes": arguments.bucket_bytes,
                 "compression": arguments.compression,
@@ -91,11 +98,12 @@ def main() -> None:
 
     line = Line(comm.rank, transport=comm.transport)
     clock = StepClock(comm)
+    fit = partial(rr.fit, model) if shares_rows else model.fit
     for order in line.orders():
-        fit = model.fit(
+        found = fit(
             data, steps_per_epoch=order["steps"] + 1, verbose=0, shuffle=False, callbacks=[clock]
         )
-        line.answer(**clock.report(), loss=fit.history["loss"][-1])
+        line.answer(**clock.report(), loss=found.history["loss"][-1])
 
 
 if __name__ == "__main__":

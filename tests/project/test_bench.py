@@ -433,10 +433,11 @@ def test_what_is_large_is_measured_for_all_systems(options, systems, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 def test_training_is_measured_for_all_systems(tmp_path):
     file = tmp_path / "out.json"
     options = f"train --model mlp --workers 2 --rounds 1 --steps 2 --json {file}"
-    compiled = ["single-jit", "ringreduce-jit"] if native.library() is not None else []
+    compiled = ["single-jit", "ringreduce-jit", "rr.fit-jit"] * (native.library() is not None)
     if compiled:
         options += " --jit"
     linked = ["multiworker"] if shaped_links_are_possible() else []
@@ -445,12 +446,13 @@ def test_training_is_measured_for_all_systems(tmp_path):
     result = bench(options)
     assert result.exit_code == 0, result.output
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
-    assert set(rows) == {"single", "mirrored", "ringreduce", *compiled, *linked}
+    assert set(rows) == {"single", "mirrored", "ringreduce", "rr.fit", *compiled, *linked}
     for row in rows.values():
         assert row["model"] == "mlp"
         assert row["global_batch"] == 128
         assert row["samples_per_s"] > 0
-        assert (row["hidden_share"] is None) == ("ringreduce" not in row["system"])
+        is_ring = row["system"].startswith(("ringreduce", "rr.fit"))
+        assert (row["hidden_share"] is None) == (not is_ring)
     assert rows["ringreduce"]["communication_ms"] > 0
     assert rows["ringreduce"]["compute_ms"] + rows["ringreduce"]["waiting_ms"] == pytest.approx(
         rows["ringreduce"]["step_ms"]
