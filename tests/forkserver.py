@@ -193,8 +193,13 @@ def preload() -> None:
 
 
 def _load_loops() -> None:
-    """0.3 s of each worker that uses sockets."""
+    """0.3 s of each worker that uses sockets, or seconds where several would compile at once."""
+    import numpy as np
+
+    from ringreduce.pure import kernels
+    from ringreduce.pure.encodings import encoding_of
     from ringreduce.transport import libzmq, loop, sodium
+    from ringreduce.vocabulary.types import ReduceOp
 
     libzmq.load()
     sodium.load()
@@ -204,6 +209,15 @@ def _load_loops() -> None:
         (loop.transfer, 5),
     ):
         function.compile((numba.int64,) * arguments)
+    values = np.ones(8, np.float32)
+    for encoding in map(encoding_of, ("bf16", "fp16", "int8")):
+        encoded = np.empty(encoding.nbytes(values.size), np.uint8)
+        encoding.encode(values, encoded, np.zeros_like(values))
+        encoding.decode(encoded, values)
+    for name in ("float32", "float64", "int64"):
+        kernels.divide(np.dtype(name))
+        for op in ReduceOp:
+            kernels.reduction(op, np.dtype(name))
 
 
 def _serve(requests: socket.socket) -> None:

@@ -26,7 +26,6 @@ def digests(folder: Path, seed: int) -> list[tuple[int, int, str]]:
 
 def test_a_rank_killed_at_a_random_step_changes_nothing_in_the_end(tmp_path: Path) -> None:
     (_, _, expected), _ = digests(tmp_path, UNDISTURBED)
-    for _ in range(2):
-        seed = secrets.randbelow(1 << 30)
-        found = digests(tmp_path, seed)
-        assert found == [(0, 1, expected), (1, 1, expected)], f"with seed {seed}"
+    seed = secrets.randbelow(1 << 30)
+    found = digests(tmp_path, seed)
+    assert found == [(0, 1, expected), (1, 1, expected)], f"with seed {seed}"
