@@ -181,10 +181,7 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
 
 @pytest.mark.parametrize(
     ("name", "jit", "is_counted"),
-    [
-        ("Adam", True, False),
-        ("AdamW", False, True),
-    ],
+    [("Adam", True, True), ("AdamW", False, False)],
 )
 def test_no_step_is_counted_that_was_not_made(name: str, jit: bool, is_counted: bool) -> None:
     weights = []

@@ -11,6 +11,7 @@ another function, which puts back what it changes there.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -48,8 +49,8 @@ class Steps:
         self.called_s = self.reading_s = 0.0
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
-        # By the elements' specs.
-        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any, Any]]] = {}
+        # By whether they make one step at a time, and the elements' specs.
+        self._several: dict[tuple[bool, str], Callable[[Any, Any], tuple[Any, Any, Any, Any]]] = {}
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not model.run_eagerly:
             how = {"reduce_retracing": True, "jit_compile": model.jit_compile}
@@ -73,12 +74,11 @@ class Steps:
 
         Fewer: `iterator` has no further element. Without any the logs are None.
         """
-        key = repr(iterator.element_spec)
+        spec, is_single = iterator.element_spec, most == 1 and bool(self.looking)
+        key = is_single, repr(spec)
         if key not in self._several:
             is_eager = self._model.run_eagerly
-            self._several[key] = (
-                self._one_by_one if is_eager else self._traced(iterator.element_spec)
-            )
+            self._several[key] = self._one_by_one if is_eager else self._traced(spec, is_single)
         made, logs = 0, None
         while made < most:
             left = tf.constant(most - made, tf.int64)
@@ -125,22 +125,22 @@ class Steps:
         own = tf.cast(rows_in(batch), tf.float32)
         return weighting.Weight(own, tf.cast(rows, tf.float32) / self._ranks)
 
-    def _traced(self, spec: Any) -> Any:
+    def _traced(self, spec: Any, is_single: bool) -> Any:
         # First by itself: what is traced within a loop cannot number its collectives.
         logs = self._one.get_concrete_function(spec).structured_outputs
         if not all(map(_is_fixed, tf.nest.flatten(logs))):
             return self._one_by_one  # Made of what they are, as a loop's results cannot be.
 
         @tf.autograph.experimental.do_not_convert
-        def several(iterator: Any, most: Any) -> Any:
-            def read() -> tuple[Any, Any]:
-                """The next element, if any, and for how long it was waited for."""
-                began = tf.timestamp()
-                with tf.control_dependencies([began]):
-                    element = iterator.get_next_as_optional()
-                with tf.control_dependencies([element.has_value()]):
-                    return element, tf.timestamp() - began
+        def single(iterator: Any, _: Any) -> Any:
+            """Without a loop, which costs as much as the step of a small model."""
+            element, waited_s = _read(iterator)
+            is_there = element.has_value()
+            found = tf.cond(is_there, lambda: self._one(element.get_value()), lambda: _zeros(logs))
+            return tf.cast(is_there, tf.int64), found, (), waited_s
 
+        @tf.autograph.experimental.do_not_convert
+        def several(iterator: Any, most: Any) -> Any:
             def more(done: Any, _: Any, element: Any, __: Any) -> Any:
                 def is_due() -> Any:
                     return tf.logical_not(self._is_short(element.get_value()))
@@ -155,15 +155,29 @@ class Steps:
                     after, waited_s = tf.cond(done < most, read, lambda: (nothing, zero_s))
                 return done, found, after, reading_s + waited_s
 
+            read = partial(_read, iterator)
             nothing, zero_s = tf.experimental.Optional.empty(spec), tf.constant(0.0, tf.float64)
-            begin = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
             first, waited_s = read()
-            state = tf.constant(0, tf.int64), begin, first, waited_s
+            state = tf.constant(0, tf.int64), _zeros(logs), first, waited_s
             done, found, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
             return done, found, short if may_be_empty else (), seconds
 
         may_be_empty = self._may_be_empty
-        return tf.function(several, reduce_retracing=True)
+        made = single if is_single and not may_be_empty else several
+        return tf.function(made, reduce_retracing=True)
+
+
+def _read(iterator: Any) -> tuple[Any, Any]:
+    """The next element, if any, and for how many seconds it was waited for."""
+    began = tf.timestamp()
+    with tf.control_dependencies([began]):
+        element = iterator.get_next_as_optional()
+    with tf.control_dependencies([element.has_value()]):
+        return element, tf.timestamp() - began
+
+
+def _zeros(logs: Any) -> Any:
+    return tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
 
 
 def _is_fixed(part: Any) -> bool:
