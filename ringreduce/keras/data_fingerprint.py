@@ -7,7 +7,8 @@ never. Reading ahead to find out would change what is read, so elements are look
                 `- sometimes `Communicator.claim`: the neighbours compare
 
 The last fingerprint stands for all elements before it. It is compared after each of the first 64
-elements, then after every 64th; of single samples, that are handled in groups, after each group.
+elements, in later passes after the 1st, 2nd, 4th and so on of them; then after every 64th. Single
+samples are handled in groups, and it is compared after each group.
 
 What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
 """
@@ -49,16 +50,8 @@ def fingerprinted(dataset: Any, what: str, remedy: str, ring: Communicator) -> A
         return dataset
     if (length := _group_length(dataset)) == 1:
         return passing(dataset, lambda _, element: element, passes)
-    zero = np.int64(0)
-
-    def step(state: Any, group: Any) -> Any:
-        number, count, fingerprint = state
-        fingerprint = joined(fingerprint, group)
-        total = count + tf.shape(tf.nest.flatten(group)[0], out_type=tf.int64)[0]
-        number = tf.numpy_function(passes.note, [number, count, total, fingerprint], tf.int64)
-        return (tf.ensure_shape(number, []), total, fingerprint), group
-
-    elements = dataset.batch(length).scan((zero, zero, zero), step).unbatch()
+    groups = dataset.batch(length)
+    elements = passing(groups, lambda _, group: group, passes, are_groups=True).unbatch()
     count = int(dataset.cardinality())
     is_known = count != tf.data.UNKNOWN_CARDINALITY
     return elements.apply(tf.data.experimental.assert_cardinality(count)) if is_known else elements
@@ -69,11 +62,13 @@ def passing(
     then: Callable[[Any, Any], Any],
     passes: "FingerprintedPasses | None" = None,
     first: Callable[[Any], None] | None = None,
+    are_groups: bool = False,
 ) -> Any:
     """`dataset` with what `then` makes of each batch, given its number in the pass and itself.
 
-    `passes` compares batches among ranks; `first` is called with the first rows of each pass. All
-    in one function: each that tf.data calls costs as much as a step of a small model.
+    `passes` compares batches among ranks, or groups of elements; `first` is called with the first
+    rows of each pass. All in one function: each that tf.data calls costs as much as a step of a
+    small model.
     """
     zero = np.int64(0)
     if passes is None and first is None:
@@ -87,10 +82,13 @@ def passing(
 
     def step(state: Any, batch: Any) -> Any:
         number, count, fingerprint = state
-        total, is_due = count + 1, count == 0
+        many = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0] if are_groups else 1
+        total, is_due = count + many, count == 0
         if passes is not None:
             fingerprint = joined(fingerprint, batch)
-            is_due = (total <= _PERIOD) | (total % _PERIOD == 0)
+            is_power = tf.bitwise.bitwise_and(total, count) == 0
+            is_early = (total <= _PERIOD) & ((number <= 1) | is_power)
+            is_due = are_groups | is_early | (total % _PERIOD == 0)
 
         def call() -> Any:
             rows = components(first_rows(batch)) if first is not None else []

@@ -169,6 +169,8 @@ class LearningRateWarmup(LearningRateSchedule):
 
 def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
     """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
+    if communicator.size == 1:
+        return
     rates = _rates_of(model)
 
     def agree() -> list[float]:

@@ -91,13 +91,14 @@ class MetricAverage(keras.callbacks.Callback):
             self._validation = states_of(self.model, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        ring = self._communicator or default_communicator()
+        if ring.size == 1:
+            self._forget()
+            return
         training = self._training or states_of(self.model, self._batches)
         validated = None if self._validation is None else self._validation.batches
         validation = self._validation or MetricStates()
         self._forget()
-        ring = self._communicator or default_communicator()
-        if ring.size == 1:
-            return
         logs = {} if logs is None else logs
 
         def together() -> dict[str, Any]:
