@@ -27,7 +27,7 @@ from ringreduce.keras.data_fingerprint import FingerprintedPasses, Reads, passin
 from ringreduce.keras.rows import count_of, element_of, tensor_of
 from ringreduce.keras.shares import Shares
 from ringreduce.pure.epochs import Order
-from ringreduce.tensorflow.private import nodes_in
+from ringreduce.tensorflow.private import ops_in
 from ringreduce.vocabulary.errors import ConfigError
 
 BATCH_SIZE = 32
@@ -52,7 +52,8 @@ class Feed:
     may_be_empty = True  # whether this rank's part of a batch may have no rows
     # Whether passes are the same by one iterator over `dataset.repeat()` as by one for each.
     can_repeat = False
-    source: Any = None  # what a tf.data.Dataset was given as
+    # A tf.data.Dataset as it was given, if it may be shuffled: each iterator takes a seed of it.
+    source: Any = None
     # What the user's generator or PyDataset raised; TensorFlow shows only its text.
     failure: Exception | None = None
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so
@@ -281,8 +282,12 @@ class _DatasetFeed(Feed):
             whole = whole.map(private.with_class_weights(plan.class_weight))
         self.may_be_empty = known is None
         self.is_counted = plan.counts and not self.is_even
-        self.source = dataset
-        self.can_repeat = count >= 0 and plan.steps is None and not _draws_random_numbers(whole)
+        ops = ops_in(whole)
+        if ops is None or any("Shuffle" in op or "Random" in op for op in ops):
+            self.source = dataset
+        # Random ops in a function begin anew with each iterator.
+        is_fixed = ops is not None and not any(ops.values())
+        self.can_repeat = count >= 0 and plan.steps is None and is_fixed
         fed = whole, count if count >= 0 else None, tf.data.AUTOTUNE
         self.dataset = plan.fed(*fed, self.is_counted, self.note_first)
 
@@ -416,12 +421,6 @@ def _counted(dataset: Any, count: Callable[[], int]) -> Any:
     """`dataset`, for which Keras expects `count` batches; it begins anew where there are fewer."""
     dataset.cardinality = lambda: tf.constant(count(), tf.int64)
     return dataset
-
-
-def _draws_random_numbers(dataset: Any) -> bool:
-    """Whether random ops may be in a function of it, which each new iterator begins anew."""
-    nodes = nodes_in(dataset)
-    return nodes is None or any("seed2" in node.attr for node in nodes)
 
 
 def _endless(plan: Plan, kind: str) -> ConfigError:

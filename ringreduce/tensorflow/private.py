@@ -5,6 +5,7 @@ that it is given.
 """
 
 import importlib
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -141,20 +142,26 @@ def _capture_in_loop(graph: Any, resource: Any) -> Any:
     return captures.by_val_internal[id(resource)]
 
 
-def nodes_in(dataset: Any) -> list[Any] | None:
-    """The NodeDefs of all functions of a tf.data.Dataset and its inputs; None if it cannot tell."""
+def ops_in(dataset: Any) -> dict[str, bool] | None:
+    """What a tf.data.Dataset is made of: the classes of it and its inputs, the ops of functions.
+
+    Whether an op takes random numbers from TensorFlow's generator, by each name. None if it cannot
+    tell.
+    """
     if isinstance(dataset, _VariantDataset):
         return None
     try:
         inputs, functions = dataset._inputs(), [each.function for each in dataset._functions()]
     except (AttributeError, NotImplementedError):
         return None
-    nodes: list[Any] = []
+    found = {type(dataset).__name__: False}
     for function in functions:
         graph = function.graph.as_graph_def()
-        nodes += [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
-    for found in map(nodes_in, inputs):
-        if found is None:
+        inner = (node for one in graph.library.function for node in one.node_def)
+        for node in itertools.chain(graph.node, inner):
+            found[node.op] = "seed2" in node.attr
+    for one in map(ops_in, inputs):
+        if one is None:
             return None
-        nodes += found
-    return nodes
+        found |= one
+    return found

@@ -194,11 +194,8 @@ class _Passes:
         """Begin an epoch."""
         count = int(self._dataset.cardinality())  # Arrays may have fewer in some epochs.
         self.batches = count if count >= 0 else None
-        if self.iterator is None or (self.steps is None and self._repeated is None):
+        if self.iterator is None:
             self.iterator = iter(self._dataset if self._repeated is None else self._repeated)
-            self._seen = 0
-        elif self.steps is None:
-            self._seen = 0
         self.place = 0
 
     def most(self, suitable: int) -> int:
@@ -227,19 +224,19 @@ class _Passes:
     def end(self) -> None:
         """Note that there was no further element."""
         _warn_of_end()
-        self.iterator = None
+        self.iterator, self._seen = None, 0
 
     def finish(self) -> None:
-        """End an epoch."""
-        if self.batches is not None and self._seen >= self.batches:
-            self._seen = 0
-            if self._repeated is None:
-                self.iterator = None
-            if self._source is not None:
-                # As Keras does, whose next epoch without `steps` makes one more: each takes the
-                # next seed of a dataset that is shuffled.
-                after = iter(self._source if self.steps is None else self._dataset)
-                self.iterator = self.iterator if self.steps is None else after
+        """End an epoch; where a pass has ended, the next begins another."""
+        if self.batches is None or self._seen < self.batches:
+            return
+        self._seen = 0
+        if self._repeated is None:
+            self.iterator = None
+        if self._source is not None:
+            # Keras makes one more iterator, and goes on with it where an epoch has `steps`.
+            after = iter(self._source if self.steps is None else self._dataset)
+            self.iterator = self.iterator if self.steps is None else after
 
 
 def _repeated(dataset: Any) -> Any:
