@@ -17,6 +17,9 @@ from __future__ import annotations
 import io
 import secrets
 import socket
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +54,8 @@ def ring_of_threads(
         What `work` returned, in rank order.
 
     Raises:
-        BaseException: that of the lowest rank that failed; its notes hold the other ranks'.
+        BaseException: that of the lowest rank that failed; its notes hold the other ranks', and
+            where these were when the first of all failed.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -67,12 +71,23 @@ def ring_of_threads(
             **settings,
         }
 
+        running: dict[int, int] = {}  # threads that run `work`, or join, by rank
+        places: list[str] = []  # where the others were when the first rank failed
+
         def run(rank: int) -> _Result:
+            running[rank] = threading.get_ident()
             descriptor = listener.fileno() if rank == 0 else None
             host = hosts[rank] if hosts else ""
             config = Config(rank=rank, rendezvous_fd=descriptor, host_id=host, **common)
-            with Communicator(config) as communicator:
-                return work(communicator)
+            try:
+                with Communicator(config) as communicator:
+                    return work(communicator)
+            except BaseException:
+                del running[rank]
+                places.extend([] if places else _places(running))
+                raise
+            finally:
+                running.pop(rank, None)
 
         with ThreadPoolExecutor(size) as threads:
             ranks = [threads.submit(run, rank) for rank in range(size)]
@@ -85,8 +100,21 @@ def ring_of_threads(
         for rank, error in failures.items():
             # Python 3.10 has no notes.
             getattr(first, "add_note", str)(f"rank {rank} raised {type(error).__name__}: {error}")
+        for place in places:
+            getattr(first, "add_note", str)(place)
         raise first
     return [each.result() for each in ranks]
+
+
+def _places(threads: dict[int, int]) -> list[str]:
+    """Where each rank's thread is now."""
+    frames = sys._current_frames()
+    found = [(rank, frames.get(thread)) for rank, thread in sorted(dict(threads).items())]
+    return [
+        f"rank {rank} was then in\n" + "".join(traceback.format_stack(frame, 4))
+        for rank, frame in found
+        if frame is not None
+    ]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,3 +152,16 @@ def test_a_rank_that_keeps_pythons_lock_beyond_the_limit_is_waited_for(
         lost = ring.wait("killed", others)
         assert_lost([{**fact, "seconds": 0.0} for fact in lost], 1)
         assert all("died" in fact["text"] for fact in lost), lost
+
+
+def test_a_ring_of_threads_says_where_the_late_rank_was() -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            threading.Event().wait(3)
+        comm.barrier()
+
+    with pytest.raises(PeerTimeoutError) as caught:
+        ring_of_threads(2, work, timeout_s=1.0)
+    (place,) = [note for note in caught.value.__notes__ if "was then in" in note]
+    assert place.startswith("rank 1 was then in\n")
+    assert "threading.Event().wait(3)" in place
