@@ -32,21 +32,22 @@ class StepClock(keras.callbacks.Callback):
         self._comm = comm
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.ends: list[tuple[int, float]] = []
+        self.ends: list[float] = []
+        self.batches: list[int] = []  # the numbers of those that ended then
         self.communicated: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append((batch, time.perf_counter()))
+        self.ends.append(time.perf_counter())
+        self.batches.append(batch)
         self.communicated.append(communicated(self._comm))
 
     def report(self) -> dict[str, Any]:
         """Times of all steps but those of the first call, whose start is unknown."""
-        last, ends = np.transpose(self.ends)
-        made = np.diff(last).astype(int)
+        made = np.diff(self.batches)
         steps = int(made.sum())
         (busy, waited), (busy_before, waited_before) = self.communicated[-1], self.communicated[0]
         return {
-            "seconds": np.repeat(np.diff(ends) / made, made).tolist(),
+            "seconds": np.repeat(np.diff(self.ends) / made, made).tolist(),
             "communication_s": (busy - busy_before) / steps,
             "waiting_s": (waited - waited_before) / steps,
         }
