@@ -29,6 +29,7 @@ from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import PeerTimeoutError
 
 __all__ = ["JobResult", "ring_of_processes", "ring_of_threads"]
 
@@ -55,7 +56,7 @@ def ring_of_threads(
 
     Raises:
         BaseException: that of the lowest rank that failed; its notes hold the other ranks', and
-            where these were when the first of all failed.
+            where these were when the first of all had waited too long.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -72,7 +73,7 @@ def ring_of_threads(
         }
 
         running: dict[int, int] = {}  # threads that run `work`, or join, by rank
-        places: list[str] = []  # where the others were when the first rank failed
+        places: list[str] = []  # where the others were when the first had waited too long
 
         def run(rank: int) -> _Result:
             running[rank] = threading.get_ident()
@@ -82,7 +83,7 @@ def ring_of_threads(
             try:
                 with Communicator(config) as communicator:
                     return work(communicator)
-            except BaseException:
+            except PeerTimeoutError:
                 del running[rank]
                 places.extend([] if places else _places(running))
                 raise
