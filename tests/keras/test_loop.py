@@ -17,6 +17,7 @@ from ringreduce.keras.training import loop
 from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
 from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.errors import MismatchError
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.filterwarnings("ignore:Your input ran out")]
 
@@ -324,6 +325,17 @@ def test_all_ranks_have_the_loop_that_one_must_have(monkeypatch: pytest.MonkeyPa
         return model.get_weights()
 
     assert all(map(np.array_equal, *ring_of_threads(2, work)))
+
+
+def test_data_that_ends_early_on_one_rank_is_named() -> None:
+    def work(ring: Any) -> None:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring)
+        model.compile(optimizer, "mse", run_eagerly=True)
+        rr.fit(model, dataset().take(2 + ring.rank), verbose=0, communicator=ring)
+
+    with pytest.raises(MismatchError, match="found 3 batches in an epoch of rank 1, and 2 in that"):
+        ring_of_threads(2, work)
 
 
 @pytest.mark.filterwarnings("ignore:Limiting")

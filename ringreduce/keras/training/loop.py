@@ -22,6 +22,7 @@ from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
 from ringreduce.keras.training.who import Training
 from ringreduce.vocabulary.config import keras_loop_wanted
+from ringreduce.vocabulary.errors import MismatchError
 
 _CALL_S = 0.05
 
@@ -112,17 +113,37 @@ class Loop:
         return found
 
     def _agree_who_looks(self) -> list[str]:
-        """The callbacks of any rank that look at single batches. Collective."""
+        """The callbacks of any rank that look at single batches. Collective.
+
+        MismatchError if ranks have other numbers of batches, and do not tell each other in steps.
+        """
         every = all_of(self._callbacks.callbacks)
         looking = that_look(every)
         ring = self._who.everyone
         if ring.size > 1:
-            gathered = ring.all_gather_object(looking)
-            looking = list(dict.fromkeys(name for names in gathered for name in names))
+            batches = None if self._exchanges else self._passes.steps or self._passes.batches
+            gathered = ring.all_gather_object((looking, batches))
+            self._require_equal([batches for _, batches in gathered])
+            looking = list(dict.fromkeys(name for names, _ in gathered for name in names))
         for one in every:
             if hasattr(one, "meets_after_calls"):
                 one.meets_after_calls = bool(looking)
         return looking
+
+    def _require_equal(self, batches: list[int | None]) -> None:
+        """Raise unless all ranks have as many in an epoch."""
+        ring = self._who.everyone
+        for rank, count in zip(ring.members, batches, strict=True):
+            if count != batches[0]:
+                raise MismatchError(
+                    f"found {count or 'an unknown number of'} batches in an epoch of rank {rank}, "
+                    f"and {batches[0] or 'an unknown number'} in that of rank {ring.members[0]}",
+                    **ring.config.who,
+                    peer=rank,
+                    operation="comparison of data",
+                    remedy="Give every rank the same data. Where each has its own, pass "
+                    "sharded=True.",
+                )
 
     def _pass(self) -> Any:
         """Make the steps of an epoch; return the logs of the last that was made."""

@@ -132,7 +132,7 @@ class Steps:
             return self._one_by_one  # Made of what they are, as a loop's results cannot be.
 
         @tf.autograph.experimental.do_not_convert
-        def single(iterator: Any, _: Any) -> Any:
+        def single(iterator: Any, most: Any) -> Any:
             """Without a loop, which costs as much as the step of a small model."""
             element, waited_s = _read(iterator)
             is_there = element.has_value()
