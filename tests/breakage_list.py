@@ -927,8 +927,8 @@ BREAKAGES = (
     Breakage(
         "loop-ranks-look-apart",
         "ringreduce/keras/training/loop.py",
-        "        if ring.size > 1:\n            gathered",
-        "        if ring.size > 99:\n            gathered",
+        "        if ring.size > 1:\n            batches",
+        "        if ring.size > 99:\n            batches",
         "A callback of rank 0 alone makes it ask the others in each step, which do not answer.",
         ("tests/keras/test_callbacks.py",),
     ),
