@@ -1,7 +1,7 @@
 """The same training as digits.py under TensorFlow's own MirroredStrategy, for comparison.
 
-One process, two logical CPUs as replicas; model, data, order and global batch are those of
-digits.py.
+One process, two logical CPUs as replicas, or plain Keras with one; model, data, order and global
+batch are those of digits.py.
 """
 
 import json
@@ -14,11 +14,14 @@ import tensorflow as tf
 
 
 def main():
+    digits.parser.add_argument("--replicas", type=int, default=2)
     arguments = digits.parser.parse_args()
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    halves = [tf.config.LogicalDeviceConfiguration()] * 2
-    tf.config.set_logical_device_configuration(cpu, halves)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = tf.distribute.get_strategy()
+    if arguments.replicas > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        parts = [tf.config.LogicalDeviceConfiguration()] * arguments.replicas
+        tf.config.set_logical_device_configuration(cpu, parts)
+        strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(arguments.replicas)])
     keras.utils.set_random_seed(digits.SEED)
     (pixels, labels), test = digits.load()
     data = tf.data.Dataset.from_tensor_slices((pixels, labels))
