@@ -7,8 +7,9 @@ never. Reading ahead to find out would change what is read, so elements are look
                 `- sometimes `Communicator.claim`: the neighbours compare
 
 The last fingerprint stands for all elements before it. It is compared after each of the first 64
-elements, in later passes after the 1st, 2nd, 4th and so on of them; then after every 64th. Single
-samples are handled in groups, and it is compared after each group.
+elements, in later passes after the 1st, 2nd, 4th and so on of them; then after every 64th, and
+after the last where the length is known. Single samples are handled in groups, and it is compared
+after each group.
 
 What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
 """
@@ -70,7 +71,7 @@ def passing(
     rows of each pass. All in one function: each that tf.data calls costs as much as a step of a
     small model.
     """
-    zero = np.int64(0)
+    zero, length = np.int64(0), int(dataset.cardinality())
     if passes is None and first is None:
         return dataset.enumerate().map(then)
 
@@ -78,7 +79,12 @@ def passing(
         if first is not None and before == 0:
             tensors = [tf.convert_to_tensor(part) for part in rows]
             first(tf.nest.pack_sequence_as(dataset.element_spec, tensors, True))
-        return number if passes is None else passes.note(number, before, total, fingerprint)
+        if passes is None:
+            return number
+        number = np.int64(passes.next_number()) if before == 0 else number
+        since = int(before) if are_groups else _compared_before(int(total), number == 1)
+        passes.claim(int(number), since, int(total), int(fingerprint))
+        return number
 
     def step(state: Any, batch: Any) -> Any:
         number, count, fingerprint = state
@@ -88,7 +94,7 @@ def passing(
             fingerprint = joined(fingerprint, batch)
             is_power = tf.bitwise.bitwise_and(total, count) == 0
             is_early = (total <= _PERIOD) & ((number <= 1) | is_power)
-            is_due = are_groups | is_early | (total % _PERIOD == 0)
+            is_due = are_groups | is_early | (total % _PERIOD == 0) | (total == length)
 
         def call() -> Any:
             rows = components(first_rows(batch)) if first is not None else []
@@ -99,6 +105,14 @@ def passing(
         return (number, total, fingerprint), then(count, batch)
 
     return dataset.scan((zero, zero, zero), step)
+
+
+def _compared_before(total: int, is_first: bool) -> int:
+    """How many elements of a pass were compared before the first `total` are."""
+    before = total - 1
+    if is_first and total <= _PERIOD:
+        return before
+    return before // _PERIOD * _PERIOD or (1 << before.bit_length() >> 1)
 
 
 def _group_length(dataset: Any) -> int:
@@ -159,19 +173,17 @@ class FingerprintedPasses:
         is_alone = self._communicator.size == 1
         return not (is_alone or any(part.dtype in (tf.variant, tf.resource) for part in specs))
 
-    def note(self, number: Any, before: Any, total: Any, fingerprint: Any) -> Any:
-        """Claim the fingerprint of the first `total` elements; return the pass's number."""
-        if before == 0:
-            number = next(self._numbers)  # Atomic, for threads that begin a pass at once.
-        self._claim(int(number), int(before), int(total), int(fingerprint))
-        return np.int64(number)
+    def next_number(self) -> int:
+        """The number of a new pass, counted from 1."""
+        return next(self._numbers)  # Atomic, for threads that begin a pass at once.
 
     def claim_batch(self, batch: Any) -> None:
         """Claim the targets of the first batch of a new pass over a PyDataset."""
         parts = map(tf.convert_to_tensor, tf.nest.flatten(targets(batch)))
-        self._claim(next(self._numbers), 0, 1, int(_joint(map(_fingerprint, parts))))
+        self.claim(self.next_number(), 0, 1, int(_joint(map(_fingerprint, parts))))
 
-    def _claim(self, number: int, before: int, total: int, fingerprint: int) -> None:
+    def claim(self, number: int, before: int, total: int, fingerprint: int) -> None:
+        """Claim that of the first `total` elements of a pass; the first `before` were compared."""
         where = f"element {total}" if total == before + 1 else f"elements {before + 1} to {total}"
         often = "" if number == 1 else f" of pass {number}"
         self._communicator.claim(

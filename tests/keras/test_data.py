@@ -171,12 +171,13 @@ def until_refused(comm, read):
         (lambda rank: tf.data.Dataset.range(COUNT).shuffle(COUNT), "elements 1 to 64"),
         (lambda rank: ragged(COUNT).shuffle(COUNT), "element "),  # Many are alike: empty.
         (lambda rank: tf.data.Dataset.range(COUNT).map(lambda n: n + rank * (n // 69)), "65 to 70"),
+        (lambda rank: ragged(COUNT).map(lambda n: n + rank * (n // 68)), "65 to 70"),
     ],
-    ids=["shuffled", "of unequal shapes", "at its end"],
+    ids=["shuffled", "of unequal shapes", "at its end", "of unequal shapes at its end"],
 )
 def test_a_dataset_that_differs_between_ranks_ends_the_job(make, where):
     def work(comm):
-        data = rr.shard(make(comm.rank), comm)
+        data = rr.shard(make(comm.rank), comm, even=False)
         until_refused(comm, lambda: list(data))
 
     with pytest.raises(MismatchError, match="read different data") as caught:

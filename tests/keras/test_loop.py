@@ -327,14 +327,23 @@ def test_all_ranks_have_the_loop_that_one_must_have(monkeypatch: pytest.MonkeyPa
     assert all(map(np.array_equal, *ring_of_threads(2, work)))
 
 
-def test_data_that_ends_early_on_one_rank_is_named() -> None:
+@pytest.mark.parametrize(
+    ("is_counted", "where"),
+    [
+        (True, "found 3 batches in an epoch of rank 1, and 2 in that"),
+        (False, "not know, (ended after 2|had not ended after [123]) batches of the epoch: if"),
+    ],
+    ids=["counted", "unknown length"],
+)
+def test_data_that_ends_early_on_one_rank_is_named(is_counted: bool, where: str) -> None:
     def work(ring: Any) -> None:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring)
         model.compile(optimizer, "mse", run_eagerly=True)
-        rr.fit(model, dataset().take(2 + ring.rank), verbose=0, communicator=ring)
+        data = dataset(is_counted=is_counted).take(2 + ring.rank)
+        rr.fit(model, data, verbose=0, communicator=ring)
 
-    with pytest.raises(MismatchError, match="found 3 batches in an epoch of rank 1, and 2 in that"):
+    with pytest.raises(MismatchError, match=where):
         ring_of_threads(2, work)
 
 

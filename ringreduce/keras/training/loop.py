@@ -76,8 +76,13 @@ class Loop:
         self._callbacks = callbacks
         self._prepare_steps()
         model.stop_training = False
-        with in_fit(model):
-            self._train(range(initial_epoch, epochs), validation, validation_freq)
+        try:
+            with in_fit(model):
+                self._train(range(initial_epoch, epochs), validation, validation_freq)
+        except MismatchError as error:
+            if error.remedy is None and self._passes.batches is None and not self._exchanges:
+                error.remedy = self._passes.remedy
+            raise
         return model.history
 
     def _train(self, epochs: range, validation: Feed | None, validation_freq: Any) -> None:
@@ -241,6 +246,16 @@ class _Passes:
         counted = self._at_once if self._at_once > 1 else done
         self.place, self._seen = self.place + counted, self._seen + counted
         return self.place - 1
+
+    @property
+    def remedy(self) -> str:
+        """Of an error that unequal lengths of data may have caused."""
+        how = "ended" if self.iterator is None else "had not ended"
+        return (
+            f"This rank's data, whose length TensorFlow does not know, {how} after {self.place} "
+            "batches of the epoch: if other ranks have more or fewer, give all the same data, or "
+            "pass sharded=True where each has its own."
+        )
 
     def end(self) -> None:
         """Note that there was no further element."""
