@@ -962,7 +962,7 @@ BREAKAGES = (
         "return element[1] < self._ranks if self._may_be_empty else False",
         "return element[1] < 0 if self._may_be_empty else False",
         "A rank without a row of a batch computes a mean of nothing.",
-        ("tests/keras/test_data_of_fit.py", "tests/keras/test_uneven.py"),
+        ("tests/keras/test_loop.py",),
     ),
     Breakage(
         "loop-counts-a-step-too-many",

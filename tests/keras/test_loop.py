@@ -347,6 +347,21 @@ def test_data_that_ends_early_on_one_rank_is_named(is_counted: bool, where: str)
         ring_of_threads(2, work)
 
 
+@pytest.mark.filterwarnings("ignore:2 ranks will not train exactly")
+def test_a_rank_without_rows_of_a_batch_keeps_its_averages() -> None:
+    x = np.float32([[0], [4], [8], [12], [16]])
+
+    def work(ring: Any) -> list[Any]:
+        layers = keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input((1,)), *layers])
+        model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring), "mse")
+        rr.fit(model, x, x, batch_size=4, shuffle=False, verbose=0, communicator=ring)
+        return [weight.numpy().item() for weight in model.layers[0].non_trainable_variables]
+
+    # From mean 0 and variance 1; the last row is rank 1's.
+    assert ring_of_threads(2, work) == [[1.0, 2.5], [10.5, 1.25]]
+
+
 @pytest.mark.filterwarnings("ignore:Limiting")
 def test_trial_runs_are_limited() -> None:
     keras.config.set_max_epochs(2)
