@@ -3,12 +3,13 @@
     python -m tests.breakages [NAME ...] [--touched [COMMIT]] [--list] [--jobs N] [--again]
 
 The breakages are in `tests/breakage_list.py`. For each, the C tests run if it is in the C library;
-then its likely test files, up to the first failure; and if they pass, the whole suite, as
-`make test` runs it. A failing Python test counts only if it passes without the breakage. Results
-are kept in tests/breakages.json, so an interrupted run continues. A breakage that was caught is run
-again when its entry or the file that it is made in has changed, or the test that caught it is gone;
-with ``--again`` in any case. ``--touched`` runs those again of which the entry, the file, or a test
-file has changed since COMMIT, by default the last one that changed the results.
+then its likely test files, up to the first failure, also those cases that `make test-full` alone
+runs; and if they pass, the whole suite, as `make test` runs it. A failing Python test counts only
+if it passes without the breakage. Results are kept in tests/breakages.json, so an interrupted run
+continues. A breakage that was caught is run again when its entry or the file that it is made in has
+changed, or the test that caught it is gone; with ``--again`` in any case. ``--touched`` runs those
+again of which the entry, the file, or a test file has changed since COMMIT, by default the last one
+that changed the results.
 
 Exit code 1: a breakage was missed, or could not be made.
 """
@@ -173,7 +174,7 @@ class Workspace:
     def first_failure(self, arguments: Sequence[str], limit_s: float) -> str | None:
         """The first test that fails, or that is running when pytest dies; None: all pass."""
         self._failures.write_text("")
-        options = ("-x", "-q", "-m", "not full", "-p", "tests.breakages", "-p", "no:cacheprovider")
+        options = ("-x", "-q", "-p", "tests.breakages", "-p", "no:cacheprovider")
         code = self.run([sys.executable, "-m", "pytest", *options, *arguments], limit_s)
         events = [json.loads(line) for line in self._failures.read_text().splitlines()]
         failed = [nodeid for what, nodeid in events if what == "failed"]
@@ -239,7 +240,9 @@ def caught_by(workspace: Workspace, breakage: Breakage) -> str | None:
     if (failed := workspace.make(breakage)) is not None:
         return failed
     workspace.check()
-    for arguments, limit_s in ((breakage.tests, _FILES_S), (_SUITE, _SUITE_S)):
+    files, quick = breakage.tests, ("-m", "not full")
+    tries = ((*files, *quick), _FILES_S), (files, _FILES_S), ((*_SUITE, *quick), _SUITE_S)
+    for arguments, limit_s in tries:
         ignored: list[str] = []
         while True:
             failed = workspace.first_failure([*arguments, *ignored], limit_s)
