@@ -97,6 +97,20 @@ def call_through(function: Any, around: Callable[[partial[Any]], Any]) -> None:
     function._call_flat = lambda *args, **options: around(partial(call, owner(), *args, **options))
 
 
+def traced_for(function: Any, *arguments: Any) -> Callable[..., Any]:
+    """The `tf.function` as traced for such arguments, which a call does not look at again.
+
+    That takes TensorFlow a quarter of a millisecond if one is an iterator.
+    """
+    concrete = function.get_concrete_function(*arguments)
+
+    def call(*arguments: Any) -> Any:
+        tensors = tf.nest.flatten(arguments, expand_composites=True)
+        return concrete._call_flat(tensors, concrete.captured_inputs)
+
+    return call
+
+
 def function_around(graph: Any) -> Any:
     """The graph of the function that `graph` belongs to, which may be a branch or loop in it."""
     while isinstance(graph, ControlFlowFuncGraph):

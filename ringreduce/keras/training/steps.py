@@ -21,6 +21,7 @@ from ringreduce.keras import weighting
 from ringreduce.keras.join import weighed
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.step import WEIGHTED, step_without
+from ringreduce.tensorflow.private import traced_for
 
 
 class Steps:
@@ -50,7 +51,9 @@ class Steps:
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
         # By whether they make one step at a time, and the elements' specs.
-        self._several: dict[tuple[bool, str], Callable[[Any, Any], tuple[Any, Any, Any, Any]]] = {}
+        self._several: dict[
+            tuple[bool, str], Callable[[Any, Any], tuple[Any, Any, Any, Any, Any]]
+        ] = {}
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not model.run_eagerly:
             how = {"reduce_retracing": True, "jit_compile": model.jit_compile}
@@ -74,34 +77,35 @@ class Steps:
 
         Fewer: `iterator` has no further element. Without any the logs are None.
         """
-        spec, is_single = iterator.element_spec, most == 1 and bool(self.looking)
-        key = is_single, repr(spec)
+        is_single = most == 1 and bool(self.looking)
+        key = is_single, repr(iterator.element_spec)
         if key not in self._several:
             is_eager = self._model.run_eagerly
-            self._several[key] = self._one_by_one if is_eager else self._traced(spec, is_single)
+            self._several[key] = self._one_by_one if is_eager else self._traced(iterator, is_single)
         made, logs = 0, None
         while made < most:
             left = tf.constant(most - made, tf.int64)
-            done, found, short, reading_s = self._several[key](iterator, left)
+            done, found, has_short, short, reading_s = self._several[key](iterator, left)
             self.reading_s += float(reading_s)
             if int(done):
                 made, logs = made + int(done), found
-            if not self._may_be_empty or not short.has_value():
+            if not has_short:
                 break
             made, logs = made + 1, self._short(short.get_value())
         return made, logs
 
-    def _one_by_one(self, iterator: Any, most: Any) -> tuple[int, Any, Any, float]:
+    def _one_by_one(self, iterator: Any, most: Any) -> tuple[int, Any, bool, Any, float]:
         """`several` by Python: eagerly, and where the logs' shapes are not known before."""
         logs, reading_s, element = None, 0.0, None
         for done in range(int(most)):
             began = time.perf_counter()
             element = iterator.get_next_as_optional()
             reading_s += time.perf_counter() - began
-            if not element.has_value() or self._is_short(element.get_value()):
-                return done, logs, element, reading_s
+            is_there = bool(element.has_value())
+            if not is_there or self._is_short(element.get_value()):
+                return done, logs, is_there, element, reading_s
             logs = self._one(element.get_value())
-        return int(most), logs, tf.experimental.Optional.empty(iterator.element_spec), reading_s
+        return int(most), logs, False, None, reading_s
 
     def _is_short(self, element: Any) -> Any:
         """Whether some rank has no row of it."""
@@ -125,7 +129,8 @@ class Steps:
         own = tf.cast(rows_in(batch), tf.float32)
         return weighting.Weight(own, tf.cast(rows, tf.float32) / self._ranks)
 
-    def _traced(self, spec: Any, is_single: bool) -> Any:
+    def _traced(self, iterator: Any, is_single: bool) -> Any:
+        spec = iterator.element_spec
         # First by itself: what is traced within a loop cannot number its collectives.
         logs = self._one.get_concrete_function(spec).structured_outputs
         if not all(map(_is_fixed, tf.nest.flatten(logs))):
@@ -135,18 +140,15 @@ class Steps:
         def single(iterator: Any, most: Any) -> Any:
             """Without a loop, which costs as much as the step of a small model."""
             element, waited_s = _read(iterator)
-            is_there = element.has_value()
-            found = tf.cond(is_there, lambda: self._one(element.get_value()), lambda: _zeros(logs))
-            return tf.cast(is_there, tf.int64), found, (), waited_s
+            is_due = due(element)
+            found = tf.cond(is_due, lambda: self._one(element.get_value()), lambda: _zeros(logs))
+            is_short = tf.logical_and(element.has_value(), tf.logical_not(is_due))
+            return tf.cast(is_due, tf.int64), found, is_short, kept(element), waited_s
 
         @tf.autograph.experimental.do_not_convert
         def several(iterator: Any, most: Any) -> Any:
             def more(done: Any, _: Any, element: Any, __: Any) -> Any:
-                def is_due() -> Any:
-                    return tf.logical_not(self._is_short(element.get_value()))
-
-                is_there = tf.logical_and(done < most, element.has_value())
-                return tf.cond(is_there, is_due, lambda: False) if may_be_empty else is_there
+                return tf.logical_and(done < most, due(element))
 
             def step(done: Any, _: Any, element: Any, reading_s: Any) -> Any:
                 found = self._one(element.get_value())
@@ -160,11 +162,21 @@ class Steps:
             first, waited_s = read()
             state = tf.constant(0, tf.int64), _zeros(logs), first, waited_s
             done, found, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
-            return done, found, short if may_be_empty else (), seconds
+            is_short = tf.logical_and(done < most, short.has_value())
+            return done, found, is_short, kept(short), seconds
 
-        may_be_empty = self._may_be_empty
-        made = single if is_single and not may_be_empty else several
-        return tf.function(made, reduce_retracing=True)
+        def due(element: Any) -> Any:
+            def has_rows() -> Any:
+                return tf.logical_not(self._is_short(element.get_value()))
+
+            is_there = element.has_value()
+            return tf.cond(is_there, has_rows, lambda: False) if self._may_be_empty else is_there
+
+        def kept(element: Any) -> Any:
+            return element if self._may_be_empty else ()
+
+        made = tf.function(single if is_single else several)
+        return traced_for(made, iterator, tf.constant(1, tf.int64))
 
 
 def _read(iterator: Any) -> tuple[Any, Any]:
