@@ -17,7 +17,13 @@ from ringreduce import __version__
 # In the order of the site's menu. Every page of docs/ is here (tests/project/test_site.py).
 CONTENTS = {
     "Guides": [
-        *("docs/guides/data", "docs/guides/keras", "docs/guides/loops", "docs/guides/jobs"),
+        *(
+            "docs/guides/unchanged",
+            "docs/guides/data",
+            "docs/guides/keras",
+            "docs/guides/loops",
+            "docs/guides/jobs",
+        ),
         *("docs/guides/settings", "docs/guides/failures", "docs/guides/debugging"),
         *("docs/guides/parallelism", "docs/guides/groups", "docs/guides/strategies"),
         *("docs/guides/arrays", "docs/from-horovod", "docs/guides/kubernetes", "docs/guides/ray"),

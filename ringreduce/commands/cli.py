@@ -16,7 +16,7 @@ from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.hosts import parse_hosts, share_out
 from ringreduce.commands.launch.nodes import node_of
 from ringreduce.commands.launch.plan import Plan
-from ringreduce.commands.launch.program import check_program
+from ringreduce.commands.launch.program import as_unchanged, check_program
 from ringreduce.commands.launch.spread import Spread, read_hostfile, spread_over
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.vocabulary.config import SETTINGS, TIMES, Config, Setting, elastic_minimum
@@ -105,6 +105,10 @@ _SSH = _of_hosts(
 _PYTHON = _of_hosts("PROGRAM", "Python on the hosts.", shown="this one's path")
 
 
+_UNCHANGED = (
+    "The program knows nothing of ringreduce: its Model.fit, evaluate and predict divide their "
+    "data among the workers, and rank 0 writes and prints."
+)
 _MODULE = typer.Option(False, "-m", "--module", help="SCRIPT is a module's name, as in python -m.")
 
 
@@ -201,7 +205,7 @@ def run(
         default=TIMES.grace_s,
         shown=f"{TIMES.grace_s:g}",
     ),
-    output: str = _option(
+    output: str | None = _option(
         Setting(
             "Whose lines are shown: all ranks'; rank 0's; or, after a failure, the last ones of "
             "the rank that failed first. --log-dir keeps all.",
@@ -209,7 +213,7 @@ def run(
             accepted=", ".join(OUTPUTS),
             values=OUTPUTS,
         ),
-        default=OUTPUTS[0],
+        shown=f"{OUTPUTS[0]}; {OUTPUTS[1]} with --unchanged",
     ),
     profile: bool = typer.Option(
         False,
@@ -217,6 +221,7 @@ def run(
         help="Measure where the time of rr.fit goes, by rank and epoch; rank 0 says what would "
         "help.",
     ),
+    unchanged: bool = typer.Option(False, "--unchanged", help=_UNCHANGED),
     stdin: int | None = _number(
         "RANK",
         "The rank that gets the keyboard, so that breakpoint() works there and is skipped "
@@ -272,6 +277,8 @@ def run(
         raise typer.BadParameter(f"{stdin}; accepted: 0 to {size - 1}", param_hint="--stdin")
     if profile:
         variables["RINGREDUCE_PROFILE"] = "1"
+    if unchanged:
+        program = as_unchanged(program, variables)
     plan = Plan(
         program,
         size,
@@ -287,7 +294,7 @@ def run(
         max_restarts=max_restarts,
         elastic=elastic,
         grace_s=grace,
-        output=output,
+        output=output or OUTPUTS[unchanged],
         stdin_rank=stdin,
         variables=variables,
         spread=spread,
@@ -394,8 +401,9 @@ def _worker_counts(text: str) -> list[int]:
     # So that options of the program need no --.
     context_settings={"ignore_unknown_options": True},
     no_args_is_help=True,
-    help="Run the first steps of a program that uses rr.fit with each number of ranks, and say "
-    "whether they train alike, if not why, and which number is fastest.\n\n"
+    help="Run the first steps of a program with each number of ranks, and say whether they train "
+    "alike, if not why, and which number is fastest. It uses rr.fit, or with --unchanged Keras "
+    "alone.\n\n"
     "The program ends after these steps, and callbacks that write files are left out. The exit "
     "code is 0 if the numbers agree, 1 if they differ, else that of the failure or 2.",
 )
@@ -414,6 +422,7 @@ def verify(
     ),
     steps: int = _number("N", "Steps to compare.", least=1, default=20),
     module: bool = _MODULE,
+    unchanged: bool = typer.Option(False, "--unchanged", help=_UNCHANGED),
     as_json: bool = typer.Option(False, "--json", help="Print all that was found as JSON."),
 ) -> None:
     """Run the jobs one after another, and leave with the exit code."""
@@ -423,7 +432,7 @@ def verify(
     if script.startswith("-"):
         raise typer.BadParameter("no such option", param_hint=script)
     check_program(program)
-    raise typer.Exit(compare(program, workers, steps, as_json=as_json))
+    raise typer.Exit(compare(program, workers, steps, as_json=as_json, unchanged=unchanged))
 
 
 def main() -> None:

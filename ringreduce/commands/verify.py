@@ -1,24 +1,39 @@
 """``ringreduce verify``: the first steps of a program with each number of ranks, compared."""
 
+import contextlib
+import os
+import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.program import as_unchanged
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.pure.verification import HEADER, Comparison, Recorded, Run, compare, row, verdict
 from ringreduce.vocabulary.errors import ConfigError
 
+# Larger files are not copied but linked: a program's data, seldom what it writes.
+_COPIED_BYTES, _FILES_MAX = 16 << 20, 20_000
 
-def verify(program: Sequence[str], counts: Sequence[int], steps: int, *, as_json: bool) -> int:
+
+def verify(
+    program: Sequence[str],
+    counts: Sequence[int],
+    steps: int,
+    *,
+    as_json: bool,
+    unchanged: bool = False,
+) -> int:
     """Run `program` with each number of ranks, and print what is found; return the exit code.
 
-    Raises ConfigError if nothing is recorded.
+    A program that is `unchanged` runs in a copy of the working folder, since it writes files as
+    ever. Raises ConfigError if nothing is recorded, or that folder has too many files.
     """
     with tempfile.TemporaryDirectory(prefix="ringreduce-verify-") as root:
         recorded, found = list[Recorded](), list[Comparison]()
@@ -27,9 +42,10 @@ def verify(program: Sequence[str], counts: Sequence[int], steps: int, *, as_json
             if number == len(counts) and all(each.agrees for each in found):
                 break
             folder = Path(root, str(number))
-            if code := _run(program, count, steps, folder):
-                return code
-            recorded.append(read(folder, " ".join(program), count))
+            with _copied(Path(root, "program")) if unchanged else contextlib.nullcontext():
+                if code := _run(program, count, steps, folder, unchanged):
+                    return code
+            recorded.append(read(folder, " ".join(program), count, unchanged))
             if number:
                 found.append(compare(recorded[0], recorded[-1]))
             if number < len(counts) and not as_json:
@@ -47,10 +63,41 @@ def verify(program: Sequence[str], counts: Sequence[int], steps: int, *, as_json
     return int(again is not None)
 
 
-def _run(program: Sequence[str], count: int, steps: int, folder: Path) -> int:
+@contextlib.contextmanager
+def _copied(folder: Path) -> Iterator[None]:
+    """Within the block a copy of the working folder, made at `folder`, is the working folder."""
+    count = 0
+
+    def copy(source: str, target: str) -> None:
+        nonlocal count
+        count += 1
+        if count > _FILES_MAX:
+            raise ConfigError(
+                f"found more than {_FILES_MAX} files in {os.getcwd()}, which is copied for each "
+                "number of ranks, so that the program overwrites nothing",
+                remedy="Start it in the program's own folder.",
+            )
+        if os.path.getsize(source) > _COPIED_BYTES:
+            os.symlink(os.path.abspath(source), target)
+        else:
+            shutil.copy2(source, target)
+
+    hidden = shutil.ignore_patterns(".*", "__pycache__")
+    shutil.copytree(".", folder, symlinks=True, ignore=hidden, copy_function=copy)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        shutil.rmtree(folder)
+
+
+def _run(program: Sequence[str], count: int, steps: int, folder: Path, unchanged: bool) -> int:
     """Record a job; return 0, or if it fails, an exit code that is not 1."""
     folder.mkdir()
     variables = {"RINGREDUCE_VERIFY": f"{steps} {folder}"}
+    program = as_unchanged(program, variables) if unchanged else program
     # What it prints is shown if it fails.
     code = supervise(Plan(program, count, output="failed", variables=variables)).conclude()
     if code:
@@ -58,14 +105,17 @@ def _run(program: Sequence[str], count: int, steps: int, folder: Path) -> int:
     return 2 if code == 1 else code
 
 
-def read(folder: Path, program: str, count: int) -> Recorded:
+def read(folder: Path, program: str, count: int, unchanged: bool = False) -> Recorded:
     """What a job has recorded in a folder; ConfigError if it has recorded nothing."""
     try:
         run = msgspec.msgpack.decode((folder / "run").read_bytes(), type=Run)
     except FileNotFoundError:
+        by = "Model.fit" if unchanged else "rr.fit"
         raise ConfigError(
-            f"{program} with -n {count} has not trained by rr.fit, whose steps are compared",
-            remedy="Call rr.fit(model, ...) instead of model.fit(...), with the same data on every "
+            f"{program} with -n {count} has not trained by {by}, whose steps are compared",
+            remedy="A program with a loop of its own is run with -n 1."
+            if unchanged
+            else "Call rr.fit(model, ...) instead of model.fit(...), with the same data on every "
             "rank and batches of all ranks together, and without rr.shard.",
         ) from None
     before, after = (np.load(folder / f"{name}.npz") for name in ("before", "after"))

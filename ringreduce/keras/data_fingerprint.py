@@ -35,6 +35,13 @@ from ringreduce.vocabulary.errors import MismatchError
 from ringreduce.vocabulary.words import named
 
 _PERIOD = 64
+_LOOKUP = (
+    "If a lookup layer in dataset.map, such as StringLookup or TextVectorization, was adapted to "
+    "each rank's part of the data, it numbers words differently: adapt it to the same data on all "
+    "ranks, or give it rank 0's vocabulary. Ignore this if x is random on purpose."
+)
+_SAME = "Give random numbers in dataset.map a seed; sort lists of files."
+compares_all_inputs = False  # whether x is compared whatever it holds: unchanged programs
 # A group of elements that are handled together has at most this many bytes.
 _GROUP_BYTES = 1 << 20
 _STRING_BYTES = 64  # a guess
@@ -262,20 +269,19 @@ def compare_reads(own: Any, what: str, remedy: str, ring: Communicator) -> None:
 def compare_codes(batch: Any, ring: Communicator) -> None:
     """Warn on rank 0 if ranks have other numbers of words, or words, in x. Collective.
 
-    Of other types x is often random on purpose, of pixels too.
+    Of other types x is often random on purpose, of pixels too; in unchanged programs it is not.
     """
     flat = tf.nest.flatten(keras.utils.unpack_x_y_sample_weight(first_rows(batch))[0])
-    codes = [part for part in flat if tf.as_dtype(part.dtype) in (tf.int32, tf.int64, tf.string)]
+    kinds = (tf.int32, tf.int64, tf.string)
+    codes = [part for part in flat if compares_all_inputs or tf.as_dtype(part.dtype) in kinds]
     own = Arrays(codes).digest() if codes else None
     every = repeated(ring, lambda: ring.all_gather_object(own)) if codes else [own]
     other = [rank for rank, one in zip(ring.members, every, strict=False) if one != every[0]]
     if other and ring.rank == 0:
+        what, remedy = ("values", _SAME) if compares_all_inputs else ("integers or words", _LOOKUP)
         warn_at_users_line(
-            "the ranks have read other integers or words in x of the first batch: on "
-            f"{named('rank', other)} not those of rank {ring.members[0]}. If a lookup layer in "
-            "dataset.map, such as StringLookup or TextVectorization, was adapted to each rank's "
-            "part of the data, it numbers words differently: adapt it to the same data on all "
-            "ranks, or give it rank 0's vocabulary. Ignore this if x is random on purpose.",
+            f"the ranks have read other {what} in x of the first batch: on {named('rank', other)} "
+            f"not those of rank {ring.members[0]}. {remedy}",
             DataWarning,
         )
 

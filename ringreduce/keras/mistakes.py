@@ -43,6 +43,7 @@ class _Local(threading.local):
 _in_fit = _Local()
 # Models that save whole files.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
+saves_once = False  # whether `save` is collective: unchanged programs
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
 _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
 # Reductions of losses that give no mean over samples.
@@ -244,7 +245,7 @@ def warn_of_ranks_apart() -> None:
 
 def save_whole_files(model: Any, ring: Communicator) -> None:
     """From now on ``model.save`` and ``model.save_weights`` replace a file in one step."""
-    if ring.size == 1 or model in _saving:
+    if ring.size == 1 or model in _saving or saves_once:
         return
     _saving.add(model)
     for name in ("save", "save_weights"):
@@ -283,9 +284,14 @@ class _Saving:
 
 
 def users_frame() -> FrameType:
-    """The innermost caller that is neither ours nor a framework's."""
+    """The innermost caller that is neither ours nor a framework's, nor AutoGraph's of a user's."""
+
+    def is_users(frame: FrameType) -> bool:
+        name = frame.f_code.co_filename
+        return not (name.startswith(_PACKAGES) or "__autograph_generated" in name)
+
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+    while frame.f_back is not None and not is_users(frame):
         frame = frame.f_back
     return frame
 

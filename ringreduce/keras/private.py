@@ -106,7 +106,8 @@ def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
 def has_plain_fit(model: Any) -> bool:
     """Whether `model.fit` and what that calls are Keras's own, replaced neither there nor here."""
     names = "fit", "evaluate", "make_train_function"
-    codes = [getattr(getattr(model, name), "__code__", None) for name in names]
+    methods = [getattr(model, name) for name in names]
+    codes = [getattr(getattr(one, "replaces", one), "__code__", None) for one in methods]
     are_own = all(code is not None and code.co_filename.startswith(_FOLDER) for code in codes)
     return are_own and getattr(model, "_distribute_strategy", None) is None
 

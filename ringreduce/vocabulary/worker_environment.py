@@ -68,6 +68,13 @@ def enter_job(
     os.environ.update(environment)
 
 
+def choose_hash_seed() -> bool:
+    """Choose the order of sets of texts in the next Python, the same in all; False: it is."""
+    is_chosen = "PYTHONHASHSEED" in os.environ
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    return not is_chosen
+
+
 def leave_job() -> None:
     """Remove from the environment which rank of a job this process was, and the job's secret."""
     for name in _OWN:

@@ -15,7 +15,13 @@ from ringreduce.vocabulary.errors import RingReduceError
 
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 # What calls a program or a function: the first frames of its traceback are from there.
-_CALLERS = (f"{_PACKAGE}commands", f"{_PACKAGE}ray", runpy.__file__, "<frozen ")
+_CALLERS = (
+    f"{_PACKAGE}commands",
+    f"{_PACKAGE}ray",
+    f"{_PACKAGE}unchanged",
+    runpy.__file__,
+    "<frozen ",
+)
 _KEPT_FAILURES = 8  # a program may form several rings
 _TELLING = 1000  # an op's text is cut; this many characters tell errors apart
 _TEXT_MAX = 1 << 18

@@ -1,10 +1,16 @@
 """The program that workers are to run: whether there is one."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from ringreduce.vocabulary.errors import ConfigError
+
+
+def as_unchanged(arguments: Sequence[str], variables: MutableMapping[str, str]) -> list[str]:
+    """What runs a program that does not know ringreduce; adds to the workers' `variables`."""
+    variables.setdefault("PYTHONHASHSEED", "0")
+    return ["-m", "ringreduce.unchanged", *arguments]
 
 
 def check_program(arguments: Sequence[str]) -> None:

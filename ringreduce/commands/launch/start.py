@@ -42,7 +42,7 @@ def main(descriptor: int, program: list[str]) -> None:
     sys.meta_path.insert(0, notice)
     sys.excepthook = _show
     try:
-        _run(program)
+        run_program(program)
     except SystemExit as error:
         handover.exiting = f"SystemExit: {error.code or 0}"
         if error.code:
@@ -55,7 +55,8 @@ def main(descriptor: int, program: list[str]) -> None:
         notice.find_spec()
 
 
-def _run(program: list[str]) -> None:
+def run_program(program: list[str]) -> None:
+    """Run a path, or ``-m`` and a module's name, with its arguments, as Python would."""
     sys.argv = program
     module = sys.modules["__main__"] = ModuleType("__main__")
     first = program[0]

@@ -1,0 +1,56 @@
+"""What would train N models apart, or the same one N times, is an error that names the line."""
+
+import gc
+import logging
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+from ringreduce.keras.mistakes import users_frame
+from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.wrappable import all_within
+from ringreduce.unchanged.packages import WITHOUT, job, refuse
+
+_log = logging.getLogger(__name__)
+# Optimizers that are distributed, or in one that is.
+_known: weakref.WeakSet[Any] = weakref.WeakSet()
+has_trained = False  # whether the program has called `fit`
+
+
+def place() -> str:
+    """The user's line that calls this, as train.py:12."""
+    frame = users_frame()
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def require_distributed(optimizer: Any) -> None:
+    """ConfigError on several ranks for an optimizer that averages nothing, unless within one."""
+    if optimizer in _known:
+        return
+    # Keras keeps no list of optimizers.
+    for one in gc.get_objects():
+        if issubclass(type(one), DistributedOptimizer):
+            _known.update(all_within(one))
+    if optimizer not in _known:
+        refuse(
+            f"applies gradients by {optimizer.name} in {place()}, outside of Model.fit",
+            f"{WITHOUT} write import ringreduce.keras as rr, rr.init(), and optimizer = "
+            "rr.DistributedOptimizer(optimizer); and give each rank its rows, rr.shard(data).",
+        )
+
+
+def refuse_strategy(strategy: Any) -> None:
+    """ConfigError on several ranks for a strategy of tf.distribute that the program has made."""
+    name = type(strategy).__name__
+    if "Default" not in name:
+        refuse(f"uses tf.distribute.{name} in {place()}", "Leave the strategy out.")
+
+
+def warn_of_no_training() -> None:
+    """At exit, unless by an exception: N ranks may have done the same work."""
+    if job().size > 1 and job().rank == 0 and getattr(sys, "last_value", None) is None:
+        _log.warning(
+            "[%d/%d] the program has not called Model.fit, so each rank has done all of its work.",
+            *job().who.values(),
+        )

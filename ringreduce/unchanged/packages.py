@@ -1,0 +1,63 @@
+"""Other packages and backends, with which N ranks would train apart, are refused."""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import ConfigError
+
+WITHOUT = "Start it without --unchanged, and"
+# By package: the class, its methods, and what to do instead; none: the import is refused.
+PACKAGES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "horovod": ("", (), f"{WITHOUT} import ringreduce.keras.horovod in place of horovod."),
+    "tf_keras": ("Model", ("fit", "train_on_batch"), "Use Keras 3: without TF_USE_LEGACY_KERAS."),
+    "keras_tuner": (
+        "Tuner",
+        ("search",),
+        f"{WITHOUT} call rr.fit in the model's own fit; or search in one process.",
+    ),
+}
+
+
+@cache
+def job() -> Config:
+    """This rank's settings, as they were when the program began."""
+    return Config.from_environment()
+
+
+def refuse(what: str, remedy: str) -> None:
+    """ConfigError on several ranks: each would do `what` by itself."""
+    config = job()
+    if config.size > 1:
+        text = f"{what}, which trains a model on each of {config.size} ranks apart"
+        raise ConfigError(text, **config.who, remedy=remedy)
+
+
+def require_tensorflow(keras: Any) -> None:
+    """ConfigError on several ranks unless Keras has TensorFlow for its backend."""
+    if (backend := keras.backend.backend()) != "tensorflow":
+        refuse(f"has Keras on {backend}", "Set KERAS_BACKEND=tensorflow.")
+
+
+def replace_in(package: str) -> None:
+    """Refuse the training of a package that has been imported."""
+    owner, methods, remedy = PACKAGES[package]
+    if not owner:
+        refuse(f"imports {package}", remedy)
+    for name in methods:
+
+        def refused(*_: Any, name: str = name, **__: Any) -> None:
+            refuse(f"calls {package}.{owner}.{name}", remedy)
+
+        cls = getattr(sys.modules[package], owner)
+        setattr(cls, name, _before(refused, getattr(cls, name)))
+
+
+def _before(first: Callable[..., None], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*arguments: Any, **options: Any) -> Any:
+        first()
+        return then(*arguments, **options)
+
+    return both

@@ -1,0 +1,120 @@
+"""Runs a program whose Keras is changed as soon as the program has imported it.
+
+Keras itself is not imported here: programs set its backend, and variables of TensorFlow, first.
+All ranks begin with the same random numbers; a seed that the program sets comes later, and wins.
+"""
+
+import importlib
+import itertools
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from ringreduce.commands.launch.program import check_program
+from ringreduce.commands.launch.start import run_program
+from ringreduce.unchanged import packages
+from ringreduce.vocabulary.worker_environment import choose_hash_seed
+
+SEED = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Run the program of these arguments: a path, or ``-m`` and a name, and its own."""
+    if not arguments:
+        sys.exit("usage: python -m ringreduce.unchanged [-m] PROGRAM [ARGUMENTS]")
+    check_program(arguments)
+    if packages.job().size > 1 and choose_hash_seed():
+        os.execv(sys.executable, sys.orig_argv)
+    random.seed(SEED)
+    after = _After()
+    after.call(("numpy",), _seed_numpy)
+    after.call(("tensorflow",), lambda: sys.modules["tensorflow"].random.set_seed(SEED))
+    after.call(("keras", "tensorflow"), _change_keras)
+    # Keras with another backend may never import TensorFlow.
+    after.call(("keras",), lambda: packages.require_tensorflow(sys.modules["keras"]))
+    for name in packages.PACKAGES:
+        after.call((name,), partial(packages.replace_in, name))
+    sys.meta_path.insert(0, after)
+    run_program(arguments)
+
+
+def _change_keras() -> None:
+    importlib.import_module("ringreduce.unchanged.table").install()
+
+
+def _seed_numpy() -> None:
+    """Seed what numpy draws, also in generators that are made without a seed."""
+    numpy = sys.modules["numpy"]
+    numpy.random.seed(SEED)
+    counter = itertools.count(1)
+    # What the seeds of all generators without one are drawn by.
+    numpy.random.bit_generator.randbits = lambda bits: next(counter) % (1 << bits)
+
+
+class _After(MetaPathFinder):
+    """Calls functions when modules have been imported."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[set[str], Callable[[], object]]] = []
+        self._looking = threading.local()
+
+    def call(self, names: Collection[str], function: Callable[[], object]) -> None:
+        """Call `function` once all modules of these names are there."""
+        missing = {name for name in names if name not in sys.modules}
+        if missing:
+            self._waiting.append((missing, function))
+        else:
+            function()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec that others find, if something waits for that module."""
+        is_asked = getattr(self._looking, "name", None) == name  # By `find_spec` below.
+        if is_asked or not any(name in missing for missing, _ in self._waiting):
+            return None
+        self._looking.name = name
+        try:
+            spec = find_spec(name)
+        finally:
+            self._looking.name = None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, lambda: self._found(name))
+        return spec
+
+    def _found(self, name: str) -> None:
+        due = []
+        for missing, function in self._waiting:
+            if name in missing:
+                missing.remove(name)
+                due += [] if missing else [function]
+        self._waiting = [pair for pair in self._waiting if pair[0]]
+        for function in due:
+            function()
+
+
+class _Loader(Loader):
+    """Another loader; calls `then` after it."""
+
+    def __init__(self, loader: Any, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on nobody sees that there was another.
+        spec: Any = module.__spec__
+        module.__loader__ = spec.loader = self._loader
+        self._loader.exec_module(module)
+        self._then()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

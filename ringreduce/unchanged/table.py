@@ -1,0 +1,233 @@
+"""What of Keras and TensorFlow is replaced in a program that nobody has changed, and by what.
+
+Within a replaced call the original functions run: ours call Keras's, and callbacks of rank 0 are
+its own. So they do in a process that a rank has started.
+"""
+
+import atexit
+import builtins
+import contextlib
+import fcntl
+import functools
+import inspect
+import os
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import init
+from ringreduce.communicator.rank_zero import on_rank_zero
+from ringreduce.keras import data_fingerprint, mistakes
+from ringreduce.keras.evaluation import evaluate, predict
+from ringreduce.keras.fit import fit
+from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.wrapper import Wrapper
+from ringreduce.unchanged import guard, written
+from ringreduce.unchanged.packages import job
+from ringreduce.vocabulary.config import recording_wanted
+from ringreduce.vocabulary.errors import MismatchError
+
+# What a replacement gets: the original, and the arguments of a call.
+_Replacement = Callable[..., Any]
+
+
+class _Local(threading.local):
+    is_inside = False  # whether this thread runs a replaced call
+
+
+_local = _Local()
+_process = os.getpid()
+_is_tried_out = recording_wanted() is not None
+_calls = 0
+
+
+def install() -> None:
+    """Replace everything, under all names that Keras and TensorFlow have for it."""
+    for name, ours in (("fit", _fit), ("evaluate", _evaluate), ("predict", _predict)):
+        _replace(keras.Model, name, ours)
+    for owner, names in (
+        (keras.Model, ("save", "save_weights", "export")),
+        (keras.export.ExportArchive, ("write_out",)),
+        (tf.train.Checkpoint, ("save", "write")),
+        (tf.train.CheckpointManager, ("save",)),
+    ):
+        for name in names:
+            _replace(owner, name, _write_once)
+    for function in (keras.saving.save_model, keras.saving.save_weights, tf.saved_model.save):
+        _replace_everywhere(function, _write_once)
+    _replace_everywhere(keras.utils.get_file, _one_at_a_time)
+    _replace(builtins, "input", _ask_once)
+    _check_first(keras.optimizers.Optimizer, "apply", guard.require_distributed)
+    _check_first(tf.distribute.Strategy, "scope", guard.refuse_strategy)
+    # The files that ranks save are no longer their own.
+    mistakes.saves_once = data_fingerprint.compares_all_inputs = True
+    atexit.register(_at_exit)
+    if job().size > 1:
+        written.watch(lambda: job().rank == 0 and _local.is_inside)
+
+
+def _replace(owner: Any, name: str, ours: _Replacement) -> None:
+    setattr(owner, name, _replacement(getattr(owner, name), ours))
+
+
+def _replace_everywhere(function: Any, ours: _Replacement) -> None:
+    """Replace `function` in all modules of its package, which import it by name."""
+    replacement = _replacement(function, ours)
+    for module in [m for n, m in sys.modules.items() if n.startswith(("keras", "tensorflow"))]:
+        for name in [name for name, value in vars(module).items() if value is function]:
+            setattr(module, name, replacement)
+
+
+def _replacement(original: Any, ours: _Replacement) -> Any:
+    @functools.wraps(original)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if _local.is_inside or os.getpid() != _process:
+            return original(*arguments, **options)
+        _local.is_inside = True
+        try:
+            return ours(original, *arguments, **options)
+        finally:
+            _local.is_inside = False
+
+    call.replaces = original  # type: ignore[attr-defined]
+    return call
+
+
+def _check_first(owner: Any, name: str, check: Callable[[Any], None]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if os.getpid() == _process:
+            check(self)
+        return original(self, *arguments, **options)
+
+    setattr(owner, name, call)
+
+
+# --- Training -----------------------------------------------------------------------------------
+
+
+def _fit(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+    if not model.compiled:
+        return original(model, *arguments, **options)  # Raises Keras's own error.
+    given = inspect.signature(original).bind(model, *arguments, **options).arguments
+    ring = _meet("Model.fit")
+    guard.has_trained = True
+    _distribute(model)
+    with _own_method(given.pop("self"), "fit", original):
+        return fit(model, **given, communicator=ring)
+
+
+def _evaluate(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+    if not model.compiled:
+        return original(model, *arguments, **options)
+    bound = inspect.signature(original).bind(model, *arguments, **options).arguments
+    given = {"verbose": "auto", **bound, **bound.pop("kwargs", {})}
+    ring = _meet("Model.evaluate")
+    with _own_method(given.pop("self"), "evaluate", original):
+        return evaluate(model, **given, communicator=ring)
+
+
+def _predict(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+    bound = inspect.signature(original).bind(model, *arguments, **options).arguments
+    given = {"verbose": "auto", **bound}
+    ring = _meet("Model.predict")
+    if given.pop("callbacks", None) is not None:
+        return original(model, *arguments, **options)  # On all rows, on each rank.
+    with _own_method(given.pop("self"), "predict", original):
+        return predict(model, **given, communicator=ring)
+
+
+@contextlib.contextmanager
+def _own_method(model: Any, name: str, original: Any) -> Iterator[None]:
+    """Within the block ``model.name`` is Keras's: one of the program's has called this by super."""
+    vars(model)[name] = types.MethodType(original, model)
+    try:
+        yield
+    finally:
+        del vars(model)[name]
+
+
+def _distribute(model: Any) -> None:
+    """Have all optimizers of `model` average gradients: attributes, and in lists and tables."""
+    made: dict[int, Any] = {}
+
+    def wrapped(one: Any) -> Any:
+        if not isinstance(one, keras.optimizers.Optimizer) or isinstance(one, Wrapper):
+            return one
+        return made.setdefault(id(one), DistributedOptimizer(one))
+
+    for name, value in list(vars(model).items()):
+        if isinstance(value, list):
+            value[:] = map(wrapped, value)
+        elif isinstance(value, dict):
+            value.update({key: wrapped(one) for key, one in value.items()})
+        elif wrapped(value) is not value:
+            setattr(model, name, wrapped(value))
+
+
+def _meet(what: str) -> Communicator:
+    """Join the ring, and compare with the other ranks where the program is. Collective."""
+    global _calls
+    ring = init()
+    if ring.size == 1:
+        return ring
+    _calls += 1
+    own = [_calls, what, guard.place()]
+    every = ring.all_gather_object([own, written.found(ring.rank)])
+    written.note(name for _, names in every for name in names)
+    for rank, (where, _) in zip(ring.members, every, strict=True):
+        if where != every[0][0]:
+            number, name, line = where
+            other = "in its call {} of these, {} in {}".format(*every[0][0])
+            raise MismatchError(
+                f"found rank {rank} in its call {number} of these, {name} in {line}, while rank "
+                f"{ring.members[0]} is {other}",
+                **ring.config.who,
+                peer=rank,
+                operation="comparison of programs",
+                remedy="All ranks must take the same way through the program: look for what "
+                "depends on files, on time or on random numbers without a seed.",
+            )
+    return ring
+
+
+# --- Files and the terminal ---------------------------------------------------------------------
+
+
+def _write_once(original: Any, *arguments: Any, **options: Any) -> Any:
+    """Rank 0 writes; the others wait, and then find the whole file."""
+    if _is_tried_out:
+        return None  # What is only tried out overwrites nothing.
+
+    def write() -> str | None:
+        found = original(*arguments, **options)
+        return found if isinstance(found, str) else None
+
+    return on_rank_zero(write, communicator=_meet(original.__qualname__))
+
+
+def _one_at_a_time(original: Any, *arguments: Any, **options: Any) -> Any:
+    """The first process of a host downloads; the others find the file."""
+    name = f"{tempfile.gettempdir()}/ringreduce-get-file-{os.geteuid()}.lock"
+    with open(name, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return original(*arguments, **options)
+
+
+def _ask_once(original: Any, prompt: Any = "", /) -> Any:
+    return on_rank_zero(lambda: original(prompt), communicator=_meet("input"))
+
+
+def _at_exit() -> None:
+    if not guard.has_trained:
+        guard.warn_of_no_training()
+    written.warn()

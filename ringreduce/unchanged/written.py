@@ -1,0 +1,59 @@
+"""Files that each rank of an unchanged program writes: nobody has replaced ``open``."""
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ringreduce.unchanged.packages import job
+
+_log = logging.getLogger(__name__)
+_WRITING = os.O_WRONLY | os.O_RDWR
+# In the order in which they were found.
+_names: dict[str, None] = {}
+_told = 0
+
+
+def watch(is_left_out: Callable[[], bool]) -> None:
+    """From now on note files that this process opens to write, unless `is_left_out`."""
+    places = ("/dev/", "/proc/", tempfile.gettempdir() + os.sep, os.path.expanduser("~/.keras/"))
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open":
+            return
+        path, _, flags = arguments
+        if isinstance(path, str) and (flags & _WRITING) and not is_left_out():
+            path = os.path.abspath(path)
+            # A folder too: for a nameless file in it.
+            if not f"{path}{os.sep}".startswith(places) and "__pycache__" not in path:
+                _names.setdefault(os.path.relpath(path))
+
+    sys.addaudithook(look)
+
+
+def found(rank: int) -> list[str]:
+    """What rank 0 need be told: what this one has written since it was asked last."""
+    global _told
+    new = list(_names)[_told:]
+    _told = len(_names)
+    return new if rank else []
+
+
+def note(names: Iterable[str]) -> None:
+    """Add what other ranks have written."""
+    _names.update(dict.fromkeys(names))
+
+
+def warn() -> None:
+    """At exit: rank 0 says in a line what every rank has written."""
+    if job().rank == 0 and _names:
+        first, rest = list(_names)[:3], len(_names) - 3
+        more = f" and {rest} more" if rest > 0 else ""
+        _log.warning(
+            "[%d/%d] each rank has written %s%s: only what is saved through Keras is written once.",
+            *job().who.values(),
+            ", ".join(first),
+            more,
+        )

@@ -1,0 +1,59 @@
+"""Programs in the manner of keras.io, which nobody has changed, on one rank and on several."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jobs import run_job
+from tests.scope import in_full
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+
+FOLDER = Path(__file__).parents[1] / "programs" / "unchanged"
+NAMES = sorted({file.stem for file in FOLDER.glob("*.py")} - {"every"})
+HALF = ("mixed",)
+QUICK = ("callbacks", "distillation", "gan", "sequences")
+RANDOM = ("gan",)  # draws other numbers on each rank, in its steps
+
+
+@cache
+def reports(size: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
+    """What the ranks of a job have trained, by program."""
+    folder = mkdtemp()
+    result = run_job(
+        size,
+        ["ringreduce/unchanged/__main__.py", str(FOLDER / "every.py"), *names],
+        environment={"PROGRAMS_FOLDER": folder, "PYTHONHASHSEED": "0"},
+    )
+    assert result.exit_code == 0, result.errors
+    lines = [line.partition("] ")[2] for line in result.output.splitlines()]
+    found: dict[str, list[Any]] = {}
+    for line in lines:
+        report = json.loads(line)
+        found.setdefault(report["name"], []).append(report)
+    if "callbacks" in names:
+        written = {path.name for path in Path(folder, "run").iterdir()}
+        numbered = {f"{epoch:02}.weights.h5" for epoch in range(1, 5)}
+        once = {"best.keras", "final.keras", "final.weights.h5", "log.csv", "results.json"}
+        assert written == {*numbered, *once, "board", "exported"}
+    return found
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else in_full(name) for name in NAMES])
+@pytest.mark.parametrize("size", [2, in_full(3)])
+def test_ranks_end_alike_and_as_one_does(name: str, size: int) -> None:
+    names = QUICK if name in QUICK and size == 2 else tuple(NAMES)
+    (alone,), (first, *others) = (reports(count, names)[name] for count in (1, size))
+    assert len(others) == size - 1
+    assert others == [first] * (size - 1)
+    if name not in RANDOM:
+        near = {"rtol": 1e-4 if name in HALF else 2e-6, "atol": 2e-6}
+        np.testing.assert_allclose(first["sums"], alone["sums"], **near)
+        np.testing.assert_allclose(first["results"], alone["results"], **near)

@@ -1,0 +1,244 @@
+"""How a program that nobody has changed is started, what is refused, what is left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce.commands.verify import _copied
+from ringreduce.unchanged import guard, packages
+from ringreduce.vocabulary.errors import ConfigError
+from tests.jobs import run_job
+from tests.launching import run
+from tests.processes import clean_environment
+from tests.scope import in_full
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+
+AT = {"RINGREDUCE_RENDEZVOUS": "127.0.0.1:1", "RINGREDUCE_JOB_ID": "a", "TF_CPP_MIN_LOG_LEVEL": "3"}
+MODEL = """
+import keras, numpy as np
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+x = np.ones((8, 4), "float32")
+y = x[:, :1]
+"""
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SimpleNamespace(rank=1, size=2, who={"rank": 1, "size": 2})
+    for module in (guard, packages):
+        monkeypatch.setattr(module, "job", lambda: job)
+
+
+def unchanged(folder: Path, text: str, fresh: dict[str, str] | None = None) -> Any:
+    """A job of two ranks of a program with this text; with `fresh` variables not forked."""
+    (folder / "train.py").write_text(text)
+    arguments = ["ringreduce/unchanged/__main__.py", str(folder / "train.py")]
+    unlike = dict.fromkeys(range(2), fresh) if fresh else {}
+    seed = {"PYTHONHASHSEED": "0"}
+    return run_job(2, arguments, environment=seed, unlike=unlike, directory=folder)
+
+
+def test_nothing_is_replaced_where_nobody_asks() -> None:
+    functions = [keras.Model.fit, keras.Model.save, keras.saving.save_model, keras.utils.get_file]
+    for function in (*functions, keras.optimizers.Optimizer.apply, tf.saved_model.save, input):
+        assert not hasattr(function, "replaces")
+
+
+def test_it_starts_before_keras_and_with_the_same_random_numbers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import os, sys
+assert not {"numpy", "keras", "tensorflow"} & {*sys.modules}
+os.environ["KERAS_BACKEND"] = "tensorflow"
+import tensorflow as tf
+import keras, numpy, random
+from keras.models import save_model
+assert keras.Model.fit.replaces and keras.Sequential.fit is keras.Model.fit
+assert save_model is keras.saving.save_model is tf.keras.models.save_model
+assert save_model.replaces and keras.src.datasets.mnist.get_file.replaces
+assert sys.argv[1:] == ["--epochs", "3"] and __name__ == "__main__"
+print(hash("a"), random.random(), numpy.random.rand(), numpy.random.default_rng().random())
+print(numpy.random.RandomState().rand(), numpy.random.default_rng().random())
+print(float(tf.random.uniform(())), keras.initializers.GlorotUniform()((1,)).numpy())
+print([int(n) for n in tf.data.Dataset.range(9).shuffle(9)])
+"""
+    )
+    command = [sys.executable, "-m", "ringreduce.unchanged", "-m", "train", "--epochs", "3"]
+    one, two = (
+        subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=clean_environment(RINGREDUCE_RANK=str(rank), RINGREDUCE_SIZE="2", **AT),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        for rank in range(2)
+    )
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == two.stdout
+    numbers = one.stdout.splitlines()[1].split()
+    assert numbers[0] != numbers[1]  # Each generator has another seed.
+    warning = "[0/2] the program has not called Model.fit, so each rank has done all of its work."
+    assert [warning in each.stderr for each in (one, two)] == [True, False]
+
+
+def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks: None) -> None:
+    inner, plain = keras.optimizers.SGD(), keras.optimizers.Adam()
+    outer = rr.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
+    guard.require_distributed(inner)
+    guard.require_distributed(outer)
+    text = r"rank 1 of 2 applies gradients by adam in test_unchanged.py:\d+, outside of Model.fit"
+    with pytest.raises(ConfigError, match=text):
+        guard.require_distributed(plain)
+
+
+def test_other_ways_to_train_are_refused(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard.refuse_strategy(tf.distribute.get_strategy())
+    with pytest.raises(ConfigError, match=r"uses tf.distribute.OneDeviceStrategy in test_unch"):
+        guard.refuse_strategy(tf.distribute.OneDeviceStrategy("/cpu:0"))
+    backend = SimpleNamespace(backend=SimpleNamespace(backend=lambda: "jax"))
+    with pytest.raises(ConfigError, match="has Keras on jax, which trains a model on each of 2"):
+        packages.require_tensorflow(backend)
+    with pytest.raises(ConfigError, match=r"import ringreduce.keras.horovod in place of horovod"):
+        packages.replace_in("horovod")
+
+    class Tuner:
+        def search(self) -> None:
+            """Train many models."""
+
+    tuners = types.ModuleType("keras_tuner")
+    tuners.Tuner = Tuner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "keras_tuner", tuners)
+    packages.replace_in("keras_tuner")
+    with pytest.raises(ConfigError, match=r"calls keras_tuner.Tuner.search"):
+        Tuner().search()
+
+
+def test_ranks_that_take_other_ways_are_named(tmp_path: Path) -> None:
+    text = f"{MODEL}\nimport os\nif os.environ['RINGREDUCE_RANK'] == '0':\n    model.fit(x, y)\n"
+    result = unchanged(tmp_path, f"{text}model.predict(x)\n")
+    assert result.exit_code
+    assert (
+        "found rank 1 in its call 1 of these, Model.predict in train.py:11, while rank 0 is in"
+        in (result.errors)
+    )
+    assert "Model.fit in train.py:10" in result.errors
+
+
+def test_x_that_differs_is_a_warning(tmp_path: Path) -> None:
+    text = """
+import os, tensorflow as tf
+data = tf.data.Dataset.from_tensor_slices((x + int(os.environ["RINGREDUCE_RANK"]), y)).batch(4)
+model.fit(data, verbose=0)
+"""
+    result = unchanged(tmp_path, MODEL + text)
+    assert result.exit_code == 0, result.errors
+    warning = "the ranks have read other values in x of the first batch: on rank 1 not those of"
+    assert result.errors.count(warning) == 1
+
+
+def test_a_loop_of_its_own_is_named_at_its_line(tmp_path: Path) -> None:
+    text = """
+import tensorflow as tf
+
+@tf.function
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(x))
+    model.optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+
+step()
+"""
+    result = unchanged(tmp_path, MODEL + text)
+    assert "applies gradients by adam in train.py:16, outside of Model.fit" in result.errors
+    assert "each rank has written" not in result.errors
+
+
+def test_children_files_and_errors(tmp_path: Path) -> None:
+    """A child is no rank, and trains by itself; rank 0 says what all have written."""
+    text = """
+import multiprocessing, sys
+
+def work(rows):
+    model.fit(x[:rows], y[:rows], verbose=0)
+    return keras.Model.fit.__module__, int(model.optimizer.iterations)
+
+if __name__ == "__main__":
+    model.fit(x, y, verbose=0)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(work, [3]) == [("keras.src.backend.tensorflow.trainer", 1)]
+    open("notes.txt", "w").close()
+    try:
+        model.fit(x, y[:5])
+    except ValueError as error:
+        print("said:", str(error).splitlines()[0])
+    model.save("last.keras")
+    raise SystemExit(3)
+"""
+    (tmp_path / "temporary").mkdir()
+    result = unchanged(tmp_path, MODEL + text, {"TMPDIR": str(tmp_path / "temporary")})
+    assert result.exit_code == 3, result.errors
+    assert result.output.count("said:") == 2
+    told = [line for line in result.errors.splitlines() if "each rank has written" in line]
+    assert [line.partition(":")[0] for line in told] == [
+        "[0] [0/2] each rank has written notes.txt"
+    ]
+    assert {path.name for path in tmp_path.iterdir()} >= {"notes.txt", "last.keras"}
+
+
+@pytest.mark.parametrize("way", [in_full("real")])
+def test_what_is_tried_out_writes_nothing(tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(
+        MODEL
+        + "try:\n    model.fit(x, y)\nfinally:\n    model.save('m.keras')\n    open('n', 'w')\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-m", "ringreduce", "verify", "--unchanged", "train.py", "--steps", "1"],
+        cwd=tmp_path,
+        env=clean_environment(TF_CPP_MIN_LOG_LEVEL="3"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "Fastest on this machine" in found.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_copy_links_what_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from_ = tmp_path / "from"
+    from_.mkdir()
+    (from_ / "small").write_text("1")
+    (from_ / "large").write_bytes(bytes((16 << 20) + 1))
+    (from_ / ".git").mkdir()
+    monkeypatch.chdir(from_)
+    with _copied(tmp_path / "to"):
+        assert Path.cwd() == tmp_path / "to"
+        assert sorted(path.name for path in Path().iterdir()) == ["large", "small"]
+        assert [Path(name).is_symlink() for name in ("large", "small")] == [True, False]
+    assert Path.cwd() == from_
+    monkeypatch.setattr("ringreduce.commands.verify._FILES_MAX", 1)
+    with pytest.raises(ConfigError, match="found more than 1 files"), _copied(tmp_path / "other"):
+        pass
+
+
+def test_the_launcher_starts_it_and_shows_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MODEL + "print('begins')\nmodel.fit(x, y, verbose=2)\n")
+    found = run(tmp_path, "-n", "2", "--unchanged", "train.py", TF_CPP_MIN_LOG_LEVEL="3")
+    assert found.returncode == 0, found.stderr
+    shown = found.stdout.splitlines()
+    assert shown[:2] == ["[0] begins", "[0] 1/1 - " + shown[1].partition(" - ")[2]]
+    assert len(shown) == 2
