@@ -269,6 +269,10 @@ def run(
         if workers is None:
             _hint_at_misplaced(script, arguments or ())
         node = node_of(nnodes, node_rank, rendezvous, size, max_restarts, timeout, elastic)
+    if unchanged and elastic:
+        raise typer.BadParameter(
+            "not with --elastic, which rr.fit alone has", param_hint="--unchanged"
+        )
     if stdin is not None and (node or elastic):
         raise typer.BadParameter("not with --nnodes or --elastic", param_hint="--stdin")
     if elastic:

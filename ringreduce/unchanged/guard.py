@@ -10,7 +10,8 @@ from typing import Any
 from ringreduce.keras.mistakes import users_frame
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.wrappable import all_within
-from ringreduce.unchanged.packages import WITHOUT, job, refuse
+from ringreduce.unchanged.job import job
+from ringreduce.unchanged.packages import WITHOUT, refuse
 
 _log = logging.getLogger(__name__)
 # Optimizers that are distributed, or in one that is.

@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-from ringreduce.vocabulary.config import Config
+from ringreduce.unchanged.job import job
+from ringreduce.unchanged.written import alone_on_host
 from ringreduce.vocabulary.errors import ConfigError
 
 WITHOUT = "Start it without --unchanged, and"
@@ -19,12 +19,6 @@ PACKAGES: dict[str, tuple[str, tuple[str, ...], str]] = {
         f"{WITHOUT} call rr.fit in the model's own fit; or search in one process.",
     ),
 }
-
-
-@cache
-def job() -> Config:
-    """This rank's settings, as they were when the program began."""
-    return Config.from_environment()
 
 
 def refuse(what: str, remedy: str) -> None:
@@ -53,6 +47,18 @@ def replace_in(package: str) -> None:
 
         cls = getattr(sys.modules[package], owner)
         setattr(cls, name, _before(refused, getattr(cls, name)))
+
+
+def download_once() -> None:
+    """Have one process of a host at a time download by tensorflow_datasets."""
+    builder = sys.modules["tensorflow_datasets"].core.DatasetBuilder
+    prepare = builder.download_and_prepare
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        with alone_on_host():
+            return prepare(*arguments, **options)
+
+    builder.download_and_prepare = call
 
 
 def _before(first: Callable[..., None], then: Callable[..., Any]) -> Callable[..., Any]:

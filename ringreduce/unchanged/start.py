@@ -20,7 +20,8 @@ from typing import Any
 
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.start import run_program
-from ringreduce.unchanged import packages
+from ringreduce.unchanged import packages, written
+from ringreduce.unchanged.job import job
 from ringreduce.vocabulary.worker_environment import choose_hash_seed
 
 SEED = 1
@@ -31,8 +32,10 @@ def main(arguments: list[str]) -> None:
     if not arguments:
         sys.exit("usage: python -m ringreduce.unchanged [-m] PROGRAM [ARGUMENTS]")
     check_program(arguments)
-    if packages.job().size > 1 and choose_hash_seed():
-        os.execv(sys.executable, sys.orig_argv)
+    if job().size > 1:
+        if choose_hash_seed():
+            os.execv(sys.executable, sys.orig_argv)
+        written.share_folders()
     random.seed(SEED)
     after = _After()
     after.call(("numpy",), _seed_numpy)
@@ -40,6 +43,7 @@ def main(arguments: list[str]) -> None:
     after.call(("keras", "tensorflow"), _change_keras)
     # Keras with another backend may never import TensorFlow.
     after.call(("keras",), lambda: packages.require_tensorflow(sys.modules["keras"]))
+    after.call(("tensorflow_datasets",), packages.download_once)
     for name in packages.PACKAGES:
         after.call((name,), partial(packages.replace_in, name))
     sys.meta_path.insert(0, after)

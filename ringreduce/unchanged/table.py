@@ -7,14 +7,13 @@ its own. So they do in a process that a rank has started.
 import atexit
 import builtins
 import contextlib
-import fcntl
 import functools
 import inspect
 import os
 import sys
-import tempfile
 import threading
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +29,7 @@ from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.unchanged import guard, written
-from ringreduce.unchanged.packages import job
+from ringreduce.unchanged.job import job
 from ringreduce.vocabulary.config import recording_wanted
 from ringreduce.vocabulary.errors import MismatchError
 
@@ -46,6 +45,7 @@ _local = _Local()
 _process = os.getpid()
 _is_tried_out = recording_wanted() is not None
 _calls = 0
+_seed: Any = None  # TensorFlow's, as the program has set it
 
 
 def install() -> None:
@@ -62,8 +62,9 @@ def install() -> None:
             _replace(owner, name, _write_once)
     for function in (keras.saving.save_model, keras.saving.save_weights, tf.saved_model.save):
         _replace_everywhere(function, _write_once)
-    _replace_everywhere(keras.utils.get_file, _one_at_a_time)
+    _replace_everywhere(keras.utils.get_file, _download_once)
     _replace(builtins, "input", _ask_once)
+    _replace(tf.random, "set_seed", _note_seed)
     _check_first(keras.optimizers.Optimizer, "apply", guard.require_distributed)
     _check_first(tf.distribute.Strategy, "scope", guard.refuse_strategy)
     # The files that ranks save are no longer their own.
@@ -123,7 +124,15 @@ def _fit(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
     guard.has_trained = True
     _distribute(model)
     with _own_method(given.pop("self"), "fit", original):
-        return fit(model, **given, communicator=ring)
+        # As Keras's, the order of rows follows from TensorFlow's seed, and is another in each call.
+        seed = zlib.crc32(f"{_seed} {_calls}".encode())
+        return fit(model, **given, seed=seed, communicator=ring)
+
+
+def _note_seed(original: Any, seed: Any) -> None:
+    global _seed
+    _seed = seed
+    original(seed)
 
 
 def _evaluate(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
@@ -177,10 +186,10 @@ def _distribute(model: Any) -> None:
 def _meet(what: str) -> Communicator:
     """Join the ring, and compare with the other ranks where the program is. Collective."""
     global _calls
+    _calls += 1
     ring = init()
     if ring.size == 1:
         return ring
-    _calls += 1
     own = [_calls, what, guard.place()]
     every = ring.all_gather_object([own, written.found(ring.rank)])
     written.note(name for _, names in every for name in names)
@@ -215,11 +224,8 @@ def _write_once(original: Any, *arguments: Any, **options: Any) -> Any:
     return on_rank_zero(write, communicator=_meet(original.__qualname__))
 
 
-def _one_at_a_time(original: Any, *arguments: Any, **options: Any) -> Any:
-    """The first process of a host downloads; the others find the file."""
-    name = f"{tempfile.gettempdir()}/ringreduce-get-file-{os.geteuid()}.lock"
-    with open(name, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _download_once(original: Any, *arguments: Any, **options: Any) -> Any:
+    with written.alone_on_host():
         return original(*arguments, **options)
 
 

@@ -1,19 +1,49 @@
-"""Files that each rank of an unchanged program writes: nobody has replaced ``open``."""
+"""Files and folders that each rank of an unchanged program makes: ``open`` stays as it is."""
 
+import contextlib
+import fcntl
+import functools
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ringreduce.unchanged.packages import job
+from ringreduce.unchanged.job import job
 
 _log = logging.getLogger(__name__)
 _WRITING = os.O_WRONLY | os.O_RDWR
 # In the order in which they were found.
 _names: dict[str, None] = {}
 _told = 0
+_lock = threading.Lock()
+
+
+def share_folders() -> None:
+    """From now on a folder that another rank has just made is no error."""
+    make, began = os.mkdir, time.time() - 2.0  # Ranks start at about the same time.
+
+    @functools.wraps(make)
+    def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            make(path, *arguments, **options)
+        except FileExistsError:
+            if options or os.stat(path).st_ctime < began:
+                raise
+
+    os.mkdir = mkdir
+
+
+@contextlib.contextmanager
+def alone_on_host() -> Iterator[None]:
+    """Within the block no other process of this host and user is in one: the first downloads."""
+    name = os.path.join(tempfile.gettempdir(), f"ringreduce-download-{os.geteuid()}.lock")
+    with _lock, open(name, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def watch(is_left_out: Callable[[], bool]) -> None:

@@ -12,8 +12,8 @@ from tests.scope import in_full
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# digits.py and ray_digits.py have tests of their own, the others take no part in a ring.
-ELSEWHERE = {"digits", "digits_mirrored", "demo", "elastic", "ray_digits"}
+# These have tests of their own, or take no part in a ring.
+ELSEWHERE = {"digits", "digits_mirrored", "demo", "elastic", "plain", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
 # Models in parts and in half precision, tables and uneven data have tests of their own.
 RARE = ("embedding", "hybrid", "mixed_precision", "pipeline", "recommender", "uneven_data")

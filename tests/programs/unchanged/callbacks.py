@@ -11,7 +11,8 @@ x = np.random.rand(90, 5).astype("float32")
 y = x.sum(axis=1)
 model = keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(1)])
 model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
-os.makedirs("run", exist_ok=True)
+if not os.path.exists("run"):
+    os.makedirs("run")
 model.fit(
     x,
     y,
