@@ -1680,8 +1680,8 @@ BREAKAGES = (
     Breakage(
         "unchanged-other-optimizers-stay",
         "ringreduce/unchanged/table.py",
-        "elif wrapped(value) is not value:",
-        'elif name == "optimizer":',
+        "        if wrapped(value) is not value:",
+        '        if name == "optimizer":',
         "Of a model with several optimizers only Keras's own is distributed.",
         ("tests/unchanged/test_programs.py",),
     ),

@@ -139,7 +139,9 @@ def _evaluate(original: Any, model: Any, *arguments: Any, **options: Any) -> Any
     if not model.compiled:
         return original(model, *arguments, **options)
     bound = inspect.signature(original).bind(model, *arguments, **options).arguments
-    given = {"verbose": "auto", **bound, **bound.pop("kwargs", {})}
+    if bound.get("kwargs"):
+        return original(model, *arguments, **options)  # Which knows none of them.
+    given = {"verbose": "auto", **bound}
     ring = _meet("Model.evaluate")
     with _own_method(given.pop("self"), "evaluate", original):
         return evaluate(model, **given, communicator=ring)
@@ -158,11 +160,13 @@ def _predict(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
 @contextlib.contextmanager
 def _own_method(model: Any, name: str, original: Any) -> Iterator[None]:
     """Within the block ``model.name`` is Keras's: one of the program's has called this by super."""
+    before = {name: vars(model)[name]} if name in vars(model) else {}
     vars(model)[name] = types.MethodType(original, model)
     try:
         yield
     finally:
         del vars(model)[name]
+        vars(model).update(before)
 
 
 def _distribute(model: Any) -> None:
@@ -175,12 +179,13 @@ def _distribute(model: Any) -> None:
         return made.setdefault(id(one), DistributedOptimizer(one))
 
     for name, value in list(vars(model).items()):
-        if isinstance(value, list):
-            value[:] = map(wrapped, value)
-        elif isinstance(value, dict):
-            value.update({key: wrapped(one) for key, one in value.items()})
-        elif wrapped(value) is not value:
+        if wrapped(value) is not value:
             setattr(model, name, wrapped(value))
+        elif isinstance(value, (list, dict)):
+            places = range(len(value)) if isinstance(value, list) else list(value)
+            for place in places:
+                if wrapped(value[place]) is not value[place]:
+                    value[place] = wrapped(value[place])
 
 
 def _meet(what: str) -> Communicator:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.commands.verify import _copied
-from ringreduce.unchanged import guard, packages
+from ringreduce.unchanged import guard, packages, table
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import _ROOT as ROOT
 from tests.jobs import run_job
@@ -106,6 +106,21 @@ def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks: No
     text = r"rank 1 of 2 applies gradients by adam in test_unchanged.py:\d+, outside of Model.fit"
     with pytest.raises(ConfigError, match=text):
         guard.require_distributed(plain)
+
+
+def test_optimizers_in_lists_and_tables_are_distributed() -> None:
+    class Holder:
+        pass
+
+    model, one, two = Holder(), keras.optimizers.SGD(), keras.optimizers.Adam()
+    vars(model).update(first=one, several=[one, None, two], named={"two": two}, numbers=(1, 2))
+    table._distribute(model)
+    found = [model.first, *model.several, model.named["two"]]  # type: ignore[attr-defined]
+    assert [type(each).__name__ for each in found] == ["SGD", "SGD", "NoneType", "Adam", "Adam"]
+    assert {type(each) for each in found} - {type(None)} == {type(found[0]), type(found[3])}
+    assert all(isinstance(found[n], rr.DistributedOptimizer) for n in (0, 1, 3, 4))
+    assert found[0] is found[1]
+    assert found[3] is found[4]
 
 
 def test_other_ways_to_train_are_refused(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
