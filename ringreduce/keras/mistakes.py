@@ -43,7 +43,6 @@ class _Local(threading.local):
 _in_fit = _Local()
 # Models that save whole files.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
-saves_once = False  # whether `save` is collective: unchanged programs
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
 _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
 # Reductions of losses that give no mean over samples.
@@ -245,7 +244,7 @@ def warn_of_ranks_apart() -> None:
 
 def save_whole_files(model: Any, ring: Communicator) -> None:
     """From now on ``model.save`` and ``model.save_weights`` replace a file in one step."""
-    if ring.size == 1 or model in _saving or saves_once:
+    if ring.size == 1 or model in _saving:
         return
     _saving.add(model)
     for name in ("save", "save_weights"):
@@ -260,6 +259,8 @@ class _Saving:
     def __call__(self, filepath: Any, *arguments: Any, **options: Any) -> Any:
         model = self._model()
         save, path = getattr(type(model), self._name), str(filepath)
+        if getattr(save, "writes_once", bool)():  # In unchanged programs, but for callbacks.
+            return save(model, filepath, *arguments, **options)
         if self._warns and (rank := self._ring.rank) > 0:
             self._warns = False
             warn_at_users_line(

@@ -35,7 +35,8 @@ def require_distributed(optimizer: Any) -> None:
             _known.update(all_within(one))
     if optimizer not in _known:
         refuse(
-            f"applies gradients by {optimizer.name} in {place()}, outside of Model.fit",
+            f"applies gradients by {optimizer.name} in {place()}, outside of Model.fit or in a "
+            "callback of another one",
             f"{WITHOUT} write import ringreduce.keras as rr, rr.init(), and optimizer = "
             "rr.DistributedOptimizer(optimizer); and give each rank its rows, rr.shard(data).",
         )

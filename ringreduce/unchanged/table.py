@@ -23,7 +23,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import init
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.keras import data_fingerprint, mistakes
+from ringreduce.keras import data_fingerprint
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
@@ -67,8 +67,7 @@ def install() -> None:
     _replace(tf.random, "set_seed", _note_seed)
     _check_first(keras.optimizers.Optimizer, "apply", guard.require_distributed)
     _check_first(tf.distribute.Strategy, "scope", guard.refuse_strategy)
-    # The files that ranks save are no longer their own.
-    mistakes.saves_once = data_fingerprint.compares_all_inputs = True
+    data_fingerprint.compares_all_inputs = True
     atexit.register(_at_exit)
     if job().size > 1:
         written.watch(lambda: job().rank == 0 and _local.is_inside)
@@ -98,6 +97,7 @@ def _replacement(original: Any, ours: _Replacement) -> Any:
             _local.is_inside = False
 
     call.replaces = original  # type: ignore[attr-defined]
+    call.writes_once = lambda: not _local.is_inside  # type: ignore[attr-defined]
     return call
 
 
@@ -139,8 +139,8 @@ def _evaluate(original: Any, model: Any, *arguments: Any, **options: Any) -> Any
     if not model.compiled:
         return original(model, *arguments, **options)
     bound = inspect.signature(original).bind(model, *arguments, **options).arguments
-    if bound.get("kwargs"):
-        return original(model, *arguments, **options)  # Which knows none of them.
+    if bound.get("kwargs") or bound.get("callbacks") is not None:
+        return original(model, *arguments, **options)  # Callbacks see all batches, on each rank.
     given = {"verbose": "auto", **bound}
     ring = _meet("Model.evaluate")
     with _own_method(given.pop("self"), "evaluate", original):
@@ -149,10 +149,10 @@ def _evaluate(original: Any, model: Any, *arguments: Any, **options: Any) -> Any
 
 def _predict(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
     bound = inspect.signature(original).bind(model, *arguments, **options).arguments
+    if bound.pop("callbacks", None) is not None:
+        return original(model, *arguments, **options)
     given = {"verbose": "auto", **bound}
     ring = _meet("Model.predict")
-    if given.pop("callbacks", None) is not None:
-        return original(model, *arguments, **options)  # On all rows, on each rank.
     with _own_method(given.pop("self"), "predict", original):
         return predict(model, **given, communicator=ring)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +20,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.commands.verify import _copied
-from ringreduce.unchanged import guard, packages, table
+from ringreduce.unchanged import guard, packages, table, written
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import _ROOT as ROOT
 from tests.jobs import run_job
@@ -183,6 +187,38 @@ step()
     result = unchanged(tmp_path, MODEL + text)
     assert "applies gradients by adam in train.py:16, outside of Model.fit" in result.errors
     assert "each rank has written" not in result.errors
+
+
+def test_a_folder_that_another_rank_makes_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "mkdir", make := os.mkdir)
+    written.share_folders()
+    os.makedirs(tmp_path / "run" / "logs")
+    os.makedirs(tmp_path / "run" / "logs")
+    os.mkdir = make
+    monkeypatch.setattr(written, "time", SimpleNamespace(time=lambda: time.time() + 100))
+    written.share_folders()
+    with pytest.raises(FileExistsError):
+        os.mkdir(tmp_path / "run")
+
+
+def test_one_process_of_a_host_downloads_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Builder:
+        def download_and_prepare(self, folder: str) -> str:
+            with open(*tmp_path.glob("*.lock"), "a") as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    datasets = SimpleNamespace(core=SimpleNamespace(DatasetBuilder=Builder))
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", datasets)
+    packages.download_once()
+    assert Builder().download_and_prepare("data") == "data"
+    with open(*tmp_path.glob("*.lock"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.full
