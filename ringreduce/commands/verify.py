@@ -82,8 +82,9 @@ def _copied(folder: Path) -> Iterator[None]:
         else:
             shutil.copy2(source, target)
 
-    hidden = shutil.ignore_patterns(".*", "__pycache__")
-    shutil.copytree(".", folder, symlinks=True, ignore=hidden, copy_function=copy)
+    # Nor the copy itself, where the temporary folder is in this one.
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "ringreduce-verify-*")
+    shutil.copytree(".", folder, symlinks=True, ignore=left_out, copy_function=copy)
     before = os.getcwd()
     os.chdir(folder)
     try:
