@@ -17,13 +17,13 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras import metric_states, private
+from ringreduce.keras import metric_states
 from ringreduce.keras.arrays import Arrays, are_arrays
+from ringreduce.keras.averages import averages_of
 from ringreduce.keras.batches import BATCH_SIZE, REMEDY, Feed, Plan, feed_of
 from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of
-from ringreduce.keras.mistakes import warn_of_metrics
+from ringreduce.keras.mistakes import warn_of_last_batches, warn_of_metrics
 from ringreduce.keras.parts.answering import Answering
-from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
@@ -108,8 +108,10 @@ def evaluate(
     gathered = ring.all_gather_object([entries, names, names_apart(model)])
     apart = {name for *_, theirs in gathered for name in theirs}
     warn_of_metrics(apart, ring)
+    every = [theirs for theirs, *_ in gathered]
+    warn_of_last_batches(every, ring)
     together = metric_states.combined_results(model, states, ring)
-    result = {**logs, **metric_states.merged([theirs for theirs, *_ in gathered], together)}
+    result = {**logs, **metric_states.merged(every, together)}
     result |= dict.fromkeys(apart & result.keys(), math.nan)
     if return_dict:
         return {name: result[name] for name in sorted(result.keys() - apart)}
@@ -176,14 +178,7 @@ def _predicted(model: Any, share: _Share, batch_size: int | None, verbose: Any) 
 @contextmanager
 def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
     """Within the block all ranks evaluate the model that rank 0 would save. Collective."""
-    averages = [
-        variable
-        for layer in private.layers_of(model)
-        # Frozen averages do not move, and may be large.
-        if layer.trainable and not private.has_layers(layer)
-        for variable in layer.non_trainable_weights
-        if not is_own_piece(variable)
-    ]
+    averages = averages_of(model)
     with metric_states.restored(averages):
         # A rank with an empty share may have a model that is not built, and needs no averages.
         if len(set(ring.all_gather_object(len(averages)))) == 1:

@@ -24,6 +24,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private
+from ringreduce.keras.metric_states import Entries
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.settings import saved_beside_weights
@@ -178,6 +179,19 @@ def warn_of_metrics(names: Iterable[str], ring: Communicator) -> None:
             "over two halves of the first rows, does not give the result of both. Make its "
             "variables with another aggregation; or give its class merge_states(self, states), "
             "which returns one list of arrays, in the order of its variables, of the ranks' lists.",
+            ParityWarning,
+        )
+
+
+def warn_of_last_batches(entries: Sequence[Entries], ring: Communicator) -> None:
+    """Warn on rank 0 of numbers of an evaluation that are of no metric; all ranks' `entries`."""
+    every = [(name, *entry) for theirs in entries for name, entry in theirs.items()]
+    plain = {name for name, is_metric, number in every if number is not None and not is_metric}
+    if ring.rank == 0 and plain:
+        warn_at_users_line(
+            f"a test_step of your own returns {', '.join(sorted(plain))} beside metrics: shown is "
+            "the mean of what each rank's last batch gave, where one process shows that of the "
+            "last batch. Let the model keep a keras.metrics.Mean, and return its result.",
             ParityWarning,
         )
 

@@ -168,8 +168,9 @@ def _who_differs(
         f"({value.dtype.name} of shape {value.shape} here), and that {len(bad)} of "
         f"{len(columns)} variables differ",
         "Look for code that changes weights on some ranks only: a callback that assigns, a "
-        "layer that draws random numbers for its updates, a checkpoint loaded after the first "
-        "step; or an optimizer with a communicator of its own, which is to be passed here too. "
+        "train_step that updates weights itself and not by model.optimizer, a layer that draws "
+        "random numbers for its updates, a checkpoint loaded after the first step; or an "
+        "optimizer with a communicator of its own, which is to be passed here too. "
         "Start again from a checkpoint, or call broadcast_variables.",
     )
 

@@ -348,18 +348,69 @@ def test_data_that_ends_early_on_one_rank_is_named(is_counted: bool, where: str)
 
 
 @pytest.mark.filterwarnings("ignore:2 ranks will not train exactly")
-def test_a_rank_without_rows_of_a_batch_keeps_its_averages() -> None:
+def test_a_rank_without_rows_of_a_batch_keeps_its_averages_and_all_end_with_rank_0s() -> None:
     x = np.float32([[0], [4], [8], [12], [16]])
 
     def work(ring: Any) -> list[Any]:
         layers = keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)
         model = keras.Sequential([keras.Input((1,)), *layers])
         model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring), "mse")
-        rr.fit(model, x, x, batch_size=4, shuffle=False, verbose=0, communicator=ring)
-        return [weight.numpy().item() for weight in model.layers[0].non_trainable_variables]
+        found: list[Any] = []
+
+        def look(*_: Any, **__: Any) -> None:
+            averages = model.layers[0].non_trainable_variables
+            found.append([weight.numpy().item() for weight in averages])
+
+        one = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        options = {"batch_size": 4, "shuffle": False, "callbacks": [one], "verbose": 0}
+        rr.fit(model, x, x, communicator=ring, **options)
+        look()
+        return found[1:]
 
     # From mean 0 and variance 1; the last row is rank 1's.
-    assert ring_of_threads(2, work) == [[1.0, 2.5], [10.5, 1.25]]
+    assert ring_of_threads(2, work) == [[[1.0, 2.5], [1.0, 2.5]], [[10.5, 1.25], [1.0, 2.5]]]
+
+
+class Updating(keras.Sequential):
+    """Its steps look after weights and numbers themselves."""
+
+    rate = 1.0
+
+    def train_step(self, data: Any) -> Any:
+        for one in self.trainable_variables:
+            one.assign_sub(self.rate * tf.reduce_mean(data[0]) * tf.ones_like(one))
+        return {"one": tf.reduce_mean(data[1])}
+
+    def test_step(self, data: Any) -> Any:
+        return {"one": tf.reduce_mean(data[1])}
+
+
+def updating(ring: Any, **options: Any) -> list[int]:
+    """The batches that a training has begun, and what has ended it."""
+    x, begun = np.arange(12, dtype="float32").reshape(12, 1), []
+    model = Updating([keras.Input((1,)), keras.layers.Dense(1)])
+    model.rate = options.pop("rate")
+    model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring), run_eagerly=True)
+    one = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda at, logs: begun.append(at))
+    given = {"batch_size": 4, "shuffle": False, "callbacks": [one], "verbose": 0, **options}
+    if not model.rate:
+        rr.fit(model, x, x, communicator=ring, **given)
+    else:
+        with pytest.raises(MismatchError, match="a train_step that updates weights itself"):
+            rr.fit(model, x, x, communicator=ring, **given)
+    return begun
+
+
+def test_weights_that_a_step_assigns_are_compared_after_the_first_batch() -> None:
+    assert ring_of_threads(2, lambda ring: updating(ring, rate=1.0)) == [[0], [0]]
+
+
+def test_numbers_of_a_test_step_beside_metrics_are_told() -> None:
+    x = np.ones((12, 1), "float32")
+    given = {"validation_data": (x, x), "rate": 0.0, "epochs": 2}
+    with pytest.warns(rr.ParityWarning, match="returns val_one beside metrics: shown is") as found:
+        ring_of_threads(2, lambda ring: updating(ring, **given))
+    assert len(found) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Limiting")

@@ -108,8 +108,12 @@ class VerifyReplicas(keras.callbacks.Callback):
         if self._every is not None and self._batches % self._every == 0:
             self.on_train_end()
         elif self._batches == 1:
-            # Where a layer that needs all units has got this rank's, weights differ at once.
-            _verify_group(self.model)
+            wrappers = wrappers_in(self.model)
+            if wrappers and not any(int(one.iterations) for one in wrappers):
+                self.on_train_end()  # The step may have updated weights itself.
+            else:
+                # Where a layer that needs all units has got this rank's, they differ at once.
+                _verify_group(self.model)
 
     def on_train_end(self, logs: Any = None) -> None:
         verify_model(self.model, self._communicator or default_communicator())

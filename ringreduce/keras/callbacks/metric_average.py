@@ -10,7 +10,11 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.callbacks.learning_rate import diverged, kept_rates
 from ringreduce.keras.metric_states import MetricStates, states_of
-from ringreduce.keras.mistakes import warn_of_metrics, warn_of_same_rows
+from ringreduce.keras.mistakes import (
+    warn_of_last_batches,
+    warn_of_metrics,
+    warn_of_same_rows,
+)
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.probe import names_apart
 from ringreduce.keras.repeating import repeated
@@ -147,6 +151,7 @@ class MetricAverage(keras.callbacks.Callback):
         apart = {name for theirs in gathered for name in theirs["apart"]}
         if self._is_first:
             warn_of_metrics(apart, ring)
+            warn_of_last_batches([_of_validation(theirs["entries"]) for theirs in gathered], ring)
         found = metric_states.merged([theirs["entries"] for theirs in gathered], together)
         return found | {n: None for n in {**logs, **found} if n.removeprefix(_VALIDATION) in apart}
 
@@ -154,6 +159,10 @@ class MetricAverage(keras.callbacks.Callback):
         """Replace the values here too: Keras passes those from before the last `on_epoch_end`."""
         if logs is not None:
             logs.update(self._latest)
+
+
+def _of_validation(logs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in logs.items() if name.startswith(_VALIDATION)}
 
 
 def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.keras import private
+from ringreduce.keras.averages import take_averages_of_rank_0
 from ringreduce.keras.batches import Feed
 from ringreduce.keras.mistakes import in_fit
 from ringreduce.keras.training.steps import Steps
@@ -96,6 +97,7 @@ class Loop:
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             logs = _results_or(model, self._pass())
+            take_averages_of_rank_0(model, self._who.everyone)
             if validation is not None and model._should_eval(epoch, validation_freq):
                 given = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
                 found = model.evaluate(validation.dataset, **given)

@@ -1,0 +1,27 @@
+"""What each rank computes of its own rows alone: moving averages of normalization layers."""
+
+from typing import Any
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.tensorflow.variables import broadcast_variables
+
+
+def averages_of(model: Any) -> list[Any]:
+    """The variables of `model` that its training moves without a gradient."""
+    return [
+        variable
+        for layer in private.layers_of(model)
+        # Frozen averages do not move, and may be large.
+        if layer.trainable and not private.has_layers(layer)
+        for variable in layer.non_trainable_weights
+        if not is_own_piece(variable)
+    ]
+
+
+def take_averages_of_rank_0(model: Any, ring: Communicator) -> None:
+    """Have all ranks go on with rank 0's, which it would save. Collective."""
+    averages = averages_of(model)
+    if ring.size > 1 and averages:
+        broadcast_variables(averages, ring)
