@@ -15,7 +15,7 @@ Step = Callable[[Any], Any]
 # Attribute of a wrapped step: the one inside, and its wrappers by their places.
 _WRAPS = "_ringreduce_wraps"
 # Places of wrappers, from the inside out. COMPILED applies gradients at its end, weighted ones.
-COMPILED, WEIGHTED = 0, 1
+PLAIN, COMPILED, WEIGHTED = 0, 1, 2
 
 
 def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) -> None:

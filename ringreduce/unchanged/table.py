@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -28,13 +28,15 @@ from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.wrapper import Wrapper
-from ringreduce.unchanged import guard, written
+from ringreduce.unchanged import guard, sums, written
 from ringreduce.unchanged.job import job
 from ringreduce.vocabulary.config import recording_wanted
 from ringreduce.vocabulary.errors import MismatchError
 
 # What a replacement gets: the original, and the arguments of a call.
 _Replacement = Callable[..., Any]
+# What functions that save call the file, unless it is a CheckpointManager's directory.
+_FILES = ("filepath", "file_prefix", "export_dir")
 
 
 class _Local(threading.local):
@@ -65,6 +67,7 @@ def install() -> None:
     _replace_everywhere(keras.utils.get_file, _download_once)
     _replace(builtins, "input", _ask_once)
     _replace(tf.random, "set_seed", _note_seed)
+    _always(tf.GradientTape, "gradient", sums.gradient)
     _check_first(keras.optimizers.Optimizer, "apply", guard.require_distributed)
     _check_first(tf.distribute.Strategy, "scope", guard.refuse_strategy)
     data_fingerprint.compares_all_inputs = True
@@ -101,16 +104,25 @@ def _replacement(original: Any, ours: _Replacement) -> Any:
     return call
 
 
-def _check_first(owner: Any, name: str, check: Callable[[Any], None]) -> None:
+def _always(owner: Any, name: str, ours: _Replacement) -> None:
+    """Replace it within replaced calls too."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        if os.getpid() == _process:
-            check(self)
-        return original(self, *arguments, **options)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if os.getpid() != _process:
+            return original(*arguments, **options)
+        return ours(original, *arguments, **options)
 
     setattr(owner, name, call)
+
+
+def _check_first(owner: Any, name: str, check: Callable[[Any], None]) -> None:
+    def checked(original: Any, self: Any, *arguments: Any, **options: Any) -> Any:
+        check(self)
+        return original(self, *arguments, **options)
+
+    _always(owner, name, checked)
 
 
 # --- Training -----------------------------------------------------------------------------------
@@ -123,6 +135,7 @@ def _fit(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
     ring = _meet("Model.fit")
     guard.has_trained = True
     _distribute(model)
+    sums.note_steps(model, ring)
     with _own_method(given.pop("self"), "fit", original):
         # As Keras's, the order of rows follows from TensorFlow's seed, and is another in each call.
         seed = zlib.crc32(f"{_seed} {_calls}".encode())
@@ -218,15 +231,30 @@ def _meet(what: str) -> Communicator:
 
 
 def _write_once(original: Any, *arguments: Any, **options: Any) -> Any:
-    """Rank 0 writes; the others wait, and then find the whole file."""
+    """Rank 0 writes; the others wait, and then find the whole file.
+
+    Where ranks name files of their own, as in a folder of ``tempfile``, or a buffer, each writes.
+    """
     if _is_tried_out:
         return None  # What is only tried out overwrites nothing.
+    ring = _meet(original.__qualname__)
+    given = inspect.signature(original).bind(*arguments, **options).arguments
+    names = ring.all_gather_object(_name_of_file(given, arguments[0]))
+    if None in names or len(set(names)) > 1:
+        return original(*arguments, **options)
 
     def write() -> str | None:
         found = original(*arguments, **options)
         return found if isinstance(found, str) else None
 
-    return on_rank_zero(write, communicator=_meet(original.__qualname__))
+    return on_rank_zero(write, communicator=ring)
+
+
+def _name_of_file(given: Mapping[str, Any], saved: Any) -> str | None:
+    """The file or folder that a call writes; None: a buffer."""
+    found = next((given[name] for name in _FILES if name in given), None)
+    path = getattr(saved, "directory", None) if found is None else found
+    return os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
 
 
 def _download_once(original: Any, *arguments: Any, **options: Any) -> Any:

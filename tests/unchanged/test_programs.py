@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 FOLDER = Path(__file__).parents[1] / "programs" / "unchanged"
 NAMES = sorted({file.stem for file in FOLDER.glob("*.py")} - {"every"})
 HALF = ("mixed",)
-QUICK = ("callbacks", "distillation", "gan")
+QUICK = ("callbacks", "gan", "own_step")
 RANDOM = ("gan",)  # draws other numbers on each rank, in its steps
 
 
@@ -54,6 +54,6 @@ def test_ranks_end_alike_and_as_one_does(name: str, size: int) -> None:
     assert len(others) == size - 1
     assert others == [first] * (size - 1)
     if name not in RANDOM:
-        near = {"rtol": 1e-4 if name in HALF else 2e-6, "atol": 2e-6}
-        np.testing.assert_allclose(first["sums"], alone["sums"], **near)
+        near = {"rtol": 1e-3, "atol": 5e-4} if name in HALF else {"rtol": 1e-6, "atol": 1e-6}
+        np.testing.assert_allclose(first["weights"], alone["weights"], **near)
         np.testing.assert_allclose(first["results"], alone["results"], **near)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 
 import keras
 import numpy as np
@@ -37,6 +38,10 @@ best.fit(x, y, epochs=1)
 best.save("run/final.keras")
 best.save_weights("run/final.weights.h5")
 best.export("run/exported")
+# A folder that has another name on each rank.
+with tempfile.TemporaryDirectory() as folder:
+    best.save(f"{folder}/final.keras")
+    best = keras.models.load_model(f"{folder}/final.keras")
 model.load_weights("run/final.weights.h5")
 with open("run/results.json", "w") as file:
     json.dump(model.evaluate(x, y, return_dict=True), file)
