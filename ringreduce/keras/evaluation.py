@@ -158,8 +158,10 @@ def predict(
         batches = _predicted(model, share, batch_size, shown)
         answering.finish(with_losses=False)
     flat = [keras.tree.flatten(batch) for batch in batches]
-    outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
-    return keras.tree.pack_sequence_as(batches[0], outputs)
+    joined = [
+        _gathered([batch[i] for batch in flat], ring, share.rows) for i in range(len(flat[0]))
+    ]
+    return keras.tree.pack_sequence_as(batches[0], joined)
 
 
 def _predicted(model: Any, share: _Share, batch_size: int | None, verbose: Any) -> list[Any]:
@@ -168,11 +170,15 @@ def _predicted(model: Any, share: _Share, batch_size: int | None, verbose: Any) 
     if share.is_empty:
         # Predict anyway, for the outputs' structure, dtypes and shapes.
         outputs = model.predict_on_batch(share.example())
-        return [keras.tree.map_structure(lambda output: output[:0], outputs)]
+        return [keras.tree.map_structure(_none_of, outputs)]
     if isinstance(own_x, tf.data.Dataset):
         # Batch by batch, to know which rows belong to which batch.
         return [model.predict_on_batch(_inputs_of(element)) for element in own_x]
     return [model.predict(own_x, batch_size=batch_size, verbose=verbose)]
+
+
+def _none_of(output: Any) -> Any:
+    return output if _count_of(output) is None else output[:0]
 
 
 @contextmanager
@@ -184,6 +190,10 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
         if len(set(ring.all_gather_object(len(averages)))) == 1:
             broadcast_variables(averages, ring)
         yield
+
+
+class OutputsError(ConfigError):
+    """Outputs cannot be joined, of the same kind on all ranks."""
 
 
 class _Share:
@@ -200,6 +210,7 @@ class _Share:
         self.parts, self.is_empty, self.is_whole = whole, False, True
         self.feed = Feed()  # Which does nothing, for arrays.
         self._ring = ring
+        self.rows: list[int] | None = None  # of each rank, of arrays
         self._reads = Reads() if check and not are_arrays(whole) else None
         if ring.size == 1:
             return
@@ -207,7 +218,9 @@ class _Share:
             count = (arrays := Arrays(*whole)).count
             if steps is not None:
                 count = min(count, steps * (rows or BATCH_SIZE))
-            first, end = (count * r // ring.size for r in (ring.rank, ring.rank + 1))
+            bounds = [count * r // ring.size for r in range(ring.size + 1)]
+            self.rows = np.diff(bounds).tolist()
+            first, end = bounds[ring.rank : ring.rank + 2]
             self.parts, self.is_empty = slice_rows(whole, first, end), first == end
             self.feed.first = arrays.first()
             size = {"rows": str(count)}
@@ -263,24 +276,36 @@ def in_order(model: Any, logs: dict[str, Any]) -> list[str]:
     return known + sorted(logs.keys() - known)
 
 
-def _gathered(batches: Sequence[np.ndarray], ring: Communicator) -> np.ndarray:
-    """All ranks' batches of one output; batch i is the next of rank i mod size."""
-    for output in batches:
-        if not isinstance(output, np.ndarray) or not output.ndim:
-            raise ConfigError(
-                f"cannot join outputs of type {type(output).__name__}",
-                **ring.config.who,
-                remedy="Ragged and sparse outputs, and numbers that are not one per sample, are "
-                "not supported: use model.predict.",
-            )
+def _gathered(batches: Sequence[Any], ring: Communicator, rows: list[int] | None) -> np.ndarray:
+    """All ranks' batches of one output; batch i is the next of rank i mod size.
+
+    OutputsError on all ranks unless these are arrays; with as many rows for each of the `rows` of
+    all ranks, if these are known.
+    """
+    counts = ring.all_gather_object([_count_of(batch) for batch in batches])
+    is_joinable = not any(None in theirs for theirs in counts)
+    if is_joinable and rows is not None:
+        each = max(1, sum(map(sum, counts)) // sum(rows))
+        is_joinable = counts == [[count * each] for count in rows]
+    if not is_joinable:
+        raise OutputsError(
+            f"cannot join outputs of type {type(batches[0]).__name__}",
+            **ring.config.who,
+            remedy="Ragged and sparse outputs, and numbers that are not one per sample, are "
+            "not supported: use model.predict.",
+        )
     rest, dtype = batches[0].shape[1:], batches[0].dtype
     width = math.prod(rest) * dtype.itemsize
     own = np.ascontiguousarray(np.concatenate(batches))
     # As bytes, so that every dtype travels.
     as_bytes = own.reshape(-1).view(np.uint8).reshape(len(own), width)
-    counts = ring.all_gather_object([len(batch) for batch in batches])
-    rows = ring.all_gather(as_bytes).reshape(-1).view(dtype).reshape(sum(map(sum, counts)), *rest)
-    pieces = np.split(rows, np.cumsum([n for theirs in counts for n in theirs])[:-1])
+    whole = ring.all_gather(as_bytes).reshape(-1).view(dtype).reshape(sum(map(sum, counts)), *rest)
+    pieces = np.split(whole, np.cumsum([n for theirs in counts for n in theirs])[:-1])
     # By the number of the turn, then by rank.
     turns = np.concatenate([np.arange(len(theirs)) for theirs in counts])
     return np.concatenate([pieces[number] for number in np.argsort(turns, kind="stable")])
+
+
+def _count_of(output: Any) -> int | None:
+    """How many rows it has; None: it is no array of rows."""
+    return len(output) if isinstance(output, np.ndarray) and output.ndim else None

@@ -24,7 +24,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import init
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import data_fingerprint
-from ringreduce.keras.evaluation import evaluate, predict
+from ringreduce.keras.evaluation import OutputsError, evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.wrapper import Wrapper
@@ -167,7 +167,12 @@ def _predict(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
     given = {"verbose": "auto", **bound}
     ring = _meet("Model.predict")
     with _own_method(given.pop("self"), "predict", original):
-        return predict(model, **given, communicator=ring)
+        try:
+            return predict(model, **given, communicator=ring)
+        except OutputsError:
+            if isinstance(given["x"], Iterator):
+                raise  # It has been read.
+            return original(model, *arguments, **options)
 
 
 @contextlib.contextmanager
