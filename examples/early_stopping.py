@@ -49,7 +49,7 @@ def main():
             keras.layers.Dense(10),
         ]
     )
-    rate = rr.callbacks.linear_scaling(arguments.learning_rate)
+    rate = arguments.learning_rate * comm.size
     model.compile(
         optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -66,7 +66,6 @@ def main():
             callbacks=[
                 rr.callbacks.Together(
                     [
-                        rr.callbacks.LearningRateWarmup(rate, warmup_epochs=3),
                         keras.callbacks.ReduceLROnPlateau(patience=2, factor=0.5),
                         keras.callbacks.EarlyStopping(patience=5, restore_best_weights=True),
                         keras.callbacks.ModelCheckpoint(best, save_best_only=True),

@@ -1198,7 +1198,7 @@ BREAKAGES = (
     ),
     Breakage(
         "horovod-half-factors",
-        "ringreduce/keras/horovod.py",
+        "ringreduce/keras/horovod/__init__.py",
         "return tf.cast(tf.cast(tensor, wide) * factor, tensor.dtype)",
         "return tensor * tf.cast(factor, tensor.dtype)",
         "A mean of 16-bit gradients is scaled by a factor that was rounded before.",
@@ -1230,7 +1230,7 @@ BREAKAGES = (
     ),
     Breakage(
         "process-set-of-others",
-        "ringreduce/keras/horovod.py",
+        "ringreduce/keras/horovod/__init__.py",
         "ring.split(0 if ring.rank in one.ranks else None)",
         "ring.split(int(ring.rank in one.ranks))",
         "A rank that is not in a process set takes part in one of the others.",
@@ -1743,7 +1743,7 @@ BREAKAGES = (
     ),
     Breakage(
         "loop-assigned-weights-seen-late",
-        "ringreduce/keras/callbacks/broadcast.py",
+        "ringreduce/keras/callbacks/replicas.py",
         "                self.on_train_end()  # The step",
         "                pass  # The step",
         "Weights that a step updates by itself, apart on each rank, are found hours later.",

@@ -21,6 +21,7 @@ from bench.strategies.tasks import Data, optimizer, task
 from bench.strategies.ways import NAMED, RANK, RING, Way
 from bench.train_worker import StepClock
 from bench.turns import Line
+from ringreduce.keras.strategies import EveryStep
 
 
 class CurveCallback(keras.callbacks.Callback):
@@ -68,7 +69,7 @@ def distributed(inner: Any, way: Way, every: int) -> Any:
     if way.strategy is None:
         return inner
     strategies = {
-        "every-step": rr.EveryStep,
+        "every-step": EveryStep,
         "local": lambda: rr.LocalSGD(every),
         "diloco": lambda: rr.DiLoCo(every, overlap=way.overlap(every)),
     }

@@ -28,16 +28,16 @@ from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks, elastic, mistakes, parts
 from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.callbacks.profile import warn_of_no_profile
-from ringreduce.keras.data import permutation, shard
+from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.meetings import DiLoCo, LocalSGD
-from ringreduce.keras.mistakes import DataWarning, ParityWarning, RowsWarning, WeightsWarning
+from ringreduce.keras.mistakes import DataWarning, ParityWarning
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
-from ringreduce.keras.parts.attention import ParallelGroupQueryAttention, ParallelMultiHeadAttention
+from ringreduce.keras.parts.attention import ParallelMultiHeadAttention
 from ringreduce.keras.parts.embedding import ShardedEmbedding, look_up
 from ringreduce.keras.parts.layer import PartLayer
 from ringreduce.keras.parts.split import ColumnParallelDense, RowParallelDense
@@ -45,43 +45,33 @@ from ringreduce.keras.pipeline import Pipeline
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.step import compile_gradients
-from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
+from ringreduce.keras.strategies import Strategy
 from ringreduce.keras.tape import DistributedGradientTape
 from ringreduce.keras.tensors import (
     all_gather,
-    all_gather_object,
     all_reduce,
     all_to_all,
-    barrier,
     broadcast,
-    broadcast_object,
-    gather,
-    gather_object,
     recv,
     reduce_scatter,
-    scatter,
-    scatter_object,
     send,
 )
 from ringreduce.keras.weighting import in_parts, step_weight
-from ringreduce.tensorflow.codecs import Compression
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
-__all__ += ["evaluate", "fit", "join", "joined", "launch", "permutation", "predict", "shard"]
+__all__ += ["evaluate", "fit", "join", "joined", "launch", "predict", "shard"]
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
-__all__ += ["Accumulate", "DiLoCo", "EveryStep", "LocalSGD", "PowerSGD", "Strategy"]
-__all__ += ["Compression", "callbacks", "compile_gradients", "elastic", "fold_seeds"]
+__all__ += ["DiLoCo", "LocalSGD", "PowerSGD", "Strategy"]
+__all__ += ["callbacks", "compile_gradients", "elastic", "fold_seeds"]
 __all__ += ["broadcast_variables", "load_model", "on_rank_zero", "step_weight", "verify_replicas"]
 __all__ += ["PartLayer", "Pipeline", "ShardedEmbedding", "in_parts", "look_up", "parts"]
-__all__ += ["ColumnParallelDense", "RowParallelDense"]
-__all__ += ["ParallelGroupQueryAttention", "ParallelMultiHeadAttention"]
-__all__ += ["DataWarning", "ParityWarning", "RowsWarning", "WeightsWarning"]
-__all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather"]
-__all__ += ["recv", "reduce_scatter", "scatter", "send"]
-__all__ += ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
+__all__ += ["ColumnParallelDense", "ParallelMultiHeadAttention", "RowParallelDense"]
+__all__ += ["DataWarning", "ParityWarning"]
+__all__ += ["all_gather", "all_reduce", "all_to_all", "broadcast"]
+__all__ += ["recv", "reduce_scatter", "send"]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -22,11 +22,14 @@ _PROVIDED = {
     **dict.fromkeys(ABSENT, "there is no such transport here"),
     "Average": 'write op="mean"; for gradients that is the default',
     "allgather": "use all_gather(tensor)",
-    "allgather_object": "use all_gather_object(value)",
+    "Compression": 'write compression="fp16"',
+    "allgather_object": "use init().all_gather_object(value)",
     "allreduce": 'use all_reduce(tensor, op="mean"); without op it is the sum',
     "alltoall": "use all_to_all(tensor, counts)",
     "broadcast_": "use broadcast_variables(variables, root_rank)",
-    "broadcast_object_fn": "use broadcast_object(value, root_rank)",
+    "barrier": "use init().barrier()",
+    "broadcast_object": "use init().broadcast_object(value, root_rank)",
+    "broadcast_object_fn": "use init().broadcast_object(value, root_rank)",
     "global_process_set": "leave communicator out",
     "grouped_allgather": "use all_gather(tensor) of each",
     "grouped_allreduce": 'use all_reduce([...], op="mean")',
@@ -41,10 +44,18 @@ _NAMES = {
     "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
     "cross_size": "there is none: size() // local_size(), where hosts have equally many ranks",
     "broadcast_global_variables": "use broadcast_variables(model.variables, root_rank)",
-    "is_homogeneous": "compare all_gather_object(local_size())",
+    "is_homogeneous": "compare init().all_gather_object(local_size())",
     "PartialDistributedGradientTape": "use DistributedGradientTape(local_variables=)",
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
+}
+_KEPT = "import ringreduce.keras.horovod, whose callbacks have it"
+_CALLBACKS = {
+    "BestModelCheckpoint": "put keras.callbacks.ModelCheckpoint(path, save_best_only=True) into "
+    "Together",
+    "BroadcastGlobalVariablesCallback": f"leave it out, or {_KEPT}",
+    "MetricAverageCallback": f"use Together, or {_KEPT}",
+    **{f"LearningRate{one}Callback": _KEPT for one in ("Schedule", "Warmup")},
 }
 # Of its DistributedOptimizer.
 OPTIONS = {
@@ -72,8 +83,7 @@ def advice_on_name(name: str) -> str:
 
 def advice_on_callback(name: str) -> str:
     """Text of the AttributeError when ``ringreduce.keras.callbacks`` has no `name`."""
-    best = "put keras.callbacks.ModelCheckpoint(path, save_best_only=True) into Together"
-    advice = best if name == "BestModelCheckpoint" else None
+    advice = _CALLBACKS.get(name)
     return _text(f"module 'ringreduce.keras.callbacks' has no attribute {name!r}", advice)
 
 

@@ -199,8 +199,8 @@ def compare_arrays(arrays: Arrays, what: str, ring: Communicator) -> None:
         return Difference(
             rank,
             f"found different arrays as {what}: {differ}",
-            "Pass the same whole arrays on every rank, loaded and shuffled alike (with a seed, or "
-            "by rr.permutation); each rank takes its own rows.",
+            "Pass the same whole arrays on every rank, loaded and shuffled alike (with a "
+            "seed); each rank takes its own rows.",
         )
 
     agree(ring, arrays.digest(), difference, "sharing out of data")

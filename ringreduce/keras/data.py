@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
@@ -76,19 +75,6 @@ def shard(
     _look_at_count(arrays.count, ring, even)
     end = arrays.count // ring.size * ring.size if even else arrays.count
     return map_arrays(lambda array: _rows(array, ring, end), data)
-
-
-def permutation(count: int, communicator: Communicator | None = None) -> np.ndarray:
-    """A random order of `count` rows, the same on all ranks: ``x, y = x[order], y[order]``.
-
-    It is ``numpy.random.permutation(count)`` of rank 0, for programs that shuffle arrays before
-    they divide them: with each rank's own random numbers, rows would be used twice or never.
-    Collective. Returns int64 of shape (count,), the caller's own.
-    """
-    ring = communicator or default_communicator()
-    order: np.ndarray = np.random.permutation(count).astype(np.int64)
-    ring.broadcast(order)
-    return order
 
 
 def _look_at_count(count: int, ring: Communicator, even: bool) -> None:

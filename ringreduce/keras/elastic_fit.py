@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.backup import Place, back_up
-from ringreduce.keras.callbacks.broadcast import shared_state
+from ringreduce.keras.callbacks.replicas import shared_state
 from ringreduce.keras.elastic_refusals import differing, facts_of, refuse
 from ringreduce.keras.join import changed_by_steps, weigh_steps
 from ringreduce.keras.recovery import REPEATS_MAX, go_on

@@ -15,8 +15,8 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
-from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.record import Record
+from ringreduce.keras.callbacks.replicas import VerifyReplicas
 from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
 from ringreduce.keras.data_fingerprint import passing
 from ringreduce.keras.elastic_fit import Elastic

@@ -174,7 +174,7 @@ class _Alone(Running):
                 raise ConfigError(
                     f"got {variable.name} with strategy={type(self._strategy).__name__}: a piece "
                     "of a table or layer is of all ranks in each step",
-                    remedy="Train such models with rr.EveryStep().",
+                    remedy="Train such models without a strategy.",
                 )
         key = tuple(map(id, step.variables))
         if key not in self._rounds:

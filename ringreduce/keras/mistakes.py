@@ -54,16 +54,8 @@ class DataWarning(UserWarning):
     """Ranks may train on the same data, on less than all of it, or on x made differently."""
 
 
-class WeightsWarning(UserWarning):
-    """Ranks train with different values of weights that training does not make equal."""
-
-
 class ParityWarning(UserWarning):
-    """N ranks do not train exactly as one process with the same global batch does."""
-
-
-class RowsWarning(UserWarning):
-    """An optimizer that is to update rows alone gets gradients that have none."""
+    """N ranks do not train as one process with the same global batch does, or not as was asked."""
 
 
 def note_sharding(ring: Communicator) -> None:
@@ -155,7 +147,7 @@ def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communic
         "rr.broadcast_variables(model.variables) after building the model (and after "
         "Normalization.adapt, which sees only its rank's data), or seed all ranks alike with "
         "keras.utils.set_random_seed.",
-        WeightsWarning,
+        ParityWarning,
     )
 
 

@@ -165,8 +165,7 @@ class DistributedOptimizer(Wrapper):
         elif accumulate_steps != 1 or not isinstance(strategy, Strategy):
             raise ConfigError(
                 f"got strategy={strategy!r} and accumulate_steps={accumulate_steps}",
-                remedy="Pass an object, such as rr.LocalSGD(50), or accumulate_steps=k, which is "
-                "strategy=rr.Accumulate(k).",
+                remedy="Pass an object, such as rr.LocalSGD(50), or accumulate_steps=k, not both.",
             )
         strategy.check(inner)
         how = gradient_op(op)

@@ -20,7 +20,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.batches import BATCH_SIZE, Plan, feed_of
-from ringreduce.keras.callbacks.broadcast import VerifyReplicas
+from ringreduce.keras.callbacks.replicas import VerifyReplicas
 from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Together, acts_once
 from ringreduce.keras.evaluation import evaluate, in_order, predict
 from ringreduce.keras.fit import fit_on, given_callbacks

@@ -1,6 +1,6 @@
 """Collectives on tensors for users: in layers, losses, metrics and custom loops."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -168,41 +168,6 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
     return _moved(tensor, exchange), received
 
 
-def gather(tensor: Any, root: int = 0, *, communicator: Communicator | None = None) -> Any:
-    """Join the tensors of all ranks along the first dimension, in rank order, on rank `root`.
-
-    Tensors are as for `all_gather`. The gradient of a rank's rows is that of them on `root`. Raises
-    as `all_reduce`; ArrayError also when `root` is no rank.
-
-    Returns:
-        A new tensor: on `root` of shape (sum of first dimensions, ...), elsewhere (0, ...). Where
-            gradients are asked for, all ranks compute their loss from it alike: a sum of nothing.
-    """
-    ring = communicator or default_communicator()
-    return _moved(tensor, lambda value: collectives.gather(value, ring, root))
-
-
-def scatter(
-    tensor: Any,
-    root: int = 0,
-    counts: Sequence[int] | None = None,
-    *,
-    communicator: Communicator | None = None,
-) -> Any:
-    """Give each rank a part of the tensor of rank `root`: the first to rank 0, and so on.
-
-    The gradient is the gathered gradients of all parts on `root`, and zeros elsewhere. Raises as
-    `broadcast`; ArrayError also when the rows cannot be divided so.
-
-    Args:
-        tensor: as for `broadcast`; its values matter on `root` alone. It has a dimension or more,
-            along which it is cut. The result is a new one of shape (own rows, ...).
-        counts: rows for each rank, equal on all ranks; None: the same number for each.
-    """
-    ring = communicator or default_communicator()
-    return _moved(tensor, lambda value: collectives.scatter(value, ring, root, counts))
-
-
 def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | None = None) -> Any:
     """Send `tensor` to rank `to`, which calls `recv`; only these two ranks take part.
 
@@ -243,36 +208,3 @@ def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | N
             raise ArrayError(f"cannot receive a tensor of shape {like.shape}", **ring.config.who)
         like = tf.zeros(like.shape, like.dtype)
     return _moved(like, lambda value: send_recv.receive(value, ring, source, tag))
-
-
-def barrier(communicator: Communicator | None = None) -> None:
-    """Return once every rank has called it; `Communicator.barrier`."""
-    (communicator or default_communicator()).barrier()
-
-
-def broadcast_object(
-    value: Any = None, root_rank: int = 0, communicator: Communicator | None = None
-) -> Any:
-    """The object that rank `root_rank` passed, on every rank; `Communicator.broadcast_object`."""
-    return (communicator or default_communicator()).broadcast_object(value, root_rank)
-
-
-def all_gather_object(value: Any, communicator: Communicator | None = None) -> list[Any]:
-    """The objects that all ranks passed, in rank order; `Communicator.all_gather_object`."""
-    return (communicator or default_communicator()).all_gather_object(value)
-
-
-def gather_object(
-    value: Any, root_rank: int = 0, communicator: Communicator | None = None
-) -> list[Any] | None:
-    """The objects that all ranks passed, on rank `root_rank`; `Communicator.gather_object`."""
-    return (communicator or default_communicator()).gather_object(value, root_rank)
-
-
-def scatter_object(
-    values: Sequence[Any] | None = None,
-    root_rank: int = 0,
-    communicator: Communicator | None = None,
-) -> Any:
-    """One of the objects that rank `root_rank` passed; `Communicator.scatter_object`."""
-    return (communicator or default_communicator()).scatter_object(values, root_rank)

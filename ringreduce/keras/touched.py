@@ -26,7 +26,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
-from ringreduce.keras.mistakes import RowsWarning, warn_at_users_line
+from ringreduce.keras.mistakes import ParityWarning, warn_at_users_line
 from ringreduce.keras.wrappable import all_within, require_elementwise
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.tensorflow.xla import is_compiling
@@ -90,7 +90,7 @@ class TouchedRows:
                 "so all weights are updated. Rows come from look-ups (keras.layers.Embedding, "
                 "tf.gather); a table that is also used whole, by a regularizer or as the output "
                 'layer, has a gradient for every row. Leave update_rows="touched" out then.',
-                RowsWarning,
+                ParityWarning,
             )
 
     def apply(self, inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:

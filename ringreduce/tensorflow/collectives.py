@@ -161,39 +161,6 @@ def all_to_all_uneven(tensor: Any, ring: Communicator, counts: Any, of: Any = NO
     return collective(ring, what, run, gradient, value, shape, given, more=more, of=of)
 
 
-def gather(
-    tensor: Any, ring: Communicator, root: int, counts: Sequence[int] | None = None, of: Any = NONE
-) -> Any:
-    """`ringreduce.keras.gather`; its gradient need not exchange known `counts` of rows."""
-    source, value = checked_root(root, ring.size, ring.config.who), _as_rows(tensor)
-
-    def run(array: np.ndarray, sign: Sign) -> Any:
-        return ring.gather(array, source, signature=sign("gather of tensors"))
-
-    known = _known_counts(value, counts, ring)
-    rows = 0 if ring.rank != source else sum(known) if known else None
-    shape = tf.TensorShape([rows]).concatenate(value.shape[1:])
-
-    def gradient(upstream: Any, number: Any) -> Any:
-        rows = tf.shape(value, out_type=tf.int64)[0]
-        each = known or all_gather(rows, ring, of=number)
-        return _parts(upstream, ring, source, each, value.shape, number)
-
-    return collective(ring, "gather tensors", run, gradient, value, shape, of=of)
-
-
-def scatter(tensor: Any, ring: Communicator, root: int, counts: Sequence[int] | None = None) -> Any:
-    """`ringreduce.keras.scatter`."""
-    size, who = ring.size, ring.config.who
-    source, value = checked_root(root, size, who), _with_rows(tensor, ring, "scatter")
-    known = None if counts is None else list(counts)
-    if value.shape.rank and value.shape[0] is not None:
-        known = checked_counts(counts, value.shape[0], size, who)
-    shape = tf.TensorShape([known and known[ring.rank]]).concatenate(value.shape[1:])
-
-    return _parts(value, ring, source, known, shape)
-
-
 def _own_rows_of_sum(tensor: Any, counts: Any, ring: Communicator, own: Any, of: Any) -> Any:
     """This rank's rows, of static shape `own`, of the sum over all; rank r has ``counts[r]``."""
     known = counts if isinstance(counts, list) else None
@@ -240,31 +207,6 @@ def _require_gradient(ring: Communicator, operation: str, op: ReduceOp) -> None:
     text = f"was asked for the gradient of {operation} with op={op.name.lower()!r}, which has none"
     remedy = "Use sum or mean, or tf.stop_gradient where no gradient is needed."
     raise ConfigError(text, **ring.config.who, remedy=remedy)
-
-
-def _parts(
-    tensor: Any, ring: Communicator, source: int, counts: Any, shape: Any, of: Any = NONE
-) -> Any:
-    """This rank's rows of `source`'s tensor; `counts`: a list, a tensor or None, equal parts."""
-    known = counts if isinstance(counts, list) else None
-
-    def run(array: np.ndarray, *rest: Any) -> Any:
-        *given, sign = rest
-        parts = given[0].tolist() if given else None
-        # Only in a scatter, which is no gradient, are shapes equal on all ranks.
-        said = ("scatter of a tensor", array.shape, known) if of is NONE else ("parts of a tensor",)
-        return ring.scatter(array, source, parts, signature=sign(*said))
-
-    def gradient(upstream: Any, number: Any) -> Any:
-        whole = gather(upstream, ring, source, known, of=number)
-        # The same ops on all ranks, so that they compute gradients of gradients in the same order.
-        missing = tf.shape(tensor)[0] - tf.shape(whole)[0]
-        after = tf.pad([[0, missing]], [[0, tf.rank(whole) - 1], [0, 0]])
-        return tf.ensure_shape(tf.pad(whole, after), tensor.shape)
-
-    others = [] if counts is None else [tf.convert_to_tensor(counts, tf.int64)]
-    what = "scatter a tensor"
-    return collective(ring, what, run, gradient, tensor, shape, *others, of=of)
 
 
 def _with_rows(tensor: Any, ring: Communicator, operation: str) -> Any:

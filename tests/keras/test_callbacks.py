@@ -10,6 +10,8 @@ import tensorflow as tf
 
 import ringreduce
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
+from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.together import _WRITERS, share_states
 from ringreduce.keras.metric_states import combined_results, states_of
 from ringreduce.testing import ring_of_threads
@@ -325,7 +327,7 @@ def averaged(size, logs_of, model_of=lambda rank: model_with(Vector(1)), batches
     models = [model_of(rank) for rank in range(size)]
 
     def work(comm):
-        callback = rr.callbacks.MetricAverage(comm)
+        callback = MetricAverage(comm)
         callback.set_model(models[comm.rank])
         callback.on_epoch_begin(0)
         for batch in range(batches):
@@ -355,7 +357,7 @@ def test_what_is_no_number_stays():
 
 def test_a_name_that_one_rank_lacks_is_an_error_on_all():
     def work(comm):
-        callback = rr.callbacks.MetricAverage(comm)
+        callback = MetricAverage(comm)
         callback.set_model(models[comm.rank])
         try:
             callback.on_epoch_end(0, {"a": 1.0} if comm.rank else {"a": 1.0, "b": 2.0})
@@ -372,7 +374,7 @@ def test_an_evaluation_between_epochs_needs_nobody_else():
     models = [model_with(Vector(1)) for _ in range(2)]
 
     def work(comm):
-        callback = rr.callbacks.MetricAverage(comm)
+        callback = MetricAverage(comm)
         callback.set_model(models[comm.rank])
         before = comm.statistics().collectives
         if comm.rank == 1:
@@ -390,7 +392,7 @@ def test_alone_logs_are_left_alone(world_of_one):
     data = np.ones((4, 1)), np.ones((4, 1))
     callbacks = [
         rr.callbacks.Together([keras.callbacks.EarlyStopping("loss")]),
-        rr.callbacks.Broadcast(),
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
     ]
     before = world_of_one.statistics().collectives
     history = model.fit(*data, epochs=2, verbose=0, callbacks=callbacks)
@@ -528,22 +530,22 @@ def rates_of(callback, *, epochs=3, steps=2, optimizer=None):
 
 
 def test_a_staircase_sets_the_rate_by_epoch():
-    schedule = rr.callbacks.LearningRateSchedule(0.5, lambda epoch: 2.0**-epoch)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 2.0**-epoch)
     assert rates_of(schedule) == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
 
 
 def test_a_curve_sets_it_by_batch():
-    schedule = rr.callbacks.LearningRateSchedule(1.0, lambda epoch: epoch, staircase=False)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
     assert rates_of(schedule) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
 
 def test_outside_its_epochs_the_rate_is_left_alone():
-    schedule = rr.callbacks.LearningRateSchedule(8.0, 0.125, start_epoch=1, end_epoch=2)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(8.0, 0.125, start_epoch=1, end_epoch=2)
     assert rates_of(schedule, optimizer=keras.optimizers.SGD(0.25)) == [0.25] * 2 + [1.0] * 4
 
 
 def test_alone_there_is_nothing_to_warm_up(world_of_one):
-    warmup = rr.callbacks.LearningRateWarmup(rr.callbacks.linear_scaling(0.5), warmup_epochs=2)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.5, warmup_epochs=2)
     assert rates_of(warmup) == [0.5] * 6
 
 
@@ -562,7 +564,7 @@ def test_momentum_correction_is_that_of_a_momentum_scaled_for_one_step():
         return float(optimizer.momentums[0].numpy().item())
 
     def make(**options):
-        return rr.callbacks.LearningRateSchedule(0.5, lambda epoch: 2.0**epoch, **options)
+        return hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 2.0**epoch, **options)
 
     # -0.5, then half of it and -1; with the correction half of twice it and -1.
     sgd = keras.optimizers.SGD(0.5, momentum=0.5)
@@ -579,25 +581,25 @@ def test_momentum_correction_is_that_of_a_momentum_scaled_for_one_step():
 )
 def test_optimizers_without_such_a_momentum_need_no_correction(make):
     optimizer = make(0.25)
-    schedule = rr.callbacks.LearningRateSchedule(1.0, lambda epoch: epoch + 1.0)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch + 1.0)
     assert rates_of(schedule, optimizer=optimizer) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
 
 
 def test_an_epoch_of_unknown_length_needs_steps(world_of_one):
     with pytest.raises(ringreduce.ConfigError, match="Pass steps_per_epoch"):
-        rates_of(rr.callbacks.LearningRateWarmup(1.0), steps=None)
-    with pytest.raises(ringreduce.ConfigError, match="LearningRateSchedule does not know"):
-        rates_of(rr.callbacks.LearningRateSchedule(1.0, abs, staircase=False), steps=None)
-    assert rates_of(rr.callbacks.LearningRateWarmup(1.0, steps_per_epoch=2), steps=None)
+        rates_of(hvd.callbacks.LearningRateWarmupCallback(1.0), steps=None)
+    with pytest.raises(ringreduce.ConfigError, match="LearningRateScheduleCallback does not know"):
+        rates_of(hvd.callbacks.LearningRateScheduleCallback(1.0, abs, staircase=False), steps=None)
+    assert rates_of(hvd.callbacks.LearningRateWarmupCallback(1.0, steps_per_epoch=2), steps=None)
 
 
 def test_a_negative_warm_up_is_refused():
     with pytest.raises(ringreduce.ConfigError, match="warmup_epochs is -1"):
-        rr.callbacks.LearningRateWarmup(1.0, warmup_epochs=-1)
+        hvd.callbacks.LearningRateWarmupCallback(1.0, warmup_epochs=-1)
 
 
 def test_a_root_that_is_no_rank_is_refused(world_of_one):
-    callback = rr.callbacks.Broadcast(1)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
     callback.set_model(model_with(Vector(1)))
     with pytest.raises(ringreduce.ArrayError, match="Roots are 0 to 0"):
         callback.on_train_begin()
@@ -607,7 +609,7 @@ def test_a_root_other_than_0_needs_a_model_that_is_built():
     models = [keras.Sequential([keras.layers.Dense(1)]) for _ in range(2)]
 
     def work(comm):
-        callback = rr.callbacks.Broadcast(1, comm)
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(1, communicator=comm)
         callback.set_model(models[comm.rank])
         with pytest.raises(ringreduce.ConfigError, match="the model is built on 0 ranks"):
             callback.on_train_begin()
@@ -615,8 +617,7 @@ def test_a_root_other_than_0_needs_a_model_that_is_built():
     ring_of_threads(2, work)
 
 
-@pytest.mark.parametrize("horovods", [False, True])
-def test_local_variables_keep_their_values_when_others_are_copied(horovods):
+def test_local_variables_keep_their_values_when_others_are_copied():
     models = [keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]) for _ in range(2)]
 
     def work(comm):
@@ -624,11 +625,7 @@ def test_local_variables_keep_their_values_when_others_are_copied(horovods):
         model.set_weights([np.full((1, 1), comm.rank + 1.0), np.full(1, comm.rank + 1.0)])
         model.compile(optimizer=keras.optimizers.SGD(0.1))
         local = model.layers[0].bias
-        if horovods:
-            callback = rr.callbacks.BroadcastGlobalVariablesCallback(0, "", [local])
-            callback._communicator = comm
-        else:
-            callback = rr.callbacks.Broadcast(0, comm, local_variables=[local])
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", [local], communicator=comm)
         callback.set_model(model)
         callback.on_train_begin()
         return [float(np.squeeze(weight)) for weight in model.get_weights()]
@@ -637,7 +634,7 @@ def test_local_variables_keep_their_values_when_others_are_copied(horovods):
 
 
 def test_horovods_names_and_arguments_are_taken():
-    callbacks = rr.callbacks
+    callbacks = hvd.callbacks
     assert callbacks.MetricAverageCallback()
     assert callbacks.BroadcastGlobalVariablesCallback(root_rank=0)
     assert callbacks.BroadcastGlobalVariablesCallback(0, "", None)

@@ -146,16 +146,6 @@ def test_batches_of_a_py_dataset_are_divided(even, lengths):
     assert parts[2][1] == [20, 21, 22, 23]
 
 
-def test_a_permutation_is_rank_0s_on_all_ranks():
-    def work(comm):
-        return rr.permutation(COUNT, comm).tolist()
-
-    first, *others = ring_of_threads(SIZE, work)
-    assert sorted(first) == list(range(COUNT))
-    assert first != sorted(first)
-    assert all(other == first for other in others)
-
-
 def until_refused(comm, read):
     """Read pass after pass until the neighbours have compared what they read."""
     deadline = time.monotonic() + 30

@@ -141,7 +141,7 @@ def test_a_rank_killed_between_meetings_or_in_one_is_named(when, compression, tr
     [
         ("none", "every is 0"),
         ("overlap", "overlap is 3; accepted: 0 to every - 1, 2"),
-        ("two", "accumulate_steps=k, which is strategy=rr.Accumulate(k)"),
+        ("two", "accumulate_steps=k, not both"),
         ("scaled", "needs no loss scale"),
         ("ema", "Leave use_ema out"),
         ("no strategy", "Pass an object, such as rr.LocalSGD(50)"),

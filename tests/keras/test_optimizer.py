@@ -11,6 +11,8 @@ from keras.optimizers import schedules
 import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
+from ringreduce.keras.callbacks.metric_average import MetricAverage
+from ringreduce.keras.strategies import Accumulate, EveryStep
 from ringreduce.testing import ring_of_threads
 from tests.models import EAGERLY, MUON_TRAINS, fit, make_model
 from tests.scope import in_full
@@ -128,8 +130,8 @@ def test_apply_gradients_of_ones_own_is_called(world_of_one, way):
     ("strategy", "seen"),
     [
         # Ranks have gradients 1 and 3 in the first step, 3 and 5 in the second.
-        (rr.EveryStep(), [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]),
-        (rr.Accumulate(2), [[None, 1.5, None], [None, 1.5, None]]),
+        (EveryStep(), [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]),
+        (Accumulate(2), [[None, 1.5, None], [None, 1.5, None]]),
         (rr.LocalSGD(3), [[0.5, 1.5, 2.0], [1.5, 2.5, 2.0]]),
     ],
     ids=["EveryStep", "Accumulate", "LocalSGD"],
@@ -212,7 +214,7 @@ def test_noise_of_an_optimizer_is_equal_on_all_ranks(source, eagerly):
         (
             "of tensorflow",
             keras.optimizers.LossScaleOptimizer,
-            lambda comm: [rr.callbacks.MetricAverage(comm)],
+            lambda comm: [MetricAverage(comm)],
             1,
         ),
     ],

@@ -19,6 +19,7 @@ from keras.optimizers import LossScaleOptimizer
 
 import ringreduce
 import ringreduce.keras as rr
+from ringreduce.keras.strategies import EveryStep
 from ringreduce.testing import ring_of_threads
 from tests.models import INPUTS, TARGETS, assert_equal_state, make_model
 from tests.processes import clean_environment
@@ -425,13 +426,13 @@ def test_accumulation_goes_on_in_a_loaded_model(tmp_path):
         in_full({"strategy": rr.LocalSGD(3, overlap=1)}),
         {"strategy": rr.DiLoCo(1), "compression": "int8"},
         {"compression": rr.PowerSGD(2, exclude=["bias"])},
-        {"compression": rr.Compression.fp16, "op": "sum", "bucket_bytes": 64},
+        {"compression": "fp16", "op": "sum", "bucket_bytes": 64},
         {"update_rows": "touched", "check_numerics": "warn", "scale_local_gradients": True},
         in_full({"sparse_as_dense": True}),
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.filterwarnings("ignore::ringreduce.keras.mistakes.RowsWarning")
+@pytest.mark.filterwarnings("ignore::ringreduce.keras.mistakes.ParityWarning")
 def test_options_stay_in_a_loaded_model(options, tmp_path):
     model = trained_with(**options)
     model.save(tmp_path / "first.keras")
@@ -467,7 +468,7 @@ def test_local_variables_stay_so_in_a_loaded_model(tmp_path):
     assert [id(each) for each in shared] == [id(each) for each in (first, *others)]
 
 
-class Whole(rr.EveryStep):
+class Whole(EveryStep):
     """A strategy of the user's, which a file cannot restore."""
 
 

@@ -457,7 +457,7 @@ def test_a_table_with_a_constraint_is_refused(world_of_one):
 
 def test_gradients_without_rows_are_warned_of_once(world_of_one):
     model = recommender(touched(keras.optimizers.SGD(2.0**-6)), embeddings_regularizer="l2")
-    with pytest.warns(rr.RowsWarning, match="no gradient of this step has rows") as found:
+    with pytest.warns(rr.ParityWarning, match="no gradient of this step has rows") as found:
         model.fit(IDS, TARGETS, verbose=0)
     assert [each.filename for each in found] == [__file__]
     model.fit(IDS[:5], TARGETS[:5], batch_size=5, verbose=0)

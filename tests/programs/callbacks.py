@@ -13,7 +13,9 @@ import tensorflow as tf
 from shared import built, keep_graphs, say
 
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
 from ringreduce import RingReduceError
+from ringreduce.keras.callbacks.together import StopTogether
 
 keep_graphs()
 comm = rr.init()
@@ -175,7 +177,7 @@ def one_rank_stops():
         column(*range(5)),
         batch_size=1,
         verbose=0,
-        callbacks=[Stop(), rr.callbacks.StopTogether(), record],
+        callbacks=[Stop(), StopTogether(), record],
     )
     say("one rank stops", batches=record.batches)
 
@@ -341,8 +343,8 @@ def warming_up():
     record = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
     )
-    rate = rr.callbacks.linear_scaling(0.5)
-    warmup = rr.callbacks.LearningRateWarmup(rate, warmup_epochs=2, verbose=1)
+    rate = 0.5 * rr.size()
+    warmup = hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=2, verbose=1)
     model.fit(
         column(1, 1),
         column(1, 1),
@@ -359,7 +361,7 @@ def broadcast_from_the_last_rank():
     model, record = deep_model(200 + comm.rank), Record()
     model.layers[1].moving_mean.assign([float(comm.rank)] * 3)
     mine = [w.tolist() for w in model.get_weights()[:2]]
-    callbacks = [rr.callbacks.BroadcastGlobalVariablesCallback(root), record]
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(root), record]
     model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0, callbacks=callbacks)
     _, start = record.starts[0]
     say("broadcast", mine=mine, start=start, means=start[4])
@@ -371,7 +373,12 @@ def broadcast_of_an_unbuilt_model():
     model = keras.Sequential(layers)
     model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", run_eagerly=True)
     inputs = np.full((2, 3), comm.rank + 1.0)
-    model.fit(inputs, np.ones((2, 1)), verbose=0, callbacks=[rr.callbacks.Broadcast()])
+    model.fit(
+        inputs,
+        np.ones((2, 1)),
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
     say("broadcast unbuilt", weights=[w.tolist() for w in model.get_weights()])
 
 
@@ -470,7 +477,7 @@ def logs_that_differ():
             column(1),
             validation_data=held,
             verbose=0,
-            callbacks=[rr.callbacks.MetricAverageCallback()],
+            callbacks=[hvd.callbacks.MetricAverageCallback()],
         )
     except RingReduceError as raised:
         error = type(raised).__name__

@@ -14,6 +14,7 @@ import tensorflow as tf
 from shared import digest, error_of, say
 
 import ringreduce.keras as rr
+from ringreduce.tensorflow.codecs import Codec
 
 warned = []
 logging.getLogger("ringreduce").addHandler(
@@ -323,7 +324,7 @@ def refused():
         "tape": lambda: rr.DistributedGradientTape(compression="int8"),
         "scaled": lambda: rr.DistributedOptimizer(scaled, compression="int8"),
         "unknown": lambda: rr.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="int4"),
-        "called": lambda: rr.Compression.int8.compress(tf.zeros(3)),
+        "called": lambda: Codec("int8").compress(tf.zeros(3)),
         "thin tape": lambda: rr.DistributedGradientTape(compression=THIN),
         "thin scaled": lambda: rr.DistributedOptimizer(scaled, compression=THIN),
         "thin meetings": lambda: rr.DistributedOptimizer(

@@ -244,9 +244,9 @@ def local_backup():
     fit = functools.partial(rr.fit, model, rows, rows[:, :1], batch_size=comm.size, verbose=0)
     backed_up = error_of(lambda: fit(backup_dir="never written"))
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", rr.WeightsWarning)
+        warnings.simplefilter("always", rr.ParityWarning)
         fit()
-    weights = [one for one in told if issubclass(one.category, rr.WeightsWarning)]
+    weights = [one for one in told if issubclass(one.category, rr.ParityWarning)]
     say("local backup", **backed_up, warned=len(weights))
 
 
@@ -389,7 +389,7 @@ def saved(folder):
     outside = error_of(lambda: model.save(folder / f"own{comm.rank}.keras"))
     checkpoint = tf.train.Checkpoint(model=model)
     in_checkpoint = error_of(lambda: checkpoint.write(str(folder / f"checkpoint{comm.rank}")))
-    rr.barrier()
+    comm.barrier()
     # Alone it trains as plain Keras, but adds up the gradients of a repeated id first.
     plain = rr.load_model(path, communicator=comm.split(comm.rank))
     at_save = apart(model, plain)
@@ -442,7 +442,7 @@ def backed_up(folder):
     backup = str(folder / "backup")
     with contextlib.suppress(KeyboardInterrupt):
         rr.fit(first, ids, targets, backup_dir=backup, callbacks=[Stop()], **options)
-    rr.barrier()
+    comm.barrier()
     second = sharded()
     rr.fit(second, ids, targets, backup_dir=backup, **options)
     pairs = zip(
@@ -492,6 +492,6 @@ for name in chosen:
     else:
         place = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
         WITH_FILES[name](pathlib.Path(place))
-        rr.barrier()
+        comm.barrier()
         if comm.rank == 0:
             shutil.rmtree(place)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from shared import digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
+from ringreduce.keras.parts.attention import ParallelGroupQueryAttention
 from ringreduce.keras.parts.part import part_of, parts_in
 from ringreduce.tensorflow import xla
 
@@ -157,7 +158,7 @@ def attention(folder):
     names = {type(layer).__name__: layer.name for layer in model.layers}
     again = {
         names["MultiHeadAttention"]: rr.ParallelMultiHeadAttention,
-        names["GroupedQueryAttention"]: rr.ParallelGroupQueryAttention,
+        names["GroupedQueryAttention"]: ParallelGroupQueryAttention,
         "wide": functools.partial(rr.ColumnParallelDense, gather_output=True),
     }
     replace = {name: functools.partial(one, communicator=group) for name, one in again.items()}
@@ -331,7 +332,7 @@ def backed_up(folder):
     backup = str(folder / "backup")
     with contextlib.suppress(KeyboardInterrupt):
         fitted(first, 2, backup_dir=backup, callbacks=[Stop()])
-    rr.barrier()
+    comm.barrier()
     second = split(seed=50 + comm.rank)
     fitted(second, 2, backup_dir=backup)
     say("backed up", apart=apart(whole_run, second), steps=int(second.optimizer.iterations))
@@ -420,6 +421,6 @@ for name in sys.argv[1:] or USUAL[comm.size]:
     else:
         place = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
         WITH_FILES[name](pathlib.Path(place))
-        rr.barrier()
+        comm.barrier()
         if comm.rank == 0:
             shutil.rmtree(place)

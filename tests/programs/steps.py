@@ -9,6 +9,7 @@ import tensorflow as tf
 from shared import built, difference, digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
 
 keep_graphs()
 comm = rr.init()
@@ -247,7 +248,7 @@ def local_layer():
     for variable in model.layers[0].trainable_variables:
         optimizer.register_local_var(variable)
         variable.assign(variable + comm.rank)
-    callbacks = [rr.callbacks.Broadcast(), rr.callbacks.VerifyReplicas(1)]
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), rr.callbacks.VerifyReplicas(1)]
     fit(model, optimizer, own(data(3, 4), 4), 4, callbacks=callbacks, run_eagerly=True)
     local, shared = ([w.tobytes().hex() for w in layer.get_weights()] for layer in model.layers)
     momenta = {v.path.rpartition("/")[2]: v.numpy().tobytes().hex() for v in optimizer.variables}

@@ -72,10 +72,6 @@ def weights(rows, dtype=tf.float32):
     return tf.reshape(tf.cast(tf.range(1, 2 * rows + 1), dtype), (rows, 2))
 
 
-# Rows of rank 0 that each rank gets.
-DEALT = [each + 1 for each in range(size)]
-
-
 def counts_of(rank):
     """How many rows this rank sends to each; to some it sends none."""
     return [(rank + other) % 3 for other in range(size)]
@@ -93,8 +89,6 @@ def values():
         "scatter vector": lambda: rr.reduce_scatter(tf.range(5)),
         "scatter none": lambda: rr.reduce_scatter(tf.zeros((0, 4))),
         "parts of flags": lambda: rr.all_to_all(tf.range(2 * size) == rank),
-        "gather": lambda: rr.gather(base, size - 1),
-        "scattered": lambda: rr.scatter(weights(sum(DEALT)) + float(rank), 0, DEALT),
     }
     for dtype in ("bfloat16", "int64"):
         actions[f"all_to_all {dtype}"] = lambda dtype=dtype: rr.all_to_all(
@@ -118,7 +112,6 @@ def values():
     all_ways(others, jit=not IS_USUAL)
     uneven = {
         "gather rows": lambda: rr.all_gather(tf.fill((rank, 2), float(rank))),
-        "gather rows on one": lambda: rr.gather(tf.fill((rank, 2), float(rank))),
         "parts by counts": lambda: rr.all_to_all(weights(sum(counts)) + 10.0 * rank, counts),
     }
     counts = counts_of(rank)
@@ -139,9 +132,6 @@ def static_shapes():
         found["exchanged"] = rr.all_to_all(parts).shape.as_list()
         received = rr.all_to_all(parts, [2] * size)
         found["exchanged by counts"] = [one.shape.as_list() for one in received]
-        found["at the root"] = rr.gather(known, size - 1).shape.as_list()
-        found["own part"] = rr.scatter(parts).shape.as_list()
-        found["own rows"] = rr.scatter(tf.zeros((sum(DEALT), 2)), 0, DEALT).shape.as_list()
         return rr.reduce_scatter(rows)
 
     result = shapes(tf.ones((5, 2)), tf.ones((3, 2)))
@@ -220,8 +210,7 @@ def gradients():
             with tf.GradientTape() as inner:
                 inner.watch(value)
                 there = rr.all_to_all(value * (rank + 1.0))
-                parts = [there, rr.scatter(value, size - 1), rr.gather(value, size - 1)]
-                loss = tf.add_n([tf.reduce_sum(part**2) for part in parts])
+                loss = tf.reduce_sum(there**2)
             first = inner.gradient(loss, value)
         return first, outer.gradient(first, value)
 
@@ -243,8 +232,6 @@ def gradients():
             "second derivative": second,
             "second derivative of all": through_all,
             "gradient all_to_all": of(rr.all_to_all, 2 * size),
-            "gradient gather on one": of(rr.gather, 2, size - 1),
-            "gradient scattered": of(rr.scatter, sum(DEALT), 0, DEALT),
             "loop": loop,
         }
     )
@@ -263,7 +250,6 @@ def gradients():
         "gradient gather": of(rr.all_gather, rank),
         "gradient gather of one rank's": of(rr.all_gather, own),
         "second derivative of parts": second_of_parts,
-        "gradient of rows on one": of(rr.gather, rank),
         "gradient parts by counts": of(rr.all_to_all, sum(counts_of(rank)), counts_of(rank)),
     }
     all_ways(uneven, jit=False)
@@ -281,7 +267,6 @@ def refusals():
     say("no parts", **error_of(lambda: rr.all_to_all(tf.constant(1.0))))
     say("counts", **error_of(lambda: rr.all_to_all(value, [1] * size + [2 - size])))
     say("other counts", **error_of(lambda: rr.all_to_all(value, [3] * size)))
-    say("dealt", **error_of(without_autograph(lambda: rr.scatter(value, 0, [3] * size))))
     say("odd rows", **error_of(without_autograph(lambda: rr.all_to_all(tf.ones(2 * size + 1)))))
 
     @without_autograph

@@ -21,7 +21,7 @@ SMALLER = {
     "60_000 // 64": "16",
 }
 RENAMED = {
-    "import horovod.tensorflow.keras as hvd": "import ringreduce.keras as hvd",
+    "import horovod.tensorflow.keras as hvd": "import ringreduce.keras.horovod as hvd",
     "backward_passes_per_step=2": "accumulate_steps=2",
     "    average_aggregated_gradients=True,\n": "",
 }
@@ -61,7 +61,9 @@ def test_names_it_speaks_of_exist(name):
     ],
 )
 def test_horovods_callbacks_have_their_names(name):
-    assert issubclass(getattr(rr.callbacks, name), rr.callbacks.VerifyReplicas.__base__)
+    assert issubclass(getattr(hvd.callbacks, name), rr.callbacks.VerifyReplicas.__base__)
+    with pytest.raises(AttributeError, match="whose callbacks have it"):
+        getattr(rr.callbacks, name)
 
 
 def test_names_that_are_provided_exist_under_horovods_names():
@@ -84,7 +86,7 @@ def test_a_callback_that_is_missing_says_what_to_use():
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
 def test_compressions_are_what_the_optimizer_takes(name):
-    assert getattr(rr.Compression, name) == name
+    assert getattr(hvd.Compression, name) == name
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("none", "float32"), ("fp16", "float16")])

@@ -40,7 +40,7 @@ FAULTS = {
         "commands/test_verify.py::test_the_reason_for_a_difference_is_found",
     ),
     "Unequal frozen weights": (
-        "WeightsWarning",
+        "ParityWarning",
         "rr.broadcast_variables(model.variables)",
         "keras/test_fit.py::test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line",
     ),

@@ -17,10 +17,10 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
 from ringreduce.keras.backup import backups, restored, save, skip
-from ringreduce.keras.callbacks.broadcast import broadcast_state, verify_model
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.profile import Profile
+from ringreduce.keras.callbacks.replicas import broadcast_state, verify_model
 from ringreduce.keras.parts.part import parts_in
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.repeating import is_repeating, repeated

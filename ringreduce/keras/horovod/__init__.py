@@ -16,15 +16,19 @@ import ringreduce.keras as rr
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.advice import ABSENT, OPTIONS
+from ringreduce.keras.horovod import callbacks
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import times_back
 from ringreduce.pure.payload import checked_counts
 from ringreduce.tensorflow import xla
+from ringreduce.tensorflow.codecs import Compression
 from ringreduce.tensorflow.sparse import map_values
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 __all__ = [
+    "Compression",
+    "callbacks",
     "remove_process_set",
     *("Average", "Max", "Min", "Product", "Sum", "init"),
     *("DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"),

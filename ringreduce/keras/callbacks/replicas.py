@@ -1,4 +1,4 @@
-"""Gives all ranks one rank's weights and optimizer state, and compares those of all ranks."""
+"""Compares the weights and optimizer state of all ranks, and gives all those of one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,76 +10,9 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.replicas import alike, make_alike, model_group
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.wrappable import build_optimizer_here, wrappers_in
-from ringreduce.pure.payload import checked_root
-from ringreduce.tensorflow.agreement import count_true
+from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
-
-
-class Broadcast(keras.callbacks.Callback):
-    """Gives all ranks rank `root_rank`'s weights and optimizer variables before the first batch.
-
-    `DistributedOptimizer` does this itself, from rank 0, for trainable weights and the optimizer.
-    Use this for another root, for moving averages and other weights that are not trained, and after
-    one rank has loaded something. States of random generators stay different.
-
-    It builds an optimizer that is not built. A model that is not built has no weights before its
-    first batch; it gets them after that, and only from rank 0.
-
-    Args:
-        root_rank: whose values all get.
-        communicator: by default the process's.
-        local_variables: variables of the model or the optimizer to leave as they are, besides those
-            that the optimizer has been told of.
-
-    Raises:
-        ArrayError: when training begins: `root_rank` is no rank.
-        ConfigError: it is not 0, and the model is not built on every rank.
-        MismatchError: the ranks' models differ.
-    """
-
-    looks_at_batches = False  # After the first call, which makes one step.
-
-    def __init__(
-        self,
-        root_rank: int = 0,
-        communicator: Communicator | None = None,
-        *,
-        local_variables: Sequence[Any] = (),
-    ) -> None:
-        super().__init__()
-        self._root, self._communicator = root_rank, communicator
-        self._local = local_variables
-        self._is_due = False
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        ring = self._communicator or default_communicator()
-        checked_root(self._root, ring.size, ring.config.who)
-        if ring.size == 1:
-            return
-        built = count_true(ring, self.model.built)
-        self._is_due = built < ring.size
-        if self._is_due and self._root:
-            text = f"cannot copy from rank {self._root}: the model is built on {built} ranks"
-            remedy = "Build the model before fit, with model.build() or a keras.Input."
-            raise ConfigError(text, **ring.config.who, remedy=remedy)
-        if not self._is_due:
-            build_optimizer_here(self.model)
-            broadcast_state(self.model, self._root, ring, self._local)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._is_due:
-            self._is_due = False
-            ring = self._communicator or default_communicator()
-            broadcast_state(self.model, self._root, ring, self._local)
-
-
-class BroadcastGlobalVariablesCallback(Broadcast):
-    """`Broadcast` with Horovod's arguments; `device` is not used."""
-
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__(root_rank, local_variables=keras.tree.flatten(local_variables or []))
 
 
 class VerifyReplicas(keras.callbacks.Callback):
