@@ -5,6 +5,7 @@ from typing import Any
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.keras.repeating import is_repeating
 from ringreduce.tensorflow.variables import broadcast_variables
 
 
@@ -23,5 +24,5 @@ def averages_of(model: Any) -> list[Any]:
 def take_averages_of_rank_0(model: Any, ring: Communicator) -> None:
     """Have all ranks go on with rank 0's, which it would save. Collective."""
     averages = averages_of(model)
-    if ring.size > 1 and averages:
+    if ring.size > 1 and averages and not is_repeating(ring):
         broadcast_variables(averages, ring)

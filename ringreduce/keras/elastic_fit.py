@@ -10,7 +10,9 @@ one apart. A rank that is behind takes from one ahead what that unit has led to:
 optimizer's state, or a meeting's result.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import keras
@@ -27,6 +29,7 @@ from ringreduce.keras.rows import rows_in, slice_rows
 from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
+from ringreduce.tensorflow.private import traced_for
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
 from ringreduce.vocabulary.errors import PeerError, RingReduceError
 
@@ -34,11 +37,16 @@ from ringreduce.vocabulary.errors import PeerError, RingReduceError
 class Elastic:
     """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
 
-    A context, in which the model's training function takes global batches, and this rank's rows of
-    each, of which `batches` is the `element_spec`. The model and its optimizer are built. Where too
-    few ranks are left, one backs up with those of `callbacks` that can. Raises ConfigError for what
-    `elastic_refusals` has. Collective.
+    A context, and in it the model's `train_function`, in the manner of `Steps`: it takes global
+    batches, and this rank's rows of each, of which `batches` is the `element_spec`. The model and
+    its optimizer are built. Where too few ranks are left, one backs up with those of `callbacks`
+    that can. Raises ConfigError for what `elastic_refusals` has. Collective.
     """
+
+    unread = 0  # batches to read before the first step, and make nothing of
+    looking: Sequence[str] = ()
+    # Seconds in steps, and in waiting for data; of all so far.
+    called_s = reading_s = 0.0
 
     def __init__(
         self,
@@ -82,7 +90,7 @@ class Elastic:
         self._begun = [tf.Variable(each.value, trainable=False) for each in self._changed]
         # Of equally many rows on each rank, gradients need no weights.
         self._even, self._uneven = map(self._keeping, (self._plain, model.train_step))
-        model.train_function = self._step
+        model.train_function = self
         repeaters[self._ring] = self._meeting
         return self
 
@@ -105,28 +113,31 @@ class Elastic:
         if model.jit_compile and not model.run_eagerly:
             step = self._commit.compiled(step)
 
-        def keeping(data: Any) -> Any:
+        def keeping(batch: Any, first: Any, end: Any) -> Any:
             pairs = zip(self._begun, self._changed, strict=True)
             kept = [begun.assign(changed.value) for begun, changed in pairs]
             with tf.control_dependencies([] if tf.executing_eagerly() else kept):
-                return step(data)
+                return step(slice_rows(batch, first, end))
 
         if model.run_eagerly:
             return keeping
-        function = tf.function(keeping, autograph=False, reduce_retracing=True)
+        place = tf.TensorSpec((), tf.int32)
+        function = tf.function(keeping, autograph=False)
+        # Traced with its first batch, for any number of rows.
+        traced = cache(lambda: traced_for(function, self._batches, place, place))
+        return lambda batch, *ends: traced()(batch, *map(tf.constant, ends))
 
-        def call(data: Any) -> Any:
-            if not function.experimental_get_tracing_count():
-                # For other numbers of rows too.
-                function.get_concrete_function(self._batches)
-            return function(data)
+    def __call__(self, iterator: Any) -> Any:
+        """A step on this rank's rows of the next global batch, as Keras makes it."""
+        return self.run(iterator, 1)[1]
 
-        return call
-
-    def _step(self, iterator: Any) -> Any:
-        """Keras's training function: a step on this rank's rows of the next global batch."""
+    def run(self, iterator: Any, most: int) -> tuple[int, Any]:
+        """The same; return 1, and the logs."""
+        began = time.perf_counter()
         batch = next(iterator)
-        count = int(rows_in(batch))
+        self.reading_s += time.perf_counter() - began
+        part = next(part for part in tf.nest.flatten(batch) if part is not None)
+        count = int(part.shape[0] if tf.is_tensor(part) else rows_in(part))
 
         def step() -> Any:
             ring = self._ring
@@ -134,10 +145,10 @@ class Elastic:
                 self._mean_now = mean
                 self._mean.assign(mean)
             run = self._uneven if count % ring.size else self._even
-            return run(slice_rows(batch, *own_rows(count, ring.rank, ring.size)))
+            return run(batch, *own_rows(count, ring.rank, ring.size))
 
         logs = self._unit(step, is_step=True)
-        return self._model.get_metrics_result() if logs is None else logs
+        return 1, self._model.get_metrics_result() if logs is None else logs
 
     def _meeting(self, make: Callable[[], Any]) -> Any:
         return self._unit(make, is_step=False) if self._steps else make()

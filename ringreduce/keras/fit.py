@@ -175,7 +175,7 @@ def fit(
         readers=who.everyone,
         is_elastic=least is not None,
     )
-    is_own_loop = least is None and who.everyone is ring
+    is_own_loop = who.everyone is ring
     # A package may have replaced `fit` on some ranks: all have the same loop.
     is_own_loop = is_own_loop and not count_true(ring, not can_train(model))
     shares = agreed_shares(batch_share, ring)
@@ -217,7 +217,11 @@ def fit(
             class_weight=class_weight,
             shares=shares,
             # Unchecked ranks may read other batches.
-            counts=is_own_loop and ring.size > 1 and check and not shares.is_measured,
+            counts=is_own_loop
+            and least is None
+            and ring.size > 1
+            and check
+            and not shares.is_measured,
         )
         training = feed_of((x, y, sample_weight), plan)
     validation = None
@@ -266,7 +270,7 @@ def fit(
     if least is not None and validation is not None:
         validate = partial(_validate, model, validation)
     with contextlib.ExitStack() as elastic:
-        place = []
+        place, steps = [], None
         if least is not None:
             elastic.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
@@ -300,7 +304,8 @@ def fit(
                 # Of Keras's own, another rank could not go on with it.
                 *([OnRankZero(_Bar(verbose), ring)] if least is not None and verbose else []),
             ],
-            exchanges=exchanges,
+            exchanges=exchanges and least is None,
+            elastic=steps,
             epochs=epochs,
             verbose=verbose if who.is_first and least is None else 0,
             initial_epoch=initial_epoch,
@@ -339,6 +344,7 @@ def fit_on(
     who: Training | None,
     callbacks: list[Any],
     exchanges: bool = False,
+    elastic: Elastic | None = None,
     **options: Any,
 ) -> Any:
     """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
@@ -355,7 +361,7 @@ def fit_on(
     try:
         with _quiet_without(validation):
             if who is not None:
-                loop = Loop(model, training, who, exchanges=exchanges)
+                loop = Loop(model, training, who, exchanges=exchanges, elastic=elastic)
                 return loop.run([epochs, *callbacks], validation=validation, **options)
             return model.fit(
                 training.dataset,

@@ -18,6 +18,7 @@ import tensorflow as tf
 from ringreduce.keras import private
 from ringreduce.keras.averages import take_averages_of_rank_0
 from ringreduce.keras.batches import Feed
+from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.mistakes import in_fit
 from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
@@ -37,13 +38,22 @@ class Loop:
     """Trains `model` on the batches of `feed`.
 
     `exchanges`: steps exchange their weights, so that where data has no known length the ranks find
-    out in a step that there is none left.
+    out in a step that there is none left. `elastic` makes the steps, one at a time, where it is
+    given.
     """
 
-    def __init__(self, model: Any, feed: Feed, who: Training, *, exchanges: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        feed: Feed,
+        who: Training,
+        *,
+        exchanges: bool = False,
+        elastic: Elastic | None = None,
+    ) -> None:
         self._model, self._feed, self._who = model, feed, who
-        self._exchanges = exchanges
-        self._one_by_one = model.run_eagerly
+        self._exchanges, self._elastic = exchanges, elastic
+        self._one_by_one = model.run_eagerly or elastic is not None
         # Seconds of a step in the latest call that has traced nothing.
         self._step_s: float | None = None
         self._calls = 0
@@ -109,9 +119,11 @@ class Loop:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
 
-    def _prepare_steps(self) -> Steps:
+    def _prepare_steps(self) -> Steps | Elastic:
         """The model's traced steps; anew where it was compiled, or they were taken away, since."""
         model, feed = self._model, self._feed
+        if self._elastic is not None:
+            return self._elastic
         found = model.train_function
         ranks = None if self._exchanges else self._who.data.size if feed.is_counted else 0
         how = ranks, feed.may_be_empty
