@@ -50,10 +50,9 @@ class Steps:
         self.called_s = self.reading_s = 0.0
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
-        # By whether they make one step at a time, and the elements' specs.
-        self._several: dict[
-            tuple[bool, str], Callable[[Any, Any], tuple[Any, Any, Any, Any, Any]]
-        ] = {}
+        # By the elements' specs.
+        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any, Any, Any]]] = {}
+        self._singly: dict[str, Callable[[Any], Any]] = {}
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not model.run_eagerly:
             how = {"reduce_retracing": True, "jit_compile": model.jit_compile}
@@ -77,11 +76,12 @@ class Steps:
 
         Fewer: `iterator` has no further element. Without any the logs are None.
         """
-        is_single = most == 1 and bool(self.looking)
-        key = is_single, repr(iterator.element_spec)
+        key = repr(iterator.element_spec)
+        if most == 1 and self.looking and not self._model.run_eagerly:
+            return 1, self._single(iterator, key)
         if key not in self._several:
             is_eager = self._model.run_eagerly
-            self._several[key] = self._one_by_one if is_eager else self._traced(iterator, is_single)
+            self._several[key] = self._one_by_one if is_eager else self._traced(iterator)
         made, logs = 0, None
         while made < most:
             left = tf.constant(most - made, tf.int64)
@@ -93,6 +93,17 @@ class Steps:
                 break
             made, logs = made + 1, self._short(short.get_value())
         return made, logs
+
+    def _single(self, iterator: Any, key: str) -> Any:
+        """A step by itself: what looks for the end in a graph costs as much as a small model's."""
+        began = time.perf_counter()
+        element = next(iterator)
+        self.reading_s += time.perf_counter() - began
+        if self._is_short(element):
+            return self._short(element)
+        if key not in self._singly:
+            self._singly[key] = traced_for(self._one, iterator.element_spec)
+        return self._singly[key](element)
 
     def _one_by_one(self, iterator: Any, most: Any) -> tuple[int, Any, bool, Any, float]:
         """`several` by Python: eagerly, and where the logs' shapes are not known before."""
@@ -129,21 +140,12 @@ class Steps:
         own = tf.cast(rows_in(batch), tf.float32)
         return weighting.Weight(own, tf.cast(rows, tf.float32) / self._ranks)
 
-    def _traced(self, iterator: Any, is_single: bool) -> Any:
+    def _traced(self, iterator: Any) -> Any:
         spec = iterator.element_spec
         # First by itself: what is traced within a loop cannot number its collectives.
         logs = self._one.get_concrete_function(spec).structured_outputs
         if not all(map(_is_fixed, tf.nest.flatten(logs))):
             return self._one_by_one  # Made of what they are, as a loop's results cannot be.
-
-        @tf.autograph.experimental.do_not_convert
-        def single(iterator: Any, most: Any) -> Any:
-            """Without a loop, which costs as much as the step of a small model."""
-            element, waited_s = _read(iterator)
-            is_due = due(element)
-            found = tf.cond(is_due, lambda: self._one(element.get_value()), lambda: _zeros(logs))
-            is_short = tf.logical_and(element.has_value(), tf.logical_not(is_due))
-            return tf.cast(is_due, tf.int64), found, is_short, kept(element), waited_s
 
         @tf.autograph.experimental.do_not_convert
         def several(iterator: Any, most: Any) -> Any:
@@ -175,8 +177,7 @@ class Steps:
         def kept(element: Any) -> Any:
             return element if self._may_be_empty else ()
 
-        made = tf.function(single if is_single else several)
-        return traced_for(made, iterator, tf.constant(1, tf.int64))
+        return traced_for(tf.function(several), iterator, tf.constant(1, tf.int64))
 
 
 def _read(iterator: Any) -> tuple[Any, Any]:
