@@ -1736,7 +1736,7 @@ BREAKAGES = (
     Breakage(
         "loop-averages-stay-apart",
         "ringreduce/keras/training/loop.py",
-        "            take_averages_of_rank_0(model, self._who.everyone)\n",
+        "            take_averages_of_rank_0(model, self._who.data)\n",
         "",
         "Ranks end with moving averages of their own, and each validates another model.",
         ("tests/keras/test_loop.py",),

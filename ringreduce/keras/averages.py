@@ -4,7 +4,7 @@ from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.keras.parts.part import part_of
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.tensorflow.variables import broadcast_variables
 
@@ -17,7 +17,7 @@ def averages_of(model: Any) -> list[Any]:
         # Frozen averages do not move, and may be large.
         if layer.trainable and not private.has_layers(layer)
         for variable in layer.non_trainable_weights
-        if not is_own_piece(variable)
+        if part_of(variable) is None
     ]
 
 

@@ -175,9 +175,8 @@ def fit(
         readers=who.everyone,
         is_elastic=least is not None,
     )
-    is_own_loop = who.everyone is ring
     # A package may have replaced `fit` on some ranks: all have the same loop.
-    is_own_loop = is_own_loop and not count_true(ring, not can_train(model))
+    is_own_loop = not count_true(who.everyone, not can_train(model))
     shares = agreed_shares(batch_share, ring)
     if least is not None:
         given_share = "equal" if shares.is_equal else batch_share

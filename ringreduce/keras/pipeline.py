@@ -32,6 +32,8 @@ from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
 from ringreduce.keras.stage import Stage
+from ringreduce.keras.training.loop import can_train
+from ringreduce.keras.training.who import Training
 from ringreduce.keras.weighting import step_weight
 from ringreduce.keras.wrappable import refuse_other_optimizer, refuse_other_ring
 from ringreduce.vocabulary.errors import ConfigError
@@ -217,7 +219,7 @@ class Pipeline:
             self.model,
             training,
             validation,
-            None,
+            Training(replicas, None, ring) if can_train(self.model) else None,
             [
                 Together(own, replicas, is_global=True, check=False),
                 StopTogether(ring),

@@ -107,7 +107,7 @@ class Loop:
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             logs = _results_or(model, self._pass())
-            take_averages_of_rank_0(model, self._who.everyone)
+            take_averages_of_rank_0(model, self._who.data)
             if validation is not None and model._should_eval(epoch, validation_freq):
                 given = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
                 found = model.evaluate(validation.dataset, **given)
