@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras import private
 from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.record import Record
@@ -35,7 +36,7 @@ from ringreduce.keras.settings import (
     settings_of_model,
 )
 from ringreduce.keras.shares import Measure, agreed_shares
-from ringreduce.keras.training.loop import Loop, can_train
+from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
     refuse_other_optimizer,
@@ -176,7 +177,7 @@ def fit(
         is_elastic=least is not None,
     )
     # A package may have replaced `fit` on some ranks: all have the same loop.
-    is_own_loop = not count_true(who.everyone, not can_train(model))
+    is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
     shares = agreed_shares(batch_share, ring)
     if least is not None:
         given_share = "equal" if shares.is_equal else batch_share

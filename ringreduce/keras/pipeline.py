@@ -18,6 +18,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras import private
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.batches import BATCH_SIZE, Plan, feed_of
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
@@ -32,7 +33,6 @@ from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
 from ringreduce.keras.stage import Stage
-from ringreduce.keras.training.loop import can_train
 from ringreduce.keras.training.who import Training
 from ringreduce.keras.weighting import step_weight
 from ringreduce.keras.wrappable import refuse_other_optimizer, refuse_other_ring
@@ -219,7 +219,7 @@ class Pipeline:
             self.model,
             training,
             validation,
-            Training(replicas, None, ring) if can_train(self.model) else None,
+            Training(replicas, None, ring) if private.has_plain_fit(self.model) else None,
             [
                 Together(own, replicas, is_global=True, check=False),
                 StopTogether(ring),

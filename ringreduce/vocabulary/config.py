@@ -28,7 +28,7 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE", "RINGREDUCE_RESTART"),
     *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE", "RINGREDUCE_VERIFY"),
-    *("RINGREDUCE_ELASTIC", "RINGREDUCE_RING", "RINGREDUCE_LOOP"),
+    *("RINGREDUCE_ELASTIC", "RINGREDUCE_RING"),
 )
 
 
@@ -371,11 +371,6 @@ def log_dir_wanted() -> str:
 def native_wanted() -> bool:
     """Whether the native library may be used: ``RINGREDUCE_NATIVE=0`` hides it."""
     return os.environ.get("RINGREDUCE_NATIVE", "1") != "0"
-
-
-def keras_loop_wanted() -> bool:
-    """Whether Keras's own loop runs in `rr.fit`, to compare: ``RINGREDUCE_LOOP=keras``."""
-    return os.environ.get("RINGREDUCE_LOOP") == "keras"
 
 
 def profile_wanted() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 import ringreduce
 import ringreduce.keras as rr
+from ringreduce.keras import private
 from ringreduce.keras.training import loop
 from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
@@ -62,7 +62,7 @@ _MADE: dict[str, tuple[Any, list[Any]]] = {}
 def made(kind: str = "", **options: Any) -> Any:
     """The model of this kind and these options, as a new one is."""
     keras.utils.set_random_seed(3)
-    key = f"{kind} {options} {os.environ.get('RINGREDUCE_LOOP')}"
+    key = f"{kind} {options} {private.has_plain_fit}"
     if key not in _MADE:
         model = _new(**options)
         model.optimizer.build(model.trainable_variables)
@@ -173,7 +173,7 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
     assert isinstance(model.train_function, Steps)
     if case != "none" and "executions" not in case:
         assert len(asked) - calls < calls
-    monkeypatch.setenv("RINGREDUCE_LOOP", "keras")
+    monkeypatch.setattr(private, "has_plain_fit", lambda model: False)
     plain, expected = trained(case, [theirs])
     assert not isinstance(plain.train_function, Steps)
     assert ours.seen == theirs.seen
@@ -310,7 +310,7 @@ def test_a_loop_of_the_users_own_is_used(name: str, monkeypatch: pytest.MonkeyPa
 def test_all_ranks_have_the_loop_that_one_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where a package has replaced `fit` on that rank alone.
     replaced: list[Any] = []
-    monkeypatch.setitem(rr.fit.__globals__, "can_train", lambda model: model not in replaced)
+    monkeypatch.setattr(private, "has_plain_fit", lambda model: model not in replaced)
 
     def work(ring: Any) -> Any:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

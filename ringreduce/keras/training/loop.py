@@ -23,15 +23,9 @@ from ringreduce.keras.mistakes import in_fit
 from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
 from ringreduce.keras.training.who import Training
-from ringreduce.vocabulary.config import keras_loop_wanted
 from ringreduce.vocabulary.errors import MismatchError
 
 _CALL_S = 0.05
-
-
-def can_train(model: Any) -> bool:
-    """Whether this loop does what ``model.fit`` would: no part of that is the user's own."""
-    return not keras_loop_wanted() and private.has_plain_fit(model)
 
 
 class Loop:
