@@ -14,15 +14,13 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
-from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
 from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
-from ringreduce.keras.data_fingerprint import passing
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
-from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
+from ringreduce.keras.join import build, weigh_steps
 from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike
@@ -35,7 +33,15 @@ from ringreduce.keras.settings import (
     settings_in,
     settings_of_model,
 )
-from ringreduce.keras.shares import Measure, agreed_shares
+from ringreduce.keras.shares import Measure, Shares, agreed_shares
+from ringreduce.keras.training.feeds import (
+    example_of,
+    is_batched,
+    joined_feed,
+    own_feed,
+    split_off,
+    validation_feed,
+)
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
@@ -136,38 +142,36 @@ def fit(
     refuse_other_ring(model, "rr.fit", ring)
     if check:
         refuse_other_optimizer(model, ring)
-    of_data = {
-        "batch_size": batch_size,
-        "shuffle": shuffle,
-        "steps_per_epoch": steps_per_epoch,
-        "validation_split": validation_split,
-        "validation_steps": validation_steps,
-        "validation_batch_size": validation_batch_size,
-        "validation_data": "absent" if validation_data is None else "given",
-        "validation_freq": validation_freq,
-        "seed": seed,
-    }
-    given = {
-        "epochs": epochs,
-        "initial_epoch": initial_epoch,
-        "sharded": sharded,
-        "profile": profile or profile_wanted(),
-        "loss": model.loss,
-        "run_eagerly": model.run_eagerly,
-        # With data of their own ranks may have different ones.
-        **({} if sharded else of_data),
-    }
-    arguments = Settings("arguments of rr.fit and compile", settings_in(given))
+    arguments = _arguments_of(
+        model,
+        is_sharded=sharded,
+        everywhere={
+            "epochs": epochs,
+            "initial_epoch": initial_epoch,
+            "sharded": sharded,
+            "profile": profile or profile_wanted(),
+        },
+        of_data={
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "steps_per_epoch": steps_per_epoch,
+            "validation_split": validation_split,
+            "validation_steps": validation_steps,
+            "validation_batch_size": validation_batch_size,
+            "validation_data": "absent" if validation_data is None else "given",
+            "validation_freq": validation_freq,
+            "seed": seed,
+        },
+    )
     who = Training.of(model, ring)
     require_same_settings([arguments], who.everyone)
+    whole = x, y, sample_weight
     if validation_split and validation_data is None:
-        if not are_arrays(x):
-            raise ConfigError(
-                f"cannot take a validation_split of {type(x).__name__}",
-                remedy="Pass validation_data, such as dataset.take(n) and dataset.skip(n).",
-            )
-        (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
+        whole, validation_data = split_off(whole, validation_split)
     least = elastic_minimum() if ring.size > 1 else None
+    # A package may have replaced `fit` on some ranks: all have the same loop.
+    is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
+    shares = _agreed(batch_share, ring, who, is_elastic=least is not None, is_sharded=sharded)
     dividing = partial(
         Plan,
         ring,
@@ -176,40 +180,13 @@ def fit(
         readers=who.everyone,
         is_elastic=least is not None,
     )
-    # A package may have replaced `fit` on some ranks: all have the same loop.
-    is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
-    shares = agreed_shares(batch_share, ring)
-    if least is not None:
-        given_share = "equal" if shares.is_equal else batch_share
-        refuse(ring, {"sharded": sharded, "batch_share": given_share})
-    if shares.is_measured and who.everyone is not ring:
-        raise ConfigError(
-            'got batch_share="measured" for a model with split layers, whose ranks must have the '
-            "same rows",
-            **ring.config.who,
-            remedy="Pass a number, the same on all ranks of a model group.",
-        )
     if sharded:
-        of_batches = {
-            "y": y,
-            "sample_weight": sample_weight,
-            "batch_size": batch_size,
-            "batch_share": None if batch_share == "equal" else batch_share,
-            "steps_per_epoch": steps_per_epoch,
-        }
-        if unused := sorted(name for name, value in of_batches.items() if value is not None):
-            raise ConfigError(
-                f"got {', '.join(unused)} with sharded=True",
-                remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a "
-                "slow rank by less: gradients count by rows. An epoch is one pass over it.",
-            )
-        training = _own_feed(x, "x")
-        joined = join(training.dataset, model, communicator=ring)
-        training.dataset = passing(joined, lambda _, batch: batch, None, training.note_first)
+        given_share = None if batch_share == "equal" else batch_share
+        training = joined_feed(model, ring, whole, batch_size, given_share, steps_per_epoch)
     else:
         plan = dividing(
             "the data given to rr.fit",
-            batch_size=None if _is_batched(x, model) else batch_size,
+            batch_size=None if is_batched(x, model) else batch_size,
             steps=steps_per_epoch,
             first=initial_epoch,
             shuffle=shuffle,
@@ -223,88 +200,62 @@ def fit(
             and check
             and not shares.is_measured,
         )
-        training = feed_of((x, y, sample_weight), plan)
+        training = feed_of(whole, plan)
     validation = None
     if validation_data is not None and sharded:
         # Its steps need no other rank.
-        validation = _own_feed(validation_data, "validation_data")
+        validation = own_feed(validation_data, "validation_data")
     elif validation_data is not None:
-        is_alone = not isinstance(validation_data, (tuple, list))
-        parts = (validation_data,) if is_alone else validation_data
-        of_validation = validation_batch_size or (batch_size if are_arrays(parts[0]) else None)
-        plan = dividing(
-            "the validation data given to rr.fit",
-            batch_size=None if _is_batched(parts[0], model) else of_validation,
-            steps=validation_steps,
-            deal=True,
-        )
-        validation = feed_of(parts, plan)
-    own_callbacks = given_callbacks(callbacks, backup_dir)
-    recording = recording_wanted(takes=True) if ring.parent is None else None
-    if recording is not None:
-        # What is only tried out leaves no files, and begins with none.
-        writers = [c for c in own_callbacks if acts_once(c) or isinstance(c, OnRankZero)]
-        own_callbacks = [c for c in own_callbacks if c not in writers]
+        rows = validation_batch_size, batch_size
+        validation = validation_feed(model, validation_data, *rows, validation_steps, dividing)
+    own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
     if ring.size > 1:
         note_sharding(ring)
     if ring.size > 1 or recording is not None:
         build(model, training.spec)
     # Where ranks know no better, they tell each other how many rows they have.
     exchanges = sharded or (ring.size > 1 and not (training.is_even or training.is_counted))
+    exchanges = exchanges and least is None
     who = Training.of(model, ring)
-    make_alike(model.weights, who.alike)
-    if who.everyone.size > 1:
-        if model.run_eagerly and model.optimizer is not None:
-            # In a graph the first step does it before it computes gradients.
-            model.optimizer.build(model.trainable_variables)
-        if not wrappers_in(model):
-            # Else its optimizer compares that in the first step.
-            require_same_settings(settings_of_model(model), ring)
-        fold_seeds(model, ring)
-        warn_of_parity(differences(model), who.everyone)
-        if exchanges and not sharded and least is None:
-            is_counted = int(training.dataset.cardinality()) >= 0
-            weigh_steps(model, "samples", ring, is_counted)
-    example = partial(_example, training.spec)
+    _make_ready(model, who, training, weighs=exchanges and not sharded)
     validate = None
     if least is not None and validation is not None:
         validate = partial(_validate, model, validation)
     with contextlib.ExitStack() as elastic:
-        place, steps = [], None
+        steps = None
         if least is not None:
             elastic.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
-            place = [steps.place]
-        history = fit_on(
+        around: list[Any] = [
+            *([] if steps is None else [steps.place]),
+            Probe(training, who.everyone, compares=check and not sharded),
+            *([Measure(shares, ring, verbose)] if shares.is_measured else []),
+        ]
+        if validation is not None:
+            # Before what exchanges metrics when a rank's own validation ends.
+            around.append(Answering(model, ring, partial(example_of, training.spec)))
+        around.append(
+            Together(
+                own_callbacks,
+                communicator,
+                profile=profile,
+                validate=validate,
+                is_global=not sharded,
+                check=False,  # It does so itself, as `VerifyReplicas`.
+            )
+        )
+        around += [VerifyReplicas(None, ring)] if check else []
+        around += [Record(*recording, arguments.found, who.everyone)] if recording else []
+        # Of Keras's own, another rank could not go on with it.
+        around += [OnRankZero(_Bar(verbose), ring)] if least is not None and verbose else []
+        return fit_on(
             model,
             training,
             validation,
             who if is_own_loop else None,
-            [
-                *place,
-                Probe(training, who.everyone, compares=check and not sharded),
-                *([Measure(shares, ring, verbose)] if shares.is_measured else []),
-                # Before what exchanges metrics when a rank's own validation ends.
-                *([Answering(model, ring, example)] if validation is not None else []),
-                Together(
-                    own_callbacks,
-                    communicator,
-                    profile=profile,
-                    validate=validate,
-                    is_global=not sharded,
-                    check=False,  # It does so itself, as `VerifyReplicas`.
-                ),
-                *([VerifyReplicas(None, ring)] if check else []),
-                *(
-                    [Record(*recording, arguments.found, who.everyone)]
-                    if recording is not None
-                    else []
-                ),
-                # Of Keras's own, another rank could not go on with it.
-                *([OnRankZero(_Bar(verbose), ring)] if least is not None and verbose else []),
-            ],
-            exchanges=exchanges and least is None,
+            around,
+            exchanges=exchanges,
             elastic=steps,
             epochs=epochs,
             verbose=verbose if who.is_first and least is None else 0,
@@ -312,7 +263,64 @@ def fit(
             steps_per_epoch=steps_per_epoch,
             validation_freq=validation_freq,
         )
-    return history
+
+
+def _arguments_of(
+    model: Any, *, is_sharded: bool, everywhere: dict[str, Any], of_data: dict[str, Any]
+) -> Settings:
+    """What must be equal on all ranks; with data of their own they may have different ones."""
+    of_model = {"loss": model.loss, "run_eagerly": model.run_eagerly}
+    given = {**everywhere, **of_model, **({} if is_sharded else of_data)}
+    return Settings("arguments of rr.fit and compile", settings_in(given))
+
+
+def _agreed(
+    batch_share: Any, ring: Communicator, who: Training, *, is_elastic: bool, is_sharded: bool
+) -> Shares:
+    """The ranks' shares of a batch, if they go with the rest. Collective."""
+    shares = agreed_shares(batch_share, ring)
+    if is_elastic:
+        given_share = "equal" if shares.is_equal else batch_share
+        refuse(ring, {"sharded": is_sharded, "batch_share": given_share})
+    if shares.is_measured and who.everyone is not ring:
+        raise ConfigError(
+            'got batch_share="measured" for a model with split layers, whose ranks must have the '
+            "same rows",
+            **ring.config.who,
+            remedy="Pass a number, the same on all ranks of a model group.",
+        )
+    return shares
+
+
+def _callbacks_of(
+    callbacks: list[Any], ring: Communicator
+) -> tuple[list[Any], tuple[int, str] | None]:
+    """Those that act, and what `ringreduce verify` wants recorded, if it has started this job."""
+    recording = recording_wanted(takes=True) if ring.parent is None else None
+    if recording is not None:
+        # What is only tried out leaves no files, and begins with none.
+        writers = [c for c in callbacks if acts_once(c) or isinstance(c, OnRankZero)]
+        callbacks = [c for c in callbacks if c not in writers]
+    return callbacks, recording
+
+
+def _make_ready(model: Any, who: Training, training: Feed, *, weighs: bool) -> None:
+    """Make alike, and compare, what ranks begin with; with `weighs` they exchange their rows."""
+    ring = who.data
+    make_alike(model.weights, who.alike)
+    if who.everyone.size == 1:
+        return
+    if model.run_eagerly and model.optimizer is not None:
+        # In a graph the first step does it before it computes gradients.
+        model.optimizer.build(model.trainable_variables)
+    if not wrappers_in(model):
+        # Else its optimizer compares that in the first step.
+        require_same_settings(settings_of_model(model), ring)
+    fold_seeds(model, ring)
+    warn_of_parity(differences(model), who.everyone)
+    if weighs:
+        is_counted = int(training.dataset.cardinality()) >= 0
+        weigh_steps(model, "samples", ring, is_counted)
 
 
 class _Bar(keras.callbacks.ProgbarLogger):
@@ -387,32 +395,6 @@ def _quiet_without(validation: Feed | None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
-
-
-def _example(spec: Any) -> Any:
-    """Inputs for the model: a row of zeros."""
-    return keras.utils.unpack_x_y_sample_weight(filled(empty_batch(spec)))[0]
-
-
-def _own_feed(data: Any, name: str) -> Feed:
-    """This rank's own batches, such as a shard of Ray Data; `join` does what unequal ones need."""
-    if not isinstance(data, tf.data.Dataset):
-        raise ConfigError(
-            f"got {type(data).__name__} as {name} with sharded=True",
-            remedy="Pass a tf.data.Dataset; of Ray Data, that is "
-            "ray.train.get_dataset_shard(name).to_tf(features, labels, batch_size=n).",
-        )
-    feed = Feed()
-    feed.dataset, feed.is_even = data, True
-    return feed
-
-
-def _is_batched(data: Any, model: Any) -> bool:
-    """Whether `data` is a tf.data.Dataset of batches: its inputs have the rank of the model's."""
-    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
-    if not isinstance(data, tf.data.Dataset) or not inputs:
-        return False
-    return bool(tf.nest.flatten(data.element_spec)[0].shape.rank == len(inputs[0].shape))
 
 
 def given_callbacks(callbacks: Any, backup_dir: Any = None) -> list[Any]:
