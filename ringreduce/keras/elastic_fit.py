@@ -137,7 +137,9 @@ class Elastic:
         batch = next(iterator)
         self.reading_s += time.perf_counter() - began
         part = next(part for part in tf.nest.flatten(batch) if part is not None)
-        count = int(part.shape[0] if tf.is_tensor(part) else rows_in(part))
+        # Known to Python of dense tensors, without a call of TensorFlow.
+        known = part.shape[0] if isinstance(part, tf.Tensor) else None
+        count = int(rows_in(batch)) if known is None else known
 
         def step() -> Any:
             ring = self._ring
