@@ -168,22 +168,8 @@ class Pipeline:
         """
         ring, replicas = self._ring, self.replicas
         self._require_compiled()
-        unit = self.micro_batches * replicas.size
-        if are_arrays(x):
-            count = Arrays(x, y, sample_weight).count
-            size = batch_size or (-(-count // steps_per_epoch) if steps_per_epoch else BATCH_SIZE)
-            if size % unit or count % unit:
-                raise ConfigError(
-                    f"cannot divide {count} rows in batches of {size} among {replicas.size} copies "
-                    f"with {self.micro_batches} micro-batches each",
-                    **ring.config.who,
-                    remedy=f"Use a batch_size, and a number of rows, that are multiples of {unit}: "
-                    f"x[:{count // unit * unit}].",
-                )
-        elif batch_size is not None:
-            text = f"got batch_size={batch_size} for {type(x).__name__}"
-            remedy = "Batch it by the rows of all copies: dataset.batch(n, drop_remainder=True)."
-            raise ConfigError(text, **ring.config.who, remedy=remedy)
+        count = Arrays(x, y, sample_weight).count if are_arrays(x) else None
+        self._require_rows(count, batch_size, steps_per_epoch, type(x).__name__)
         what = "the data given to Pipeline.fit"
         order: Any = {"first": initial_epoch, "shuffle": shuffle, "seed": seed}
         plan = Plan(replicas, what, batch_size, steps_per_epoch, **order, check=check, readers=ring)
@@ -232,6 +218,28 @@ class Pipeline:
         )
         self._stage.wait_sent()
         return history
+
+    def _require_rows(
+        self, count: int | None, batch_size: int | None, steps: int | None, kind: str
+    ) -> None:
+        """ConfigError unless copies and micro-batches divide batches, and `count` rows, if known."""
+        ring, copies = self._ring, self.replicas.size
+        if count is None and batch_size is not None:
+            text = f"got batch_size={batch_size} for {kind}"
+            remedy = "Batch it by the rows of all copies: dataset.batch(n, drop_remainder=True)."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
+        if count is None:
+            return
+        unit = self.micro_batches * copies
+        size = batch_size or (-(-count // steps) if steps else BATCH_SIZE)
+        if size % unit or count % unit:
+            raise ConfigError(
+                f"cannot divide {count} rows in batches of {size} among {copies} copies with "
+                f"{self.micro_batches} micro-batches each",
+                **ring.config.who,
+                remedy=f"Use a batch_size, and a number of rows, that are multiples of {unit}: "
+                f"x[:{count // unit * unit}].",
+            )
 
     def evaluate(
         self,
