@@ -55,6 +55,13 @@ from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
+# Arguments, and what else must be equal on all ranks; of data where all have the same.
+_EVERYWHERE = "epochs", "initial_epoch", "sharded", "profile", "loss", "run_eagerly"
+_OF_DATA = (
+    *("batch_size", "shuffle", "steps_per_epoch", "validation_split", "validation_steps"),
+    *("validation_batch_size", "validation_data", "validation_freq", "seed"),
+)
+
 
 def fit(
     model: Any,
@@ -136,33 +143,14 @@ def fit(
             different settings; or their weights differ after training, since a callback has changed
             something on some ranks only.
     """
+    given = dict(locals())
     ring = communicator or default_communicator()
     require_compiled(model)
     require_distributed(model, ring)
     refuse_other_ring(model, "rr.fit", ring)
     if check:
         refuse_other_optimizer(model, ring)
-    arguments = _arguments_of(
-        model,
-        is_sharded=sharded,
-        everywhere={
-            "epochs": epochs,
-            "initial_epoch": initial_epoch,
-            "sharded": sharded,
-            "profile": profile or profile_wanted(),
-        },
-        of_data={
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "steps_per_epoch": steps_per_epoch,
-            "validation_split": validation_split,
-            "validation_steps": validation_steps,
-            "validation_batch_size": validation_batch_size,
-            "validation_data": "absent" if validation_data is None else "given",
-            "validation_freq": validation_freq,
-            "seed": seed,
-        },
-    )
+    arguments = _arguments_of(given)
     who = Training.of(model, ring)
     require_same_settings([arguments], who.everyone)
     whole = x, y, sample_weight
@@ -265,13 +253,20 @@ def fit(
         )
 
 
-def _arguments_of(
-    model: Any, *, is_sharded: bool, everywhere: dict[str, Any], of_data: dict[str, Any]
-) -> Settings:
+def _arguments_of(given: dict[str, Any]) -> Settings:
     """What must be equal on all ranks; with data of their own they may have different ones."""
-    of_model = {"loss": model.loss, "run_eagerly": model.run_eagerly}
-    given = {**everywhere, **of_model, **({} if is_sharded else of_data)}
-    return Settings("arguments of rr.fit and compile", settings_in(given))
+    model, is_sharded = given["model"], given["sharded"]
+    validation = "absent" if given["validation_data"] is None else "given"
+    own = {
+        "profile": given["profile"] or profile_wanted(),
+        "validation_data": validation,
+        "loss": model.loss,
+        "run_eagerly": model.run_eagerly,
+    }
+    names = [*_EVERYWHERE, *([] if is_sharded else _OF_DATA)]
+    return Settings(
+        "arguments of rr.fit and compile", settings_in({n: {**given, **own}[n] for n in names})
+    )
 
 
 def _agreed(

@@ -222,7 +222,7 @@ class Pipeline:
     def _require_rows(
         self, count: int | None, batch_size: int | None, steps: int | None, kind: str
     ) -> None:
-        """ConfigError unless copies and micro-batches divide batches, and `count` rows, if known."""
+        """ConfigError unless copies and micro-batches divide batches, and `count` rows if known."""
         ring, copies = self._ring, self.replicas.size
         if count is None and batch_size is not None:
             text = f"got batch_size={batch_size} for {kind}"
