@@ -23,8 +23,6 @@ from ringreduce.vocabulary.errors import ClosedError, ConfigError, RingReduceErr
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # Those being traced, or traced, whose functions end with our errors.
 _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-# An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
-_TELLING = 1000
 _CLOSED, _AFTER = "the communicator was closed", "made a call after close()"
 _CACHING = "cache lockfile already exists"
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
@@ -64,7 +62,7 @@ def _call(call: partial[Any]) -> Any:
 def _ours(text: str) -> RingReduceError | None:
     for ring in list(_communicators):
         failure = ring.failure
-        if failure is not None and str(failure)[:_TELLING] in text:
+        if failure is not None and failure.is_quoted_in(text):
             return failure
     if FORMED_ANEW in text:
         return ClosedError(FORMED_ANEW, remedy="Make the step again.")

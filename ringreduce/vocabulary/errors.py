@@ -23,6 +23,9 @@ at once. Close it and form a new one.
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
+# So much of its text tells an error from others.
+_TELLING_BYTES = 1000
+
 
 @dataclass(eq=False, repr=False)
 class RingReduceError(Exception):
@@ -88,6 +91,10 @@ class RingReduceError(Exception):
         if self.remedy is not None:
             text += self.remedy if text.endswith("\n") else f" {self.remedy}"  # Below a table.
         return text
+
+    def is_quoted_in(self, text: str) -> bool:
+        """Whether `text` has this error's, of which an op of TensorFlow's keeps 2 KiB of UTF-8."""
+        return str(self).encode()[:_TELLING_BYTES].decode(errors="ignore") in text
 
 
 class ConfigError(RingReduceError, ValueError):

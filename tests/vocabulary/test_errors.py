@@ -111,3 +111,12 @@ def test_copy_is_another_object_so_that_tracebacks_do_not_pile_up():
     except PeerTimeoutError as error:
         twin = copy.copy(error)
     assert twin.__traceback__ is None
+
+
+@pytest.mark.parametrize("text", ["short", "a" * 3000, "\u9519\u8bef" * 700])
+def test_it_is_known_by_what_an_op_has_kept_of_its_text(text):
+    """Which is cut by bytes: an error in Chinese after 680 characters."""
+    one = errors.PeerLostError(text, rank=1, size=2)
+    kept = str(one).encode()[:2047].decode(errors="ignore")
+    assert one.is_quoted_in(f"UnknownError: bucket 0 of plan 1: {kept} [Op:Wait]")
+    assert not errors.PeerLostError(text, rank=0, size=2).is_quoted_in(kept)

@@ -23,7 +23,6 @@ _CALLERS = (
     "<frozen ",
 )
 _KEPT_FAILURES = 8  # a program may form several rings
-_TELLING = 1000  # an op's text is cut; this many characters tell errors apart
 _TEXT_MAX = 1 << 18
 # Such a line in the text of an exception names its cause.
 _CAUSE = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt|Warning)\b(: .*)?")
@@ -65,7 +64,7 @@ def described(error: BaseException) -> Raised:
     """What is to be said of an exception that ends a program, or a function."""
     ring = next((one for one in _chain(error) if isinstance(one, RingReduceError)), None)
     text = str(error)
-    ring = ring or next((one for one in _failures if str(one)[:_TELLING] in text), None)
+    ring = ring or next((one for one in _failures if one.is_quoted_in(text)), None)
     kind = type(ring or error).__name__
     peer, origin = (None, None) if ring is None else (ring.peer, ring.origin)
     if isinstance(error, SystemExit):
