@@ -17,7 +17,7 @@ from ringreduce.keras import private
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
-from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once
+from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once, given_callbacks
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, weigh_steps
@@ -390,13 +390,3 @@ def _quiet_without(validation: Feed | None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
-
-
-def given_callbacks(callbacks: Any, backup_dir: Any = None) -> list[Any]:
-    """The user's callbacks, also those already in a `Together`, and the backup."""
-    found: list[Any] = []
-    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
-        found += callback.callbacks if isinstance(callback, Together) else [callback]
-    if backup_dir is not None:
-        found.append(keras.callbacks.BackupAndRestore(backup_dir))
-    return found

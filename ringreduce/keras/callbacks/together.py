@@ -393,3 +393,13 @@ class Together(_Forwarding):
                 "a keras.Input.",
             )
         return bool(may_restore and built == ring.size)
+
+
+def given_callbacks(callbacks: Any, backup_dir: Any = None) -> list[Any]:
+    """The user's callbacks, also those already in a `Together`, and the backup."""
+    found: list[Any] = []
+    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
+        found += callback.callbacks if isinstance(callback, Together) else [callback]
+    if backup_dir is not None:
+        found.append(keras.callbacks.BackupAndRestore(backup_dir))
+    return found
