@@ -1575,7 +1575,7 @@ BREAKAGES = (
     ),
     Breakage(
         "elastic-state-of-rank-0",
-        "ringreduce/keras/callbacks/together.py",
+        "ringreduce/keras/callbacks/rank_zero.py",
         "            one.append = True\n",
         "            pass\n",
         "The next rank 0 overwrites the log of the first.",
@@ -1583,7 +1583,7 @@ BREAKAGES = (
     ),
     Breakage(
         "elastic-writes-half",
-        "ringreduce/keras/callbacks/together.py",
+        "ringreduce/keras/callbacks/rank_zero.py",
         "        if self._ending is not None:\n",
         "        if False:\n",
         "What rank 0 was to write when it was lost is missing, or is half a file.",
@@ -1591,7 +1591,7 @@ BREAKAGES = (
     ),
     Breakage(
         "elastic-writes-twice",
-        "ringreduce/keras/callbacks/together.py",
+        "ringreduce/keras/callbacks/rank_zero.py",
         "                _drop_row(self.callback, self._epoch)\n",
         "                pass\n",
         "The log has an epoch twice.",

@@ -15,9 +15,10 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.batches import Feed, Plan, feed_of
+from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
-from ringreduce.keras.callbacks.together import OnRankZero, Together, acts_once, given_callbacks
+from ringreduce.keras.callbacks.together import Together, given_callbacks
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, weigh_steps

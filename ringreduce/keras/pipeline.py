@@ -21,14 +21,9 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.batches import BATCH_SIZE, Plan, feed_of
+from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
-from ringreduce.keras.callbacks.together import (
-    OnRankZero,
-    StopTogether,
-    Together,
-    acts_once,
-    given_callbacks,
-)
+from ringreduce.keras.callbacks.together import StopTogether, Together, given_callbacks
 from ringreduce.keras.evaluation import evaluate, in_order, predict
 from ringreduce.keras.fit import fit_on
 from ringreduce.keras.initial import broadcast_variables

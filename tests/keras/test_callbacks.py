@@ -12,7 +12,7 @@ import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
 from ringreduce.keras.callbacks.metric_average import MetricAverage
-from ringreduce.keras.callbacks.together import _WRITERS, share_states
+from ringreduce.keras.callbacks.rank_zero import WRITERS, share_states
 from ringreduce.keras.metric_states import combined_results, states_of
 from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
@@ -469,7 +469,7 @@ def test_the_next_training_may_begin_with_what_rank_0_s_callback_knew_on_any_ran
 
 
 def test_callbacks_that_write_files_are_known():
-    names = {kind.__name__ for kind in _WRITERS}
+    names = {kind.__name__ for kind in WRITERS}
     assert names >= {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger"}
 
 

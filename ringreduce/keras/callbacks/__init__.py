@@ -4,8 +4,9 @@ from typing import NoReturn
 
 from ringreduce.keras.advice import advice_on_callback
 from ringreduce.keras.callbacks.profile import Profile
+from ringreduce.keras.callbacks.rank_zero import OnRankZero
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
-from ringreduce.keras.callbacks.together import OnRankZero, Together
+from ringreduce.keras.callbacks.together import Together
 
 __all__ = ["OnRankZero", "Profile", "Together", "VerifyReplicas"]
 

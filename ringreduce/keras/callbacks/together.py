@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,15 +12,20 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
 from ringreduce.keras.backup import backups, restored, save, skip
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.profile import Profile
+from ringreduce.keras.callbacks.rank_zero import (
+    Forwarding,
+    OnRankZero,
+    acts_once,
+    checked,
+    every_rank,
+    share_states,
+)
 from ringreduce.keras.callbacks.replicas import broadcast_state, verify_model
-from ringreduce.keras.parts.part import parts_in
-from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.repeating import is_repeating, repeated
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import (
@@ -37,161 +40,6 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
 _log = logging.getLogger(__name__)
-
-# Keras's own; Orbax is optional in it.
-_NAMES = ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "OrbaxCheckpoint")
-_WRITERS = tuple(one for name in _NAMES if (one := getattr(keras.callbacks, name, None)))
-# Packages whose callbacks record a run, print, or write. None is imported: a class is known by its
-# module, and so is a subclass of it.
-_RECORDERS = {
-    *("aim", "clearml", "comet_ml", "dagshub", "dvclive", "guild", "livelossplot", "mlflow"),
-    *("neptune", "neptunecontrib", "neptune_tensorflow_keras", "polyaxon", "swanlab"),
-    *("tensorboard", "tqdm", "trains", "verta", "wandb"),
-}
-
-
-def acts_once(callback: Any) -> bool:
-    """Whether only rank 0 should call it, as far as its class says."""
-    packages = {base.__module__.partition(".")[0] for base in type(callback).__mro__}
-    return isinstance(callback, _WRITERS) or not packages.isdisjoint(_RECORDERS)
-
-
-class _Forwarding(keras.callbacks.Callback):
-    """Interface: a callback that calls hooks of others, `members`, in each of its own."""
-
-    looks_at_batches = False  # For itself.
-    members: Sequence[Any] = ()
-
-    def run(self, hook: str, *arguments: Any, **options: Any) -> None:
-        raise NotImplementedError
-
-
-def _forwarding(hook: str) -> Callable[..., None]:
-    def forward(self: _Forwarding, *arguments: Any, **options: Any) -> None:
-        if hook.startswith("set_"):
-            getattr(keras.callbacks.Callback, hook)(self, *arguments, **options)
-        self.run(hook, *arguments, **options)
-
-    forward.__name__ = hook
-    forward.__doc__ = f"Calls `{hook}` of the others."
-    return forward
-
-
-# Not written out, so that a hook which a later Keras adds is forwarded too.
-for _hook in dir(keras.callbacks.Callback):
-    if _hook.startswith(("on_", "set_")):
-        setattr(_Forwarding, _hook, _forwarding(_hook))
-
-
-class OnRankZero(_Forwarding):
-    """Lets a callback act on rank 0 only, such as one that writes files.
-
-    On other ranks none of its hooks is called, so it must not make collective calls itself. If the
-    model has parts, the others wait in each hook that it has, and give theirs if it saves. Within
-    `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes to
-    all ranks.
-
-    Raises:
-        ConfigError: `callback` is no Keras callback.
-    """
-
-    def __init__(self, callback: Any, communicator: Communicator | None = None) -> None:
-        super().__init__()
-        self.callback = _checked(callback)
-        self.members = [self.callback]
-        self._communicator = communicator
-        # Whether training has begun on this rank without it; the end of an epoch that rank 0's may
-        # not have seen.
-        self._has_missed, self._epoch = False, 0
-        self._ending: Callable[[], None] | None = None
-        # By name, what rank 0's has of numbers and text since the last epoch.
-        self.state: dict[str, Any] = {}
-
-    def run(self, hook: str, *arguments: Any, **options: Any) -> None:
-        """Call a hook of it, on rank 0; with parts in the model the others wait and help."""
-        call = partial(getattr(self.callback, hook), *arguments, **options)
-        every = _every_rank(self)
-        if hook == "on_train_begin":
-            self._has_missed = every.rank != 0
-        elif hook == "on_epoch_begin":
-            self._epoch = arguments[0]
-        if hook.startswith("set_") or self.model is None or not parts_in(self.model.weights):
-            if every.rank == 0:
-                if self._has_missed and not hook.startswith("set_"):
-                    self._take_over()
-                    if hook != "on_epoch_begin":
-                        self.callback.on_epoch_begin(self._epoch)
-                call()
-            elif hook == "on_epoch_end":  # Later callbacks add to logs, such as the rate.
-                self._ending = partial(call.func, *map(copy.copy, arguments), **options)
-        elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
-            on_rank_zero(call, communicator=every)
-
-    def _take_over(self) -> None:
-        """Have it go on where that of the rank 0 that was lost has ended its last epoch."""
-        one = self.callback
-        one.set_params(self.params)
-        one.set_model(self.model)
-        if isinstance(one, keras.callbacks.CSVLogger):
-            one.append = True
-        if not isinstance(one, keras.callbacks.BackupAndRestore):  # Which would restore.
-            one.on_train_begin()
-        if not isinstance(one, keras.callbacks.CSVLogger):  # Whose file says all.
-            vars(one).update(self.state)
-        self._has_missed = False
-
-    def state_now(self) -> list[Any]:
-        """Class and `state`, on rank 0; if another was lost before, its epoch ends once more."""
-        if self._ending is not None:
-            if isinstance(self.callback, keras.callbacks.CSVLogger):
-                _drop_row(self.callback, self._epoch)
-            self._take_over()
-            self.callback.on_epoch_begin(self._epoch)
-            self._ending()
-            self._ending = None
-        own = {
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in vars(self.callback).items()
-            if isinstance(value, (bool, int, float, str, np.generic, type(None)))
-        }
-        return [type(self.callback).__name__, own]
-
-
-def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
-    """Give all ranks what the next rank 0 needs; in a loop they may lack `members`. Collective."""
-
-    def share() -> Any:
-        return ring.broadcast_object(
-            [each.state_now() for each in members] if ring.rank == 0 else []
-        )
-
-    for member, (kind, state) in zip(members, repeated(ring, share), strict=False):
-        member._ending = None
-        if kind == type(member.callback).__name__:
-            member.state = state
-            vars(member.callback).update(state)  # Which the next training may begin with.
-
-
-def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Take what it has written of that epoch, and half a row, out of its file."""
-    with contextlib.suppress(FileNotFoundError):
-        with open(logger.filename, newline="") as file:
-            rows = [row for row in file if row.endswith("\n")]
-        with open(logger.filename, "w", newline="") as file:
-            file.writelines(row for row in rows if not row.startswith(f"{epoch}{logger.sep}"))
-
-
-def _every_rank(callback: Any) -> Communicator:
-    """All ranks that train its model, also those with other pieces of it."""
-    model, ring = callback.model, callback._communicator or default_communicator()
-    return ring if model is None else training_ranks(model.weights, ring)
-
-
-def _checked(callback: Any) -> Any:
-    """Return `callback` if it is a Keras callback, else raise ConfigError."""
-    if not isinstance(callback, keras.callbacks.Callback):
-        raise ConfigError(f"got {callback!r}, which is no keras.callbacks.Callback")
-    return callback
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -216,7 +64,7 @@ class StopTogether(keras.callbacks.Callback):
         self._wants = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._ring = _every_rank(self)
+        self._ring = every_rank(self)
         if not self.meets_after_calls:
             self._agree()
 
@@ -246,7 +94,7 @@ class StopTogether(keras.callbacks.Callback):
                 self.model.stop_training = True
 
 
-class Together(_Forwarding):
+class Together(Forwarding):
     """The recommended way to use any callbacks: it runs them so that all ranks act alike.
 
     It calls them in the order given, and does what the list below says::
@@ -298,7 +146,7 @@ class Together(_Forwarding):
     ) -> None:
         super().__init__()
         self._communicator, self._check, self._has_trained = communicator, check, False
-        self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
+        self.callbacks = [checked(callback) for callback in keras.tree.flatten(callbacks)]
         for one in backups(self.callbacks):
             private.save_backups_by(one, save)
         profiles = [c for c in self.callbacks if isinstance(c, Profile)]
@@ -327,7 +175,7 @@ class Together(_Forwarding):
         ring = self._communicator or default_communicator()
         refuse_other_ring(self.model, "rr.callbacks.Together", ring)
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
-        every = _every_rank(self)
+        every = every_rank(self)
         restores = self._all_are_ready_to_restore(every)
         if restores:
             # Else BackupAndRestore builds it, on rank 0 alone, where all would be needed.
@@ -355,7 +203,7 @@ class Together(_Forwarding):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks rank 0's learning rate."""
         super().on_epoch_end(epoch, logs)
-        ring = _every_rank(self)
+        ring = every_rank(self)
         agree_on_learning_rate(self.model, ring)
         if is_repeating(ring):
             share_states([each for each in self.members if isinstance(each, OnRankZero)], ring)

@@ -1,0 +1,173 @@
+"""Has callbacks act on rank 0 alone, such as those that write; the next rank 0 takes them over."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.communicator.rank_zero import on_rank_zero
+from ringreduce.keras.parts.part import parts_in
+from ringreduce.keras.parts.replicas import training_ranks
+from ringreduce.keras.repeating import repeated
+from ringreduce.vocabulary.errors import ConfigError
+
+# Keras's own; Orbax is optional in it.
+_NAMES = ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "OrbaxCheckpoint")
+WRITERS = tuple(one for name in _NAMES if (one := getattr(keras.callbacks, name, None)))
+# Packages whose callbacks record a run, print, or write. None is imported: a class is known by its
+# module, and so is a subclass of it.
+_RECORDERS = {
+    *("aim", "clearml", "comet_ml", "dagshub", "dvclive", "guild", "livelossplot", "mlflow"),
+    *("neptune", "neptunecontrib", "neptune_tensorflow_keras", "polyaxon", "swanlab"),
+    *("tensorboard", "tqdm", "trains", "verta", "wandb"),
+}
+
+
+def acts_once(callback: Any) -> bool:
+    """Whether only rank 0 should call it, as far as its class says."""
+    packages = {base.__module__.partition(".")[0] for base in type(callback).__mro__}
+    return isinstance(callback, WRITERS) or not packages.isdisjoint(_RECORDERS)
+
+
+class Forwarding(keras.callbacks.Callback):
+    """Interface: a callback that calls hooks of others, `members`, in each of its own."""
+
+    looks_at_batches = False  # For itself.
+    members: Sequence[Any] = ()
+
+    def run(self, hook: str, *arguments: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+
+def _forwarding(hook: str) -> Callable[..., None]:
+    def forward(self: Forwarding, *arguments: Any, **options: Any) -> None:
+        if hook.startswith("set_"):
+            getattr(keras.callbacks.Callback, hook)(self, *arguments, **options)
+        self.run(hook, *arguments, **options)
+
+    forward.__name__ = hook
+    forward.__doc__ = f"Calls `{hook}` of the others."
+    return forward
+
+
+# Not written out, so that a hook which a later Keras adds is forwarded too.
+for _hook in dir(keras.callbacks.Callback):
+    if _hook.startswith(("on_", "set_")):
+        setattr(Forwarding, _hook, _forwarding(_hook))
+
+
+class OnRankZero(Forwarding):
+    """Lets a callback act on rank 0 only, such as one that writes files.
+
+    On other ranks none of its hooks is called, so it must not make collective calls itself. If the
+    model has parts, the others wait in each hook that it has, and give theirs if it saves. Within
+    `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes to
+    all ranks.
+
+    Raises:
+        ConfigError: `callback` is no Keras callback.
+    """
+
+    def __init__(self, callback: Any, communicator: Communicator | None = None) -> None:
+        super().__init__()
+        self.callback = checked(callback)
+        self.members = [self.callback]
+        self._communicator = communicator
+        # Whether training has begun on this rank without it; the end of an epoch that rank 0's may
+        # not have seen.
+        self._has_missed, self._epoch = False, 0
+        self._ending: Callable[[], None] | None = None
+        # By name, what rank 0's has of numbers and text since the last epoch.
+        self.state: dict[str, Any] = {}
+
+    def run(self, hook: str, *arguments: Any, **options: Any) -> None:
+        """Call a hook of it, on rank 0; with parts in the model the others wait and help."""
+        call = partial(getattr(self.callback, hook), *arguments, **options)
+        every = every_rank(self)
+        if hook == "on_train_begin":
+            self._has_missed = every.rank != 0
+        elif hook == "on_epoch_begin":
+            self._epoch = arguments[0]
+        if hook.startswith("set_") or self.model is None or not parts_in(self.model.weights):
+            if every.rank == 0:
+                if self._has_missed and not hook.startswith("set_"):
+                    self._take_over()
+                    if hook != "on_epoch_begin":
+                        self.callback.on_epoch_begin(self._epoch)
+                call()
+            elif hook == "on_epoch_end":  # Later callbacks add to logs, such as the rate.
+                self._ending = partial(call.func, *map(copy.copy, arguments), **options)
+        elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
+            on_rank_zero(call, communicator=every)
+
+    def _take_over(self) -> None:
+        """Have it go on where that of the rank 0 that was lost has ended its last epoch."""
+        one = self.callback
+        one.set_params(self.params)
+        one.set_model(self.model)
+        if isinstance(one, keras.callbacks.CSVLogger):
+            one.append = True
+        if not isinstance(one, keras.callbacks.BackupAndRestore):  # Which would restore.
+            one.on_train_begin()
+        if not isinstance(one, keras.callbacks.CSVLogger):  # Whose file says all.
+            vars(one).update(self.state)
+        self._has_missed = False
+
+    def state_now(self) -> list[Any]:
+        """Class and `state`, on rank 0; if another was lost before, its epoch ends once more."""
+        if self._ending is not None:
+            if isinstance(self.callback, keras.callbacks.CSVLogger):
+                _drop_row(self.callback, self._epoch)
+            self._take_over()
+            self.callback.on_epoch_begin(self._epoch)
+            self._ending()
+            self._ending = None
+        own = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in vars(self.callback).items()
+            if isinstance(value, (bool, int, float, str, np.generic, type(None)))
+        }
+        return [type(self.callback).__name__, own]
+
+
+def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
+    """Give all ranks what the next rank 0 needs; in a loop they may lack `members`. Collective."""
+
+    def share() -> Any:
+        return ring.broadcast_object(
+            [each.state_now() for each in members] if ring.rank == 0 else []
+        )
+
+    for member, (kind, state) in zip(members, repeated(ring, share), strict=False):
+        member._ending = None
+        if kind == type(member.callback).__name__:
+            member.state = state
+            vars(member.callback).update(state)  # Which the next training may begin with.
+
+
+def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Take what it has written of that epoch, and half a row, out of its file."""
+    with contextlib.suppress(FileNotFoundError):
+        with open(logger.filename, newline="") as file:
+            rows = [row for row in file if row.endswith("\n")]
+        with open(logger.filename, "w", newline="") as file:
+            file.writelines(row for row in rows if not row.startswith(f"{epoch}{logger.sep}"))
+
+
+def every_rank(callback: Any) -> Communicator:
+    """All ranks that train its model, also those with other pieces of it."""
+    model, ring = callback.model, callback._communicator or default_communicator()
+    return ring if model is None else training_ranks(model.weights, ring)
+
+
+def checked(callback: Any) -> Any:
+    """Return `callback` if it is a Keras callback, else raise ConfigError."""
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise ConfigError(f"got {callback!r}, which is no keras.callbacks.Callback")
+    return callback
