@@ -5,7 +5,7 @@ from typing import Any
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.parts.part import part_of
-from ringreduce.keras.repeating import is_repeating
+from ringreduce.keras.repeating import is_repeating, repeated
 from ringreduce.tensorflow.variables import broadcast_variables
 
 
@@ -24,5 +24,13 @@ def averages_of(model: Any) -> list[Any]:
 def take_averages_of_rank_0(model: Any, ring: Communicator) -> None:
     """Have all ranks go on with rank 0's, which it would save. Collective."""
     averages = averages_of(model)
-    if ring.size > 1 and averages and not is_repeating(ring):
+    if ring.size == 1 or not averages:
+        return
+    if not is_repeating(ring):
         broadcast_variables(averages, ring)
+        return
+    # In plain types, since a rank that has missed the end gets them from another.
+    own = [variable.numpy().tolist() for variable in averages]
+    values = repeated(ring, lambda: ring.broadcast_object(own))
+    for variable, value in zip(averages, values, strict=True):
+        variable.assign(value)

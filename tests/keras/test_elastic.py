@@ -411,6 +411,21 @@ def test_what_is_refused_is_refused_by_name_on_all_ranks(monkeypatch, tmp_path):
     ring_of_threads(2, work)
 
 
+@pytest.mark.filterwarnings("ignore:2 ranks will not train exactly")
+def test_moving_averages_are_those_of_rank_0_after_an_epoch(monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
+    x = np.arange(16, dtype="float32").reshape(8, 2)
+
+    def work(ring):
+        model = _of(ring, [keras.layers.BatchNormalization()])
+        rr.fit(model, x, x[:, :1], communicator=ring, verbose=0)
+        return [weight.tolist() for weight in model.layers[0].get_weights()]
+
+    one, other = ring_of_threads(2, work)
+    assert one == other
+    assert any(one[2])
+
+
 def test_the_guide_has_the_table_of_what_is_refused():
     guide = (Path(__file__).parents[2] / "docs/guides/jobs.md").read_text()
     [table] = re.findall(r"\n\| refused \| instead \|\n\| --- \| --- \|\n((?:\|.*\n)+)", guide)
