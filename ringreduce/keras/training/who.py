@@ -31,8 +31,3 @@ class Training:
     def is_first(self) -> bool:
         """Whether this rank prints and writes."""
         return self.everyone.rank == 0
-
-    @property
-    def has_split_layers(self) -> bool:
-        """Whether ranks have different pieces of the model's layers."""
-        return self.alike is not None
