@@ -72,7 +72,7 @@ def main():
     )
     loss, accuracy = rr.evaluate(model, *test, communicator=data)
     # All layers but those in pieces are equal on all ranks.
-    alike = [layer for layer in model.layers if not isinstance(layer, rr.PartLayer)]
+    alike = [layer for layer in model.layers if not isinstance(layer, rr.parts.PartLayer)]
     weights = b"".join(w.numpy().tobytes() for layer in alike for w in layer.trainable_weights)
     digests = comm.all_gather_object(hashlib.sha256(weights).hexdigest())
 

@@ -38,8 +38,7 @@ from ringreduce.keras.mistakes import DataWarning, ParityWarning
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.parts.attention import ParallelMultiHeadAttention
-from ringreduce.keras.parts.embedding import ShardedEmbedding, look_up
-from ringreduce.keras.parts.layer import PartLayer
+from ringreduce.keras.parts.embedding import ShardedEmbedding
 from ringreduce.keras.parts.split import ColumnParallelDense, RowParallelDense
 from ringreduce.keras.pipeline import Pipeline
 from ringreduce.keras.saving import load_model
@@ -56,7 +55,7 @@ from ringreduce.keras.tensors import (
     reduce_scatter,
     send,
 )
-from ringreduce.keras.weighting import in_parts, step_weight
+from ringreduce.keras.weighting import step_weight
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
@@ -67,7 +66,7 @@ __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormali
 __all__ += ["DiLoCo", "LocalSGD", "PowerSGD", "Strategy"]
 __all__ += ["callbacks", "compile_gradients", "elastic", "fold_seeds"]
 __all__ += ["broadcast_variables", "load_model", "on_rank_zero", "step_weight", "verify_replicas"]
-__all__ += ["PartLayer", "Pipeline", "ShardedEmbedding", "in_parts", "look_up", "parts"]
+__all__ += ["Pipeline", "ShardedEmbedding", "parts"]
 __all__ += ["ColumnParallelDense", "ParallelMultiHeadAttention", "RowParallelDense"]
 __all__ += ["DataWarning", "ParityWarning"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "broadcast"]

@@ -116,8 +116,8 @@ def refuse_local(kinds: Sequence[Kind], ring: Communicator) -> None:
             "has local variables and sends rows between ranks (all_to_all, gather, scatter, send) "
             "in steps whose batches differ in length: gradients would count wrongly",
             **ring.config.who,
-            remedy="Make the variables with rr.PartLayer.add_part and send within rr.in_parts "
-            "(docs/guides/groups.md), or give all ranks equally many rows.",
+            remedy="Make the variables with rr.parts.PartLayer.add_part and send within "
+            "rr.parts.in_parts (docs/guides/groups.md), or give all ranks equally many rows.",
         )
 
 

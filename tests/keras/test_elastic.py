@@ -326,7 +326,7 @@ def _csv_log():
     return [keras.callbacks.CSVLogger("log.csv")]
 
 
-class _Experts(rr.PartLayer):
+class _Experts(rr.parts.PartLayer):
     def build(self, _):
         self.add_part((4, 2), "zeros", name="experts")
 

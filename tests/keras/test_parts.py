@@ -63,13 +63,13 @@ def test_an_infinity_in_one_piece_is_one_on_all_ranks():
 def test_local_weights_that_other_ranks_use_are_refused_in_uneven_steps():
     for fact in said(2, "local experts"):
         assert fact["error"] == "ConfigError"
-        assert "rr.PartLayer.add_part" in fact["text"]
+        assert "rr.parts.PartLayer.add_part" in fact["text"]
 
 
 def test_local_weights_are_not_backed_up_for_one_rank_alone_and_not_warned_of():
     for fact in said(2, "local backup"):
         assert fact["error"] == "ConfigError"
-        assert "rr.PartLayer.add_part" in fact["text"]
+        assert "rr.parts.PartLayer.add_part" in fact["text"]
         assert fact["warned"] == 0
 
 

@@ -20,7 +20,7 @@ class Kill(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Experts(rr.PartLayer):
+class Experts(rr.parts.PartLayer):
     def build(self, shape):
         self.expert = self.add_part((comm.size, shape[-1]), "ones")
 
@@ -30,7 +30,7 @@ class Experts(rr.PartLayer):
             sent, received = rr.all_to_all(rows, every)
             return rr.all_to_all(sent * self.expert[0], received)[0]
 
-        return tf.ensure_shape(rr.in_parts(ask, rows), rows.shape)
+        return tf.ensure_shape(rr.parts.in_parts(ask, rows), rows.shape)
 
 
 data = comm

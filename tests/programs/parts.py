@@ -141,7 +141,7 @@ def accumulated():
     say("accumulated", apart=apart(model, twin))
 
 
-class Experts(rr.PartLayer):
+class Experts(rr.parts.PartLayer):
     """One expert for each rank; a row goes to that of its first feature."""
 
     def build(self, shape):
@@ -157,7 +157,7 @@ class Experts(rr.PartLayer):
             back, _ = rr.all_to_all(sent * self.expert[0], received)
             return tf.gather(back, tf.argsort(order))
 
-        return tf.ensure_shape(rr.in_parts(ask, rows), rows.shape)
+        return tf.ensure_shape(rr.parts.in_parts(ask, rows), rows.shape)
 
 
 class Plain(keras.layers.Layer):
@@ -314,7 +314,7 @@ def looked_up():
         part.assign(np.repeat(ids[:, None], part.shape[1], 1) * 4.0)
     one, two = [[1, 1], [9, 3]], [] if comm.rank == 0 else [6]
     with tf.GradientTape() as tape:
-        found = rr.look_up({first: tf.constant(one), second: tf.constant(two, tf.int64)})
+        found = rr.parts.look_up({first: tf.constant(one), second: tf.constant(two, tf.int64)})
         loss = sum(tf.reduce_sum(rows * 6.0) for rows in found.values())
     slices = tape.gradient(loss, [first.weights[0].value, second.weights[0].value])
     totals = [np.asarray(tf.convert_to_tensor(each)).sum(1).tolist() for each in slices]

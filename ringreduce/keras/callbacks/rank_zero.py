@@ -42,6 +42,7 @@ class Forwarding(keras.callbacks.Callback):
     members: Sequence[Any] = ()
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
+        """Call `hook` of the members, with its arguments."""
         raise NotImplementedError
 
 

@@ -227,7 +227,7 @@ class Together(Forwarding):
                 "would back up rank 0's local variables alone: the other ranks' would begin anew "
                 "when the job is started again",
                 **ring.config.who,
-                remedy="Make them with rr.PartLayer.add_part, which are saved from all ranks.",
+                remedy="Make them with rr.parts.PartLayer.add_part: all ranks save them.",
             )
         may_restore = backs_up or any(isinstance(c, OnRankZero) for c in self.callbacks)
         # Rank 0 decides: others may have left out what acts on rank 0 only.

@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.keras.parts.embedding import look_up
+from ringreduce.keras.parts.layer import PartLayer
 from ringreduce.keras.parts.part import parts_in, pieces_in
+from ringreduce.keras.weighting import in_parts
 from ringreduce.keras.wrappable import state_for
 from ringreduce.tensorflow.variables import path_of
 
-__all__ = ["summary"]
+__all__ = ["PartLayer", "in_parts", "look_up", "summary"]
 
 _MIB = 1 << 20
 # Of more ranks only the ends are shown.

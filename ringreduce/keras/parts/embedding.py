@@ -137,7 +137,7 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
 
     In a layer or model with several tables it saves the latency of an exchange for each::
 
-        vectors = rr.look_up({self.users: users, self.items: items})
+        vectors = rr.parts.look_up({self.users: users, self.items: items})
 
     Args:
         ids: by layer, tensors of ids, ragged ones too. Combiners are not applied.

@@ -25,7 +25,7 @@ class PartLayer(keras.layers.Layer):
 
     A subclass makes them with `add_part`, and exchanges rows within `in_parts`::
 
-        class Experts(rr.PartLayer):
+        class Experts(rr.parts.PartLayer):
             def build(self, shape):
                 self.kernel = self.add_part((experts, shape[-1], shape[-1]))
 

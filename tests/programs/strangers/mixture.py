@@ -12,7 +12,7 @@ keras.utils.set_random_seed(6)
 EXPERTS, WIDTH = 4, 8
 
 
-class Experts(rr.PartLayer):  # ringreduce
+class Experts(rr.parts.PartLayer):  # ringreduce
     def build(self, shape):
         self.router = self.add_weight(shape=(WIDTH, EXPERTS), name="router")
         self.kernel = self.add_part((EXPERTS, WIDTH, WIDTH), name="kernel")
@@ -31,7 +31,7 @@ class Experts(rr.PartLayer):  # ringreduce
             back, _ = rr.all_to_all(tf.tanh(answers), received)  # ringreduce
             return tf.gather(back, tf.argsort(order))
 
-        answers = rr.in_parts(ask, rows)  # ringreduce
+        answers = rr.parts.in_parts(ask, rows)  # ringreduce
         return rows + tf.ensure_shape(answers, rows.shape) * tf.reduce_max(scores, 1, True)
 
 
