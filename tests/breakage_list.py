@@ -1230,7 +1230,7 @@ BREAKAGES = (
     ),
     Breakage(
         "process-set-of-others",
-        "ringreduce/keras/horovod/__init__.py",
+        "ringreduce/keras/horovod/process_sets.py",
         "ring.split(0 if ring.rank in one.ranks else None)",
         "ring.split(int(ring.rank in one.ranks))",
         "A rank that is not in a process set takes part in one of the others.",

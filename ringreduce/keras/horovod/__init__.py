@@ -6,18 +6,22 @@ factors, and have Horovod's gradients, which are scaled differently (docs/from-h
 job. A `name` is not used.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.advice import ABSENT, OPTIONS
 from ringreduce.keras.horovod import callbacks
-from ringreduce.keras.settings import Settings, require_same_settings
+from ringreduce.keras.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+    with_id,
+)
 from ringreduce.keras.weighting import times_back
 from ringreduce.pure.payload import checked_counts
 from ringreduce.tensorflow import xla
@@ -43,115 +47,6 @@ Average, Sum = ReduceOp.MEAN, ReduceOp.SUM
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
 
-class ProcessSet:
-    """Some ranks of the job, which make collective calls of their own once it is added.
-
-    `Communicator.split` does what `add_process_set` does, for several groups at once.
-
-    Attributes:
-        ranks: in ascending order.
-        process_set_id: a number, equal on all ranks; None before it is added, and once it is
-            removed.
-
-    Raises:
-        ConfigError: `ranks` are no different whole numbers from 0 on.
-    """
-
-    def __init__(self, ranks: Iterable[int]) -> None:
-        given = list(ranks)
-        self.ranks = sorted(given)
-        is_clean = all(isinstance(rank, int) and rank >= 0 for rank in given)
-        if not given or not is_clean or len(set(given)) < len(given):
-            text = f"got the ranks {given} for a ProcessSet"
-            raise ConfigError(text, remedy="Pass a list of ranks of the job, each once.")
-        self.process_set_id: int | None = None
-        self._ring: Communicator | None = None
-        self._group: Communicator | None = None
-
-    def included(self) -> bool:
-        """Whether this rank is in it."""
-        return default_communicator().rank in self.ranks
-
-    def size(self) -> int:
-        """Number of its ranks."""
-        return len(self.ranks)
-
-    def rank(self) -> int:
-        """This rank's number in it. Raises as `communicator`."""
-        return self.communicator.rank
-
-    @property
-    def communicator(self) -> Communicator:
-        """The group. Raises ConfigError on a rank that is not in it, and unless it is added."""
-        ring = default_communicator()
-        if self._ring is not ring:
-            text = f"{self} has not been added, or was removed"
-            remedy = "Call add_process_set on all ranks, or pass it to init(process_sets=[...])."
-            raise ConfigError(text, **ring.config.who, remedy=remedy)
-        if self._group is None:
-            text = f"makes a call on {self}, in which it is not"
-            remedy = "Make it where process_set.included() is true."
-            raise ConfigError(text, **ring.config.who, remedy=remedy)
-        return self._group
-
-    def __repr__(self) -> str:
-        return f"ProcessSet({self.ranks})"
-
-
-class _GlobalProcessSet(ProcessSet):
-    def __init__(self) -> None:
-        self.process_set_id, self._ring = 0, None
-
-    @property
-    def ranks(self) -> list[int]:  # type: ignore[override]
-        return list(range(default_communicator().size))
-
-    @property
-    def communicator(self) -> Communicator:
-        return default_communicator()
-
-
-global_process_set = _ALL = _GlobalProcessSet()
-_numbers = itertools.count(1)
-_added: dict[int | None, ProcessSet] = {0: global_process_set}
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Form the group of a process set, or of a list of ranks; return the process set.
-
-    Collective over all ranks of the job, also those that are not in it: all add the same sets in
-    the same order.
-
-    Raises:
-        ConfigError: there is no such rank.
-        MismatchError: the ranks pass different sets.
-    """
-    ring = default_communicator()
-    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    remedy = "Add the same ones on all ranks, in order."
-    require_same_settings([Settings("process sets", {"ranks": str(one.ranks)}, remedy)], ring)
-    if one.ranks[-1] >= ring.size:
-        text = f"cannot add {one}: ranks are 0 to {ring.size - 1}"
-        raise ConfigError(text, **ring.config.who, remedy="Add ranks of this job.")
-    one._group = ring.split(0 if ring.rank in one.ranks else None)
-    one._ring = ring
-    one.process_set_id = next(_numbers)
-    _added[one.process_set_id] = one
-    return one
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close the group of a process set; return whether there was one. All ranks call it."""
-    if process_set._ring is None:
-        return False
-    group = process_set._group
-    _added.pop(process_set.process_set_id, None)
-    process_set.process_set_id = process_set._ring = process_set._group = None
-    if group is not None:
-        group.close()
-    return True
-
-
 def init(process_sets: Sequence[ProcessSet] = (), **settings: Any) -> Communicator:
     """`ringreduce.init`, then `add_process_set` of each of `process_sets`."""
     ring = rr.init(**settings)
@@ -160,6 +55,7 @@ def init(process_sets: Sequence[ProcessSet] = (), **settings: Any) -> Communicat
     return ring
 
 
+_ALL = global_process_set
 # Options of Horovod's that are of no effect here, with their defaults.
 _OF_NO_EFFECT = {"device_dense": "", "device_sparse": "", "gradient_predivide_factor": 1.0}
 _OF_NO_EFFECT |= {"groups": None, "num_groups": 0}
@@ -373,19 +269,12 @@ local_rank_op, local_size_op = _as_op(rr.local_rank), _as_op(rr.local_size)
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """The number of ranks in a process set, by default of the job, as a scalar int32 tensor."""
-    return tf.constant(_with_id(process_set_id).size(), name=name)
+    return tf.constant(with_id(process_set_id).size(), name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """1 on the ranks in a process set, 0 on others, as a scalar int32 tensor."""
-    return tf.constant(int(_with_id(process_set_id).included()), name=name)
-
-
-def _with_id(number: int) -> ProcessSet:
-    if number in _added:
-        return _added[number]
-    text = f"got process_set_id={number}; those added are {list(_added)}"
-    raise ConfigError(text, remedy="Pass process_set.process_set_id of one that is added.")
+    return tf.constant(int(with_id(process_set_id).included()), name=name)
 
 
 def __getattr__(name: str) -> Any:
