@@ -20,11 +20,12 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.averages import averages_of
-from ringreduce.keras.batches import BATCH_SIZE, REMEDY, Feed, Plan, feed_of
+from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of
 from ringreduce.keras.mistakes import warn_of_last_batches, warn_of_metrics
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import training_ranks
+from ringreduce.keras.plan import BATCH_SIZE, REMEDY, Feed, Plan
 from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
-from ringreduce.keras.batches import Feed, Plan, feed_of
+from ringreduce.keras.batches import feed_of
 from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
@@ -25,6 +25,7 @@ from ringreduce.keras.join import build, weigh_steps
 from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike
+from ringreduce.keras.plan import Feed, Plan
 from ringreduce.keras.probe import Probe
 from ringreduce.keras.recovery import ending_together
 from ringreduce.keras.seeds import fold_seeds

@@ -20,7 +20,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import Arrays, are_arrays
-from ringreduce.keras.batches import BATCH_SIZE, Plan, feed_of
+from ringreduce.keras.batches import feed_of
 from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
 from ringreduce.keras.callbacks.together import StopTogether, Together, given_callbacks
@@ -31,6 +31,7 @@ from ringreduce.keras.local import joint_in
 from ringreduce.keras.metric_states import gathered_numbers, numbers_in
 from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.plan import BATCH_SIZE, Plan
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
 from ringreduce.keras.stage import Stage

@@ -18,11 +18,11 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.batches import Feed
 from ringreduce.keras.data_fingerprint import compare_codes
 from ringreduce.keras.metric_states import combined, metrics_in, numbers_in, restored, states_of
 from ringreduce.keras.mistakes import NO_MEANS, warn_of_parity
 from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.keras.plan import Feed
 from ringreduce.keras.rows import first_rows, rows_in, slice_rows
 from ringreduce.keras.step import own_step
 

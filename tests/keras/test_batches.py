@@ -13,6 +13,7 @@ from ringreduce import MismatchError
 from ringreduce.keras import arrays as rr_arrays
 from ringreduce.keras import batches
 from ringreduce.keras import shares as rr_shares
+from ringreduce.keras.plan import Plan
 from ringreduce.keras.rows import as_tensor
 from ringreduce.testing import ring_of_threads
 
@@ -48,7 +49,7 @@ def read(given, size=2, epochs=1, is_stream=False, **options):
     """By epoch the targets that all ranks together get, in order."""
 
     def work(comm):
-        feed = batches.feed_of([given()], batches.Plan(comm, "the data", **options))
+        feed = batches.feed_of([given()], Plan(comm, "the data", **options))
         found, steps = [], options.get("steps")
         batches_read = iter(feed.dataset)
         for epoch in range(epochs):
@@ -100,7 +101,7 @@ def test_what_is_random_on_purpose_is_no_difference():
         inputs, targets = rows(0)
         # As augmentation by each rank's own random numbers does.
         data = tf.data.Dataset.from_tensor_slices((inputs + comm.rank, targets)).batch(2)
-        feed = batches.feed_of([data], batches.Plan(comm, "the data"))
+        feed = batches.feed_of([data], Plan(comm, "the data"))
         assert len(list(feed.dataset)) == BATCH // 2
         # Values are compared in their order: one that differed before would be the error.
         comm.claim("last", bytes([comm.rank]), "differs from {peer} in the last", "Nothing.")
@@ -118,7 +119,7 @@ def test_a_py_dataset_that_differs_for_validation_ends_the_job():
             return rows(index + self.more)
 
     def work(comm):
-        batches.feed_of([Own(comm.rank)], batches.Plan(comm, "the data", deal=True))
+        batches.feed_of([Own(comm.rank)], Plan(comm, "the data", deal=True))
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             comm.barrier()
@@ -145,7 +146,7 @@ def shared_batches(form, make_shares, after=None):
         given, steps = FORMS[form](), -(-len(NUMBERS) // BATCH)
         given = given if form != "generator" else (given,)
         size = BATCH if form == "arrays" else None
-        plan = batches.Plan(comm, "the data", batch_size=size, steps=steps, shares=shares)
+        plan = Plan(comm, "the data", batch_size=size, steps=steps, shares=shares)
         found = []
         feed = batches.feed_of(given, plan)
         assert not feed.is_even

@@ -7,9 +7,10 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.arrays import are_arrays, split
-from ringreduce.keras.batches import Feed, feed_of
+from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import passing
 from ringreduce.keras.join import empty_batch, filled, join
+from ringreduce.keras.plan import Feed
 from ringreduce.vocabulary.errors import ConfigError
 
 

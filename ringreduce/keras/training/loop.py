@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from ringreduce.keras import private
 from ringreduce.keras.averages import take_averages_of_rank_0
-from ringreduce.keras.batches import Feed
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.mistakes import in_fit
+from ringreduce.keras.plan import Feed
 from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
 from ringreduce.keras.training.who import Training
