@@ -8,13 +8,14 @@ would read and write the wrong memory. Where numba finds no place for them, as i
 an unknown user, they are kept in a folder of our own, or not at all.
 """
 
+import glob
 import hashlib
 import logging
 import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -101,19 +102,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 @cache
 def _sources(package: str) -> str:
     """A digest of what there is of each file of a package: name, time of the last change, size."""
+    files = []
     # Of an editable installation the first folder has what was built, and no sources.
-    folders = filter(os.path.isdir, sys.modules[package].__path__)
-    files = sorted(each for folder in folders for each in _files(folder))
-    return hashlib.blake2b(repr(files).encode(), digest_size=16).hexdigest()
-
-
-def _files(folder: str, inside: str = "") -> Iterator[tuple[str, int, int]]:
-    with os.scandir(folder) as found:
-        for each in found:
-            name = inside + each.name
-            if each.is_dir():
-                yield from _files(each.path, name + "/")
-            # Not an editor's lock, a link to nowhere.
-            elif name.endswith(".py") and not each.name.startswith("."):
-                facts = each.stat()
-                yield name, facts.st_mtime_ns, facts.st_size
+    for folder in filter(os.path.isdir, sys.modules[package].__path__):
+        # Leaves out hidden files, such as an editor's lock, a link to nowhere.
+        for name in glob.iglob("**/*.py", root_dir=folder, recursive=True):
+            facts = os.stat(os.path.join(folder, name))
+            files.append((name, facts.st_mtime_ns, facts.st_size))
+    return hashlib.blake2b(repr(sorted(files)).encode(), digest_size=16).hexdigest()
