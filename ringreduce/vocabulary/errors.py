@@ -1,21 +1,6 @@
 """All errors, by cause, and the one place that makes their text.
 
-    RingReduceError
-    |-- ConfigError(ValueError)        you asked for something impossible
-    |-- ArrayError(ValueError)         you passed an array that cannot travel
-    |-- ClosedError                    you used a communicator after close()
-    |-- MismatchError                  the ranks disagree
-    |-- RendezvousError                the ring did not form
-    |-- PeerError                      another rank failed; the ring is broken
-    |   |-- PeerTimeoutError(TimeoutError)
-    |   `-- PeerLostError(ConnectionError)
-    |-- ProtocolError                  bytes arrived that are not ours
-    |   `-- CorruptionError            bytes arrived that are not those that were sent
-    |-- NumericsError                  a gradient is NaN or infinite
-    |-- WorkerError                    a function failed in another process
-    `-- NativeError(ImportError)       a native library is missing or of another kind
-
-The second base makes ``except TimeoutError`` work too. MismatchError, PeerError, ProtocolError,
+Second bases make ``except TimeoutError`` work too. MismatchError, PeerError, ProtocolError,
 NumericsError and their subclasses break the communicator: each later call raises the same error
 at once. Close it and form a new one.
 """
