@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from ringreduce.collectives.base import Collectives
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
-from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.notification import abort_for
 from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening, Pending
-from ringreduce.pure.watching import Watch
+from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
 from ringreduce.transport.control import Control
 from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import TIMES

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 
-from ringreduce.pure.actions import Action, Log
 from ringreduce.pure.liveness import PeerTable
 from ringreduce.pure.spans import Present
 from ringreduce.vocabulary.config import TIMES
@@ -19,8 +18,8 @@ class Delays:
         self._call: tuple[int, float] = (-1, 0.0)
         self._warn_s = 0.0
 
-    def look(self, current: Present, progress: object, now_s: float) -> list[Action]:
-        """Warn, at growing intervals, of ranks that keep this one waiting."""
+    def look(self, current: Present, progress: object, now_s: float) -> str | None:
+        """What to warn of, at growing intervals, while ranks keep this one waiting."""
         call = current.calls, current.since_s
         if call != self._call:
             self._call, self._warn_s = call, 0.0
@@ -29,7 +28,7 @@ class Delays:
             self._progress, self._progressed_s = progress, now_s
         if current.operation is None:
             self.is_busy = False
-            return []
+            return None
         waited_s = now_s - max(current.since_s, self._progressed_s)
         suspicion = self._peer_table.suspect(current, now_s)
         self.is_busy = suspicion is not None and suspicion.is_busy
@@ -41,5 +40,5 @@ class Delays:
             if suspicion is None or suspicion.rank in self._neighbours:
                 what = suspicion.text if suspicion else "no other rank is seen to hold it up"
                 where = f"{waited_s:.1f} s in {current.operation} after {current.calls} calls"
-                return [Log(f"has waited {where}: {what}")]
-        return []
+                return f"has waited {where}: {what}"
+        return None

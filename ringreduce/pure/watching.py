@@ -5,12 +5,11 @@
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ringreduce.pure import watcher_messages as messages
-from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.delays import Delays
 from ringreduce.pure.liveness import Flow, PeerTable
@@ -27,6 +26,34 @@ _LINK_REMEDY = (
     "such gaps."
 )
 _ACKNOWLEDGEMENT = messages.encode(messages.Acknowledgement())
+
+
+class Send(NamedTuple):
+    """Send `message` to the neighbours, except to those of `but`."""
+
+    message: bytes
+    but: frozenset[int] = frozenset()
+
+
+class Log(NamedTuple):
+    """Warn with `text` about this rank."""
+
+    text: str
+
+
+class Ended(NamedTuple):
+    """Notify the communicator that `error` has ended the ring."""
+
+    error: errors.RingReduceError
+
+
+class Found(NamedTuple):
+    """Notify the links that another rank listens for this one."""
+
+    listening: messages.Listening
+
+
+Action = Send | Log | Ended | Found
 
 
 class Watch:
@@ -238,8 +265,8 @@ class Watch:
             actions += self._look_for_absence(current, now_s)
         if self.cause is None:
             actions += self._look_for_dead_links(flow, current, now_s)
-        if self.cause is None:
-            actions += self.delays.look(current, progress, now_s)
+        if self.cause is None and (delay := self.delays.look(current, progress, now_s)):
+            actions.append(Log(delay))
         return actions
 
     def _look_for_dead_links(self, flow: Flow, current: Present, now_s: float) -> list[Action]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from ringreduce.pure import delays, liveness, watcher_messages, watching
-from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
@@ -23,7 +22,7 @@ from ringreduce.pure.watcher_messages import (
     Overdue,
     Value,
 )
-from ringreduce.pure.watching import Watch
+from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
 from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerLostError, PeerTimeoutError
 from ringreduce.vocabulary.times import Times
 
