@@ -324,8 +324,8 @@ BREAKAGES = (
     Breakage(
         "pairs-busy-with-each-other",
         "ringreduce/pure/liveness.py",
-        "return Doing(text, not waits, waits)",
-        "return Doing(text, True, waits)",
+        'is alive{place}", not waits, waits)',
+        'is alive{place}", True, waits)',
         "Two ranks that both send first wait for ten minutes instead of the time limit.",
         ("tests/pure/test_liveness.py",),
     ),

@@ -5,13 +5,13 @@ their ages, so that every rank knows how far every other has come and how long a
 a common clock (`PeerTable`). So a rank that waits can name the one that holds it up (`Suspicion`).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
-from ringreduce.pure.cycles import Waits
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import Present
-from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, SentToNext
+from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, Pending, SentToNext
 from ringreduce.vocabulary.config import TIMES
 
 
@@ -38,6 +38,13 @@ class Suspicion(NamedTuple):
     def is_busy(self) -> bool:
         """Whether the rank is alive and in user code, and so will come if it is given time."""
         return self.kind in ("user code", "locked")
+
+
+class Waits(NamedTuple):
+    """A rank, and the send or recv that it waits in."""
+
+    rank: int
+    pending: Pending
 
 
 class Doing(NamedTuple):
@@ -173,14 +180,12 @@ class PeerTable:
         else:
             fact = next(fact for fact in known if fact.rank in finding.culprits)
         rank, seen = fact.rank, self._seen.get(fact.rank)
-        place = "" if seen is None else _place(seen.heartbeat)
-        last = f" (last heard: {place})" if place else ""
         if finding.reason is Reason.SILENT:
-            text = f"rank {rank} has shown no sign of life for {fact.silent_s:.1f} s{last}"
-            return Suspicion(rank, "silent", text)
+            return Suspicion(rank, "silent", self._silence(rank, now_s))
         if self.is_locked(rank, now_s):
-            text = f"rank {rank} is alive, Python's lock has been held there"
-            return Suspicion(rank, "locked", f"{text} for {fact.stood_s:.1f} s{last}")
+            held = f"Python's lock has been held there for {fact.stood_s:.1f} s"
+            return Suspicion(rank, "locked", f"rank {rank} is alive, {held}{self._last(rank)}")
+        place = "" if seen is None else _place(seen.heartbeat)
         if finding.reason is Reason.OUT_OF_STEP:
             return Suspicion(rank, "elsewhere", f"rank {rank} is {place} instead")
         if fact.operation is None:
@@ -191,14 +196,19 @@ class PeerTable:
 
     def doing(self, rank: int, now_s: float) -> Doing:
         """What another rank does; a rank of which nothing is known counts as busy."""
-        seen, silent_s = self._seen.get(rank), self.silent_s(rank, now_s)
-        last = "" if seen is None else _place(seen.heartbeat)
         if self.is_silent(rank, now_s):
-            text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
-            return Doing(f"{text} (last heard: {last})" if last else text, False, ())
-        text = f"rank {rank} is alive" + (f", {last}" if last else "")
-        waits = self.waits(rank, now_s)
-        return Doing(text, not waits, waits)
+            return Doing(self._silence(rank, now_s), False, ())
+        seen, waits = self._seen.get(rank), self.waits(rank, now_s)
+        place = "" if seen is None else f", {_place(seen.heartbeat)}"
+        return Doing(f"rank {rank} is alive{place}", not waits, waits)
+
+    def _silence(self, rank: int, now_s: float) -> str:
+        silent_s, last = self.silent_s(rank, now_s), self._last(rank)
+        return f"rank {rank} has shown no sign of life for {silent_s:.1f} s{last}"
+
+    def _last(self, rank: int) -> str:
+        seen = self._seen.get(rank)
+        return "" if seen is None else f" (last heard: {_place(seen.heartbeat)})"
 
     def waits(self, rank: int, now_s: float) -> tuple[Waits, ...]:
         """Ranks that wait for each other's messages, from `rank` on, the last for this one."""
@@ -239,3 +249,25 @@ def _outside(heartbeat: Heartbeat) -> str:
     """Where a rank is that is in no collective."""
     pending = heartbeat.pending
     return "user code" if pending is None else f"{pending.describe()},"
+
+
+def describe_cycle(cycle: Sequence[Waits]) -> str | None:
+    """What to say of ranks each of which waits for the next, the last for the first.
+
+    None for two of which one sends what the other receives. Whether ranks would wait for ever
+    cannot be known: a thread of a program may yet send what another one receives. So such a wait
+    ends at ``timeout_s``, as one for a silent rank does.
+    """
+    sends = [each.pending.sends for each in cycle]
+    if len(cycle) == 2 and sends[0] != sends[1]:
+        return None
+    who = ", ".join(
+        f"rank {rank} {'sends to' if pending.sends else 'receives from'} rank {pending.peer}"
+        for rank, pending in cycle
+    )
+    advice = "make its calls in another order"
+    if all(sends):
+        advice = "receive first; arrays can be sent with async_op=True"
+    elif not any(sends):
+        advice = "send first"
+    return f"Ranks wait for each other: {who}. Let one of them {advice}."

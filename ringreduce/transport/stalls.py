@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.effects.events import Events
-from ringreduce.pure.cycles import Waits, describe
-from ringreduce.pure.liveness import PeerTable
+from ringreduce.pure.liveness import PeerTable, Waits, describe_cycle
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Limit, Timeouts
 from ringreduce.pure.watcher_messages import Listening, Pending
@@ -168,7 +167,7 @@ class PeerTimeouts(Timeouts):
         doing = self._peers.doing(self._peer, time.monotonic())
         if error.rank is not None and doing.waits:
             own = Waits(error.rank, Pending(self._sends, self._peer, 0))
-            if (text := describe([own, *doing.waits])) is not None:
+            if (text := describe_cycle([own, *doing.waits])) is not None:
                 error.remedy = text
                 return
         error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"

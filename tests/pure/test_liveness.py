@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ringreduce.pure import liveness
-from ringreduce.pure.liveness import PeerTable
+from ringreduce.pure.liveness import PeerTable, Waits, describe_cycle
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.watcher_messages import (
     OVERDUE_MAX,
@@ -362,3 +362,34 @@ def test_a_rank_in_a_recv_is_not_said_to_be_in_user_code() -> None:
     assert suspicion is not None
     assert suspicion.is_busy
     assert suspicion.text == "rank 1 is alive, in recv from rank 1, tag 7, for 3.1 s"
+
+
+def cycle(*sends: bool) -> tuple[Waits, ...]:
+    size = len(sends)
+    return tuple(Waits(rank, Pending(sends[rank], (rank + 1) % size, 3)) for rank in range(size))
+
+
+@pytest.mark.parametrize(
+    ("sends", "text"),
+    [
+        (
+            (False, False, False),
+            "Ranks wait for each other: rank 0 receives from rank 1, rank 1 receives from rank 2, "
+            "rank 2 receives from rank 0. Let one of them send first.",
+        ),
+        (
+            (True, True),
+            "Ranks wait for each other: rank 0 sends to rank 1, rank 1 sends to rank 0. Let one of "
+            "them receive first; arrays can be sent with async_op=True.",
+        ),
+        (
+            (True, False, False),
+            "Ranks wait for each other: rank 0 sends to rank 1, rank 1 receives from rank 2, "
+            "rank 2 receives from rank 0. Let one of them make its calls in another order.",
+        ),
+        # One receives what the other sends.
+        ((True, False), None),
+    ],
+)
+def test_a_cycle_is_described_with_what_to_do(sends: tuple[bool, ...], text: str | None) -> None:
+    assert describe_cycle(cycle(*sends)) == text
