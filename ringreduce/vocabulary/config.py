@@ -14,6 +14,7 @@ import os
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from ringreduce.vocabulary import launched
@@ -32,9 +33,9 @@ _FURTHER = (
 )
 
 
-def time_scale(environment: Mapping[str, str] | None = None) -> float:
+def time_scale() -> float:
     """The factor of `Times`: ``RINGREDUCE_TIME_SCALE``, for tests. ConfigError unless 0.01..100."""
-    text = (os.environ if environment is None else environment).get("RINGREDUCE_TIME_SCALE", "1")
+    text = os.environ.get("RINGREDUCE_TIME_SCALE", "1")
     try:
         scale = float(text)
     except ValueError:
@@ -51,7 +52,7 @@ class Setting(NamedTuple):
     """Metadata of a field of `Config`."""
 
     help: str  # its meaning, in a clause
-    reads: Callable[[str], object] = str  # makes a value from a variable's text
+    reads: type = str  # makes a value from a variable's text
     # Whether a value is possible, independently of other settings.
     accepts: Callable[[Any], bool] = lambda value: True
     accepted: str = ""  # the possible values, in words
@@ -60,12 +61,7 @@ class Setting(NamedTuple):
     is_agreed: bool = False  # whether it must be equal on all ranks
 
 
-def _place(default: Any, help: str, reads: Callable[[str], object] = int) -> Any:
-    """A field of `Config` that says which rank this is, and how it meets the others."""
-    return field(default=default, metadata={"setting": Setting(help, reads, is_choice=False)})
-
-
-def _choice(
+def _setting(
     default: Any,
     help: str,
     accepted: str = "",
@@ -74,21 +70,25 @@ def _choice(
     repr: bool = True,
     **more: Any,
 ) -> Any:
-    """A field of `Config` that the user chooses, of the type of its default."""
-    setting = Setting(help, type(default), accepts, accepted, **more)
+    """A field of `Config`, of the type of its default; None stands for a whole number."""
+    setting = Setting(help, int if default is None else type(default), accepts, accepted, **more)
     return field(default=default, repr=repr, metadata={"setting": setting})
+
+
+# A field that says which rank this is, and how it meets the others.
+_place = partial(_setting, is_choice=False)
 
 
 def _one_of(values: tuple[str, ...], help: str) -> Any:
     """A field of `Config` that is one of `values`, by default the first; equal on all ranks."""
-    return _choice(
+    return _setting(
         values[0], help, ", ".join(values), values.__contains__, values=values, is_agreed=True
     )
 
 
 def _seconds(default: float, help: str) -> Any:
     """A field of `Config` that is a time limit."""
-    return _choice(default, help, "more than 0 seconds", lambda value: value > 0)
+    return _setting(default, help, "more than 0 seconds", lambda value: value > 0)
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,10 @@ class Config:
     local_size: int | None = _place(
         None, "number of processes on this host; None: counted when the ring forms"
     )
-    rendezvous: str = _place("", "`host:port` that rank 0 listens on while the ring forms", str)
+    rendezvous: str = _place("", "`host:port` that rank 0 listens on while the ring forms")
     # The launcher opens it, so that the port is taken before any rank connects.
     rendezvous_fd: int | None = _place(None, "a listening socket that rank 0 inherited for it")
-    job_id: str = _place(
-        "", "any text, equal on all ranks of a job and different between jobs", str
-    )
+    job_id: str = _place("", "any text, equal on all ranks of a job and different between jobs")
     restart: int = _place(0, "how often the launcher has started all workers again")
     # Short enough that a job with a stopped or hanging rank does not cost money for minutes.
     timeout_s: float = _seconds(30.0, "seconds without progress before a collective gives up")
@@ -126,7 +124,7 @@ class Config:
     join_timeout_s: float = _seconds(
         120.0, "seconds for all ranks to meet; `timeout_s` where only that is given"
     )
-    link_timeout_s: float = _choice(
+    link_timeout_s: float = _setting(
         TIMES.link_timeout_s,
         "seconds that a connection may carry nothing of what is due, while both its ends are "
         "alive, before it counts as dead",
@@ -136,7 +134,7 @@ class Config:
     # Longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster than
     # 512 KiB, and 2 MiB is slower (docs/performance.md). Multiples of 64 keep elements whole and
     # segments aligned.
-    segment_bytes: int = _choice(
+    segment_bytes: int = _setting(
         1 << 20,
         "payload of a full frame, equal on all ranks",
         "a multiple of 64 up to 4194304",
@@ -145,7 +143,7 @@ class Config:
     )
     # More made no difference beyond noise on short links (docs/performance.md); they are for
     # a fast, long line that a single connection cannot fill.
-    streams: int = _choice(
+    streams: int = _setting(
         1,
         "connections to the next rank that large messages are spread over, equal on all ranks",
         "1 to 16",
@@ -158,13 +156,13 @@ class Config:
         "shm or zmq (that alone); equal on all ranks",
     )
     # Different names make processes of one host act as several hosts.
-    host_id: str = _choice(
+    host_id: str = _setting(
         "",
         "name of this host, where the system's own does not tell hosts apart",
         "at most 255 characters",
         lambda value: len(value) <= 255,
     )
-    iface: str = _choice(
+    iface: str = _setting(
         "",
         "which addresses of this host ranks of other hosts may use: interfaces (`eth0`, `ib*`), "
         "CIDR blocks, or exclusions (`^docker0`), separated by commas; empty: all but loopback, "
@@ -172,20 +170,20 @@ class Config:
         "names of interfaces and CIDR blocks, each excluded by a ^ before it, separated by commas",
         are_patterns,
     )
-    ports: str = _choice(
+    ports: str = _setting(
         "",
         "ports to listen on, as first-last; empty: any free ones",
         "first-last with ports of 1 to 65535, such as 20000-20063",
         lambda value: not value or port_range(value) is not None,
     )
-    log_dir: str = _choice(
+    log_dir: str = _setting(
         "", "folder for flight records (`ringreduce report`), made if needed; empty: none"
     )
-    trace_dir: str = _choice(
+    trace_dir: str = _setting(
         "", "folder for what each rank does when (`ringreduce trace`), made if needed; empty: none"
     )
     # Never shown, logged or passed as an argument of a program.
-    secret: str = _choice(
+    secret: str = _setting(
         "",
         "text of 16 characters or more that only ranks of this job know; needed off the loopback "
         "interface. Leave it to RINGREDUCE_SECRET_FILE rather than write it into a program",

@@ -361,17 +361,19 @@ def test_secret_goes_to_the_worker_when_the_launcher_has_made_it(member, monkeyp
     assert "RINGREDUCE_SECRET" not in worker_environment(member, 1)
 
 
-def test_times_are_multiplied_by_the_scale_of_tests():
-    scale = config_module.time_scale({"RINGREDUCE_TIME_SCALE": "0.5"})
-    assert Times().scaled(scale).heartbeat_s == Times().heartbeat_s / 2
-    assert config_module.time_scale({}) == 1
+def test_times_are_multiplied_by_the_scale_of_tests(monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_TIME_SCALE", "0.5")
+    assert Times().scaled(config_module.time_scale()).heartbeat_s == Times().heartbeat_s / 2
+    monkeypatch.delenv("RINGREDUCE_TIME_SCALE")
+    assert config_module.time_scale() == 1
     assert Config().link_timeout_s == config_module.TIMES.link_timeout_s
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "fast"])
-def test_scale_of_times_that_is_none_is_refused(text):
+def test_scale_of_times_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("RINGREDUCE_TIME_SCALE", text)
     with pytest.raises(ConfigError, match="RINGREDUCE_TIME_SCALE is"):
-        config_module.time_scale({"RINGREDUCE_TIME_SCALE": text})
+        config_module.time_scale()
 
 
 def test_milliseconds_are_never_none():
