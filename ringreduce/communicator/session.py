@@ -215,6 +215,7 @@ class Session:
     def statistics(self) -> Statistics:
         traffic, current = self.collectives.traffic(), self.events.current_call()
         heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
+        links = {each.rank: each.sent_to_next for each in heartbeats if each.sent_to_next}
         return Statistics(
             reducing_s=self.events.seconds(SpanKind.REDUCE),
             waited_s=self.events.seconds(SpanKind.BLOCKED),
@@ -225,11 +226,9 @@ class Session:
             bytes_received=traffic.bytes_received,
             stopped_s=self.events.stopped_s(),
             slow_rank=slow_rank(heartbeats),
-            slow_link=slow_link(heartbeats),
+            slow_link=slow_link(links),
             hosts=self._hosts,
-            sent_to_next=next(
-                (each.sent_to_next for each in heartbeats if each.rank == self.config.rank), None
-            ),
+            sent_to_next=links.get(self.config.rank),
         )
 
     # --- Failure --------------------------------------------------------------------------------

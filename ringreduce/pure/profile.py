@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ringreduce.pure.slowness import slow_link
-from ringreduce.pure.watcher_messages import Heartbeat, SentToNext
+from ringreduce.pure.watcher_messages import SentToNext
 
 _WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
 _WAITED_S_MIN = 0.1  # less is chance
@@ -221,8 +221,7 @@ def _waiting(slow: _Straggler, steps: Mapping[int, Step]) -> _Finding:
 
 
 def _slow_link(latest: Sequence[Facts], mean: Step) -> _Finding | None:
-    sent = [(r.rank, SentToNext(r.next_rank, r.link_bytes, r.link_s)) for r in latest]
-    found = slow_link([Heartbeat(rank, 0, 0, "", 0.0, sent_to_next=each) for rank, each in sent])
+    found = slow_link({r.rank: SentToNext(r.next_rank, r.link_bytes, r.link_s) for r in latest})
     if found is None or mean.communicating_s < _COMMUNICATING_MIN * mean.seconds:
         return None
     return min(mean.communicating_s, found.waited_s / latest[0].steps), (

@@ -8,11 +8,11 @@ In a ring every link waits for the slowest. It alone always has data to send; th
 theirs soon, so the kernel's time in which a connection had data under way tells them apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ringreduce.pure.watcher_messages import Heartbeat
+from ringreduce.pure.watcher_messages import Heartbeat, SentToNext
 
 _CALLS_MIN, _WAITED_S_MIN, _LINK_BYTES_MIN = 10, 0.1, 1 << 20  # less is chance
 _WAITING_MIN = 0.25  # the part of the others' time in calls that is waiting for a slow rank
@@ -65,18 +65,15 @@ def slow_rank(heartbeats: Sequence[Heartbeat]) -> SlowRank | None:
     return SlowRank(slowest, waited_s)
 
 
-def slow_link(heartbeats: Sequence[Heartbeat]) -> SlowLink | None:
-    """The link that all wait for; None if there is none, or too little is known."""
-    links = {
-        each.rank: each.sent_to_next
-        for each in heartbeats
-        if each.sent_to_next is not None
-        and each.sent_to_next.nbytes >= _LINK_BYTES_MIN
-        and each.sent_to_next.seconds > 0
+def slow_link(links: Mapping[int, SentToNext]) -> SlowLink | None:
+    """The one of `links`, by sender, that all wait for; None if none, or too little is known."""
+    rates = {
+        rank: link.nbytes / link.seconds
+        for rank, link in links.items()
+        if link.nbytes >= _LINK_BYTES_MIN and link.seconds > 0
     }
-    if len(links) < 2:
+    if len(rates) < 2:
         return None
-    rates = {rank: link.nbytes / link.seconds for rank, link in links.items()}
     slowest = min(rates, key=lambda rank: (rates[rank], rank))
     link, others = links[slowest], median(r for rank, r in rates.items() if rank != slowest)
     waited_s = link.seconds - link.nbytes / others
