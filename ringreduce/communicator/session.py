@@ -385,7 +385,7 @@ class Session:
         with self.calls.lock:
             if not self._life.advance(State.CLOSED):
                 return
-            calls = self._recorder.calls
+            calls = self._recorder.current_call().calls
             if self.failure is not None and not self._has_aborted:
                 self._has_aborted = True  # It came in user code, and no call has given up for it.
                 self.collectives.abort()

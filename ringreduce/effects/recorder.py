@@ -33,10 +33,6 @@ class Recorder:
         before = events.current_call()
         self._calls_before, self._first = before.calls, before.number
 
-    @property
-    def calls(self) -> int:
-        return self.events.current_call().calls - self._calls_before
-
     def fail(self, error: BaseException) -> None:
         """Record what has failed the running collective, or broken the ring between two."""
         if self.first_error is None:

@@ -110,15 +110,8 @@ def operation_name(code: int) -> str:
 def decode_standing(memory: bytes | bytearray) -> Present:
     """The state at the beginning of `memory`."""
     number, calls, seconds, elapsed_s, code, nbytes, thread, since_s = STANDING.unpack_from(memory)
-    operation = operation_name(code) if code else None
+    operation = operation_name(code) or None
     return Present(number, calls, seconds, elapsed_s, operation, nbytes, thread, since_s)
-
-
-def total_s(memory: bytes | bytearray, kind: SpanKind) -> float:
-    """Seconds of all parts of a kind so far."""
-    slots = [at + SECONDS_AT + SECONDS.size * kind for at in RINGS_AT]
-    seconds: float = sum(SECONDS.unpack_from(memory, slot)[0] for slot in slots)
-    return seconds
 
 
 def unchanged(numbers: Sequence[int], first: Sequence[bytes], second: Sequence[bytes]) -> bytes:
