@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ringreduce.vocabulary import launched
 from ringreduce.vocabulary.endpoints import are_patterns, host_and_port, port_range
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.secret import check_secret, read_secret, users_secret
+from ringreduce.vocabulary.secret import check_secret, read_secret
 from ringreduce.vocabulary.times import Times
 
 # A rank needs all four to find the others.
@@ -329,41 +329,9 @@ def configured_secret(environment: Mapping[str, str] | None = None) -> str:
     return read_secret(path) if path else ""
 
 
-def shared_secret(*, is_local: bool) -> str:
-    """The secret of launchers that meet: as `configured_secret`, or the file in the user's home.
-
-    If they meet within this host (`is_local`), that file may be made here. Raises ConfigError if
-    there is none, or as `configured_secret`.
-    """
-    home = os.environ.get("HOME", "")
-    if secret := configured_secret() or users_secret(home, makes_one=is_local):
-        return secret
-    raise ConfigError(
-        "launchers on several hosts need a secret that all of them have, and there is none",
-        remedy="Set RINGREDUCE_SECRET_FILE on each host to a file with the same text of 16 "
-        "characters or more (`openssl rand -hex 32`), mode 0600; or make ~/.ringreduce/secret so.",
-    )
-
-
-def ports_wanted(variables: Mapping[str, str] | None = None) -> range | None:
-    """The ports of ``RINGREDUCE_PORTS``, in `variables` or else in this process's environment."""
-    return port_range({**os.environ, **(variables or {})}.get("RINGREDUCE_PORTS", ""))
-
-
-def join_timeout(timeout_s: float | None) -> float:
-    """How long ranks wait for each other, by `timeout_s` or the user's variables."""
-    own = Config.from_environment(rank=0, size=1, job_id="", rendezvous="", timeout_s=timeout_s)
-    return own.join_timeout_s
-
-
 def color_wanted() -> bool:
     """Whether the user's environment allows coloured output (https://no-color.org)."""
     return not os.environ.get("NO_COLOR")
-
-
-def log_dir_wanted() -> str:
-    """The folder for flight records in the user's environment; empty for none."""
-    return os.environ.get("RINGREDUCE_LOG_DIR", "")
 
 
 def native_wanted() -> bool:

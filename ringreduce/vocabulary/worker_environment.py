@@ -1,13 +1,15 @@
-"""The environment that workers get, here and on other hosts."""
+"""What a launcher reads in its environment, and what workers get, here and on other hosts."""
 
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
+from ringreduce.vocabulary.config import SETTINGS, Config, configured_secret, variable_of
 from ringreduce.vocabulary.cores import bound_cores
+from ringreduce.vocabulary.endpoints import port_range
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.secret import users_secret
 
 _SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
 # Which rank of a job a process is: a launcher that is itself a worker must not pass it on.
@@ -51,6 +53,38 @@ def worker_environment(
     if skips_breakpoints:
         environment["PYTHONBREAKPOINT"] = "0"
     return environment
+
+
+def log_dir_wanted() -> str:
+    """The folder for flight records in the user's environment; empty for none."""
+    return os.environ.get("RINGREDUCE_LOG_DIR", "")
+
+
+def ports_wanted(variables: Mapping[str, str] | None = None) -> range | None:
+    """The ports of ``RINGREDUCE_PORTS``, in `variables` or else in this process's environment."""
+    return port_range({**os.environ, **(variables or {})}.get("RINGREDUCE_PORTS", ""))
+
+
+def join_timeout(timeout_s: float | None) -> float:
+    """How long ranks wait for each other, by `timeout_s` or the user's variables."""
+    own = Config.from_environment(rank=0, size=1, job_id="", rendezvous="", timeout_s=timeout_s)
+    return own.join_timeout_s
+
+
+def shared_secret(*, is_local: bool) -> str:
+    """The secret of launchers that meet: as `configured_secret`, or the file in the user's home.
+
+    If they meet within this host (`is_local`), that file may be made here. Raises ConfigError if
+    there is none, or as `configured_secret`.
+    """
+    home = os.environ.get("HOME", "")
+    if secret := configured_secret() or users_secret(home, makes_one=is_local):
+        return secret
+    raise ConfigError(
+        "launchers on several hosts need a secret that all of them have, and there is none",
+        remedy="Set RINGREDUCE_SECRET_FILE on each host to a file with the same text of 16 "
+        "characters or more (`openssl rand -hex 32`), mode 0600; or make ~/.ringreduce/secret so.",
+    )
 
 
 def compute_threads() -> int:

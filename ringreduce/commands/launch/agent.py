@@ -22,8 +22,9 @@ from ringreduce.commands.launch.frames import Records, Refused, encode
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import check_program
-from ringreduce.vocabulary.config import TIMES, ports_wanted
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.worker_environment import ports_wanted
 
 _PIECE_BYTES = 1 << 16
 _Order = TypeVar("_Order")

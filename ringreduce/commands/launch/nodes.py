@@ -24,10 +24,11 @@ from ringreduce.commands.launch.local import listen
 from ringreduce.commands.launch.meeting import Meeting, Node, Peer
 from ringreduce.commands.launch.node_messages import Join, Placed
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.vocabulary.config import TIMES, join_timeout, ports_wanted, shared_secret
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import host_and_port, is_local
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
+from ringreduce.vocabulary.worker_environment import join_timeout, ports_wanted, shared_secret
 
 _REFUSALS_MAX = 3
 
