@@ -89,8 +89,7 @@ class Watch:
         self._claims = Claims(len(self._neighbours))
         # Whether another rank holds this one up.
         self.delays = Delays(self.peer_table, self._neighbours, now_s)
-        # Receiver, sender and channel of what was passed on.
-        self._listening: set[tuple[int, int, int]] = set()
+        self._listening: set[messages.Listening] = set()  # passed on, or made by this rank
 
     def send(self, message: messages.Message | Claim) -> list[Action]:
         """Send a message of this rank.
@@ -103,7 +102,7 @@ class Watch:
             sent = Send(messages.encode(messages.Value(message.key, message.value)))
             return [sent, *([] if peer is None else self._disagree(message, peer))]
         if isinstance(message, messages.Listening):
-            self._note(message)
+            self._listening.add(message)
         else:
             self._unacknowledged = set(self._neighbours)
         return [Send(messages.encode(message))]
@@ -111,13 +110,6 @@ class Watch:
     def _disagree(self, claim: Claim, peer: int) -> list[Action]:
         text = claim.text.replace("{peer}", str(peer))
         return self.end(errors.MismatchError(text, **self._who, peer=peer, remedy=claim.remedy))
-
-    def _note(self, listening: messages.Listening) -> bool:
-        """Whether this has not come before, on the other way round."""
-        key = listening.receiver, listening.sender, listening.channel
-        is_new = key not in self._listening
-        self._listening.add(key)
-        return is_new
 
     def is_owed(self, lost: Collection[int]) -> bool:
         """Whether a neighbour that is still there has not acknowledged the last announcement."""
@@ -152,8 +144,9 @@ class Watch:
             claim = self._claims.receive(neighbour, message.key, message.value)
             return [] if claim is None else self._disagree(claim, neighbour)
         if isinstance(message, messages.Listening):
-            if not self._note(message):
-                return []
+            if message in self._listening:
+                return []  # It has come before, on the other way round.
+            self._listening.add(message)
             is_for_us = message.sender == self._rank
             return [Found(message) if is_for_us else Send(payload, frozenset({neighbour}))]
         others = frozenset(self._neighbours) - {neighbour}
