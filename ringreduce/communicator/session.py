@@ -90,6 +90,7 @@ class Session:
         self._watcher: Watcher | None = None
         self._has_aborted = False
         self.calls, self.messages = Calls(self), Messages(self)
+        self._recorder.pending = self.messages.pending
         inherited.watch(self)
         if form is not None:
             try:
@@ -146,14 +147,12 @@ class Session:
                     self.collectives,
                     self,
                     elsewhere=functools.partial(self._flight.elsewhere, self._recorder),
-                    pending=self.messages.pending,
                     waiting=self._waiting,
                     link_timeout_s=self.config.link_timeout_s,
                 )
             except BaseException:  # No thread could be started, for example.
                 formed.control.close()
                 raise
-            self._recorder.pending = self.messages.pending
             # Else a group of one host, whose ranks are known to be connected.
             if formed.rendezvous is not None or formed.link is not None:
                 self.calls.call("barrier", 0, self.collectives.barrier)

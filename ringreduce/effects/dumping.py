@@ -124,7 +124,7 @@ class FlightFile:
     def _part(self, recorder: Recorder, wall: float, last_s: float) -> dict[str, Any]:
         """What `Dump` and `Group` have both; `wall` turns times into seconds since the epoch."""
         current = recorder.current_call()
-        pending = None if recorder.pending is None else recorder.pending()
+        pending = recorder.pending()
         return {
             "transport": recorder.transport,
             "calls": current.calls,

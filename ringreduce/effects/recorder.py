@@ -27,8 +27,8 @@ class Recorder:
         self.rank, self.size = rank, size
         self.membership, self.transport = membership, "none"
         self.first_error: FirstError | None = None  # None while the communicator works
-        # Set once the ring has formed: returns the send or recv that this rank waits in, if any.
-        self.pending: Callable[[], Pending | None] | None = None
+        # Set before the ring forms: returns the send or recv that this rank waits in, if any.
+        self.pending: Callable[[], Pending | None] = lambda: None
         self.events = events  # calls of former sessions do not count
         before = events.current_call()
         self._calls_before, self._first = before.calls, before.number

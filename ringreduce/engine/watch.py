@@ -17,7 +17,7 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.notification import abort_for
-from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening, Pending
+from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening
 from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
 from ringreduce.transport.control import Control
 from ringreduce.transport.stalls import Waiting
@@ -33,8 +33,8 @@ class Watcher:
 
     From now on only its thread uses `control`, which is connected. It notifies `owner` once of the
     error that has ended the ring, and `waiting` of what the other ranks do. `elsewhere` returns the
-    call of another group that this rank is in, or an empty text; `pending` the send or recv that it
-    waits in. A connection may carry nothing of what is due for `link_timeout_s`.
+    call of another group that this rank is in, or an empty text. A connection may carry nothing of
+    what is due for `link_timeout_s`.
     """
 
     def __init__(
@@ -45,13 +45,12 @@ class Watcher:
         owner: Owner,
         *,
         elsewhere: Callable[[], str],
-        pending: Callable[[], Pending | None],
         waiting: Waiting,
         link_timeout_s: float,
     ) -> None:
         self._control, self._recorder = control, recorder
         self._collectives, self._owner = collectives, owner
-        self._timeouts, self._elsewhere, self._pending = waiting.timeouts, elsewhere, pending
+        self._timeouts, self._elsewhere = waiting.timeouts, elsewhere
         self._rank, self._size = recorder.rank, recorder.size
         watched = self._rank, self._size, recorder.membership
         self._watch = Watch(*watched, link_timeout_s, time.monotonic())
@@ -148,7 +147,7 @@ class Watcher:
             current, flow = self._recorder.current_call(), self._collectives.flow()
             elsewhere = self._elsewhere() if current.operation is None else ""
             progress = self._collectives.traffic()
-            pending, stopped_s = self._pending(), self._recorder.events.stopped_s()
+            pending, stopped_s = self._recorder.pending(), self._recorder.events.stopped_s()
             beat = watch.beat(current, flow, progress, now, elsewhere, pending, stopped_s)
             self._carry_out(beat)
             self._timeouts.is_busy = watch.delays.is_busy
