@@ -98,11 +98,9 @@ def ring_of_threads(
     failures = {rank: error for rank, each in enumerate(ranks) if (error := each.exception())}
     if failures:
         first = failures.pop(min(failures))
-        for rank, error in failures.items():
-            # Python 3.10 has no notes.
-            getattr(first, "add_note", str)(f"rank {rank} raised {type(error).__name__}: {error}")
-        for place in places:
-            getattr(first, "add_note", str)(place)
+        notes = [f"rank {rank} raised {type(e).__name__}: {e}" for rank, e in failures.items()]
+        for note in notes + places:
+            getattr(first, "add_note", str)(note)  # Python 3.10 has no notes.
         raise first
     return [each.result() for each in ranks]
 
