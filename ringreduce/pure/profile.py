@@ -26,9 +26,7 @@ from ringreduce.pure.watcher_messages import SentToNext
 
 _WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
 _WAITED_S_MIN = 0.1  # less is chance
-# Parts of a step: less is not worth a change.
-_WAITING_MIN, _COMMUNICATING_MIN = 0.1, 0.1
-_BESIDE_MIN = 0.1
+_PART_MIN = 0.1  # of a step: less is not worth a change
 _BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
 
 
@@ -196,7 +194,7 @@ class _Straggler(NamedTuple):
 def _straggler(steps: Mapping[int, Step]) -> _Straggler | None:
     slow: dict[int, list[int]] = {}
     for number, step in steps.items():
-        if step.waiting_s >= _WAITING_MIN * step.seconds:
+        if step.waiting_s >= _PART_MIN * step.seconds:
             slow.setdefault(step.slowest, []).append(number)
     waited_s = {r: sum(steps[n].waiting_s * steps[n].steps for n in slow[r]) for r in slow}
     rank = max(slow, key=lambda each: waited_s[each], default=-1)
@@ -222,7 +220,7 @@ def _waiting(slow: _Straggler, steps: Mapping[int, Step]) -> _Finding:
 
 def _slow_link(latest: Sequence[Facts], mean: Step) -> _Finding | None:
     found = slow_link({r.rank: SentToNext(r.next_rank, r.link_bytes, r.link_s) for r in latest})
-    if found is None or mean.communicating_s < _COMMUNICATING_MIN * mean.seconds:
+    if found is None or mean.communicating_s < _PART_MIN * mean.seconds:
         return None
     return min(mean.communicating_s, found.waited_s / latest[0].steps), (
         f"The link from rank {found.sender} to rank {found.receiver} carries "
@@ -233,7 +231,7 @@ def _slow_link(latest: Sequence[Facts], mean: Step) -> _Finding | None:
 
 def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
     shown_s, total_s = mean.communicating_s, mean.communicating_s + mean.hidden_s
-    if shown_s < _COMMUNICATING_MIN * mean.seconds:
+    if shown_s < _PART_MIN * mean.seconds:
         return None
     if total_s > mean.computing_s:
         return shown_s, (
@@ -249,7 +247,7 @@ def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
 
 
 def _reading(mean: Step) -> _Finding | None:
-    if mean.reading_s < _BESIDE_MIN * mean.seconds:
+    if mean.reading_s < _PART_MIN * mean.seconds:
         return None
     return mean.reading_s, (
         f"Steps wait {_ms(mean.reading_s)} for data. Let it be made ahead and in parallel: "
@@ -259,7 +257,7 @@ def _reading(mean: Step) -> _Finding | None:
 
 
 def _loop(mean: Step, looking: Sequence[str]) -> _Finding | None:
-    if mean.loop_s < _BESIDE_MIN * mean.seconds:
+    if mean.loop_s < _PART_MIN * mean.seconds:
         return None
     each = "looks" if len(looking) == 1 else "look"
     why = f": {', '.join(looking)} {each} at each batch, so each step is a call of its own"
