@@ -135,10 +135,10 @@ def decode_dump(data: bytes) -> Dump:
     if len(data) > FILE_BYTES_MAX:
         raise ValueError(f"more than {FILE_BYTES_MAX} bytes")
     try:
-        found = _FORMAT.decode(data).format
+        found = msgspec.json.decode(data, type=_Format).format
         if found != FORMAT:
             raise ValueError(f"format {found}, and this is ringreduce for format {FORMAT}")
-        dump = _DUMP.decode(data)
+        dump = msgspec.json.decode(data, type=Dump)
     except msgspec.ValidationError as error:
         raise ValueError(f"no flight record: {error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -153,7 +153,3 @@ def decode_dump(data: bytes) -> Dump:
 
 class _Format(msgspec.Struct):
     format: int
-
-
-_FORMAT = msgspec.json.Decoder(_Format)
-_DUMP = msgspec.json.Decoder(Dump)
