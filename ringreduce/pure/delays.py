@@ -33,7 +33,7 @@ class Delays:
         suspicion = self._peer_table.suspect(current, now_s)
         self.is_busy = suspicion is not None and suspicion.is_busy
         limit_s = TIMES.slow_warning_s
-        if suspicion is not None and suspicion.kind == "silent":
+        if suspicion is not None and suspicion.is_silent:
             limit_s = TIMES.silent_warning_s
         if waited_s >= max(limit_s, self._warn_s):
             self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)

@@ -28,16 +28,11 @@ class Suspicion(NamedTuple):
     """The rank that holds this one up, and how."""
 
     rank: int
-    # ``silent``: stopped, or cut off; ``user code``: alive, and has not begun the call; ``locked``:
-    # that too, and something keeps Python's lock there, so that bytes arrive but no heartbeats;
-    # ``behind``: in an earlier call; ``elsewhere``: in another one of this number.
-    kind: str
     text: str  # a clause such as ``rank 1 has shown no sign of life for 3.2 s``
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the rank is alive and in user code, and so will come if it is given time."""
-        return self.kind in ("user code", "locked")
+    is_silent: bool = False  # it was stopped, or is cut off
+    # It is alive, and in user code or something keeps Python's lock there, so that bytes arrive but
+    # no heartbeats: it will come if it is given time.
+    is_busy: bool = False
 
 
 class Waits(NamedTuple):
@@ -181,18 +176,18 @@ class PeerTable:
             fact = next(fact for fact in known if fact.rank in finding.culprits)
         rank, seen = fact.rank, self._seen.get(fact.rank)
         if finding.reason is Reason.SILENT:
-            return Suspicion(rank, "silent", self._silence(rank, now_s))
+            return Suspicion(rank, self._silence(rank, now_s), is_silent=True)
         if self.is_locked(rank, now_s):
-            held = f"Python's lock has been held there for {fact.stood_s:.1f} s"
-            return Suspicion(rank, "locked", f"rank {rank} is alive, {held}{self._last(rank)}")
+            held = f"Python's lock has been held there for {fact.stood_s:.1f} s{self._last(rank)}"
+            return Suspicion(rank, f"rank {rank} is alive, {held}", is_busy=True)
         place = "" if seen is None else _place(seen.heartbeat)
         if finding.reason is Reason.OUT_OF_STEP:
-            return Suspicion(rank, "elsewhere", f"rank {rank} is {place} instead")
+            return Suspicion(rank, f"rank {rank} is {place} instead")
         if fact.operation is None:
             where = "user code" if seen is None else _outside(seen.heartbeat)
             text = f"rank {rank} is alive, in {where} for {fact.stood_s:.1f} s"
-            return Suspicion(rank, "user code", text)
-        return Suspicion(rank, "behind", f"rank {rank} is alive and still {place}")
+            return Suspicion(rank, text, is_busy=True)
+        return Suspicion(rank, f"rank {rank} is alive and still {place}")
 
     def doing(self, rank: int, now_s: float) -> Doing:
         """What another rank does; a rank of which nothing is known counts as busy."""

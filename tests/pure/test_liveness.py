@@ -142,7 +142,7 @@ def test_a_rank_that_is_not_heard_is_suspected_first() -> None:
     known.note(heartbeat(2, operation=""), 0.0, 12.1)
     suspicion = known.suspect(Here(), 12.2)
     assert suspicion is not None
-    assert (suspicion.rank, suspicion.kind) == (1, "silent")
+    assert (suspicion.rank, suspicion.is_silent) == (1, True)
     assert suspicion.text == (
         "rank 1 has shown no sign of life for 2.1 s (last heard: in all_reduce after 5 calls)"
     )
@@ -166,19 +166,21 @@ def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "kind", "words"),
+    ("other", "is_busy", "words"),
     [
-        (heartbeat(1, operation=""), "user code", "is alive, in user code for 0.6 s"),
-        (heartbeat(1, calls=4), "behind", "is alive and still in all_reduce after 4 calls"),
-        (heartbeat(1, operation="barrier"), "elsewhere", "is in barrier after 5 calls instead"),
+        (heartbeat(1, operation=""), True, "is alive, in user code for 0.6 s"),
+        (heartbeat(1, calls=4), False, "is alive and still in all_reduce after 4 calls"),
+        (heartbeat(1, operation="barrier"), False, "is in barrier after 5 calls instead"),
     ],
 )
-def test_a_live_rank_is_suspected_for_where_it_is(other: Heartbeat, kind: str, words: str) -> None:
+def test_a_live_rank_is_suspected_for_where_it_is(
+    other: Heartbeat, is_busy: bool, words: str
+) -> None:
     known = board(2)
     known.note(other, 0.0, 11.0)
     suspicion = known.suspect(Here(), 11.1)
     assert suspicion is not None
-    assert suspicion.kind == kind
+    assert (suspicion.is_silent, suspicion.is_busy) == (False, is_busy)
     assert words in suspicion.text
 
 
@@ -197,7 +199,7 @@ def test_a_rank_that_sends_bytes_and_no_heartbeats_is_locked() -> None:
     known.note_alive(1, 12.0)
     suspicion = known.suspect(Here(), 12.2)
     assert suspicion is not None
-    assert (suspicion.rank, suspicion.kind, suspicion.is_busy) == (1, "locked", True)
+    assert (suspicion.rank, suspicion.is_silent, suspicion.is_busy) == (1, False, True)
     assert suspicion.text == (
         "rank 1 is alive, Python's lock has been held there for 2.2 s "
         "(last heard: in user code after 5 calls)"
@@ -205,7 +207,7 @@ def test_a_rank_that_sends_bytes_and_no_heartbeats_is_locked() -> None:
     # Then it was stopped.
     suspicion = known.suspect(Here(), 12.0 + TIMES.silent_s)
     assert suspicion is not None
-    assert (suspicion.kind, suspicion.is_busy) == ("silent", False)
+    assert (suspicion.is_silent, suspicion.is_busy) == (True, False)
     assert "for 1.0 s" in suspicion.text
 
 
@@ -218,9 +220,9 @@ def test_a_locked_rank_is_seen_by_its_neighbours_and_all_that_hear_them() -> Non
     assert known.silent_s(2, 13.0) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("locked", "kind"), [((1, 4), "locked"), ((1,), "silent")])
+@pytest.mark.parametrize(("locked", "is_silent"), [((1, 4), False), ((1,), True)])
 def test_ranks_behind_locked_ones_are_not_taken_for_silent(
-    locked: tuple[int, ...], kind: str
+    locked: tuple[int, ...], is_silent: bool
 ) -> None:
     """All but this rank unpickle, say; those that are locked forward no heartbeats."""
     known = board(5)
@@ -230,7 +232,7 @@ def test_ranks_behind_locked_ones_are_not_taken_for_silent(
             known.note_alive(rank, 13.0)
     suspicion = known.suspect(Here(), 13.1)
     assert suspicion is not None
-    assert suspicion.kind == kind
+    assert suspicion.is_silent == is_silent
 
 
 def test_what_was_said_before_the_call_began_says_nothing_of_it() -> None:
