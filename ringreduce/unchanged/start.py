@@ -4,17 +4,16 @@ Keras itself is not imported here: programs set its backend, and variables of Te
 All ranks begin with the same random numbers; a seed that the program sets comes later, and wins.
 """
 
+import copy
 import importlib
 import itertools
 import os
 import random
 import sys
-import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -68,57 +67,42 @@ class _After(MetaPathFinder):
 
     def __init__(self) -> None:
         self._waiting: list[tuple[set[str], Callable[[], object]]] = []
-        self._looking = threading.local()
 
     def call(self, names: Collection[str], function: Callable[[], object]) -> None:
         """Call `function` once all modules of these names are there."""
-        missing = {name for name in names if name not in sys.modules}
-        if missing:
-            self._waiting.append((missing, function))
-        else:
-            function()
+        self._waiting.append(({name for name in names if name not in sys.modules}, function))
+        self._call_due()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The spec that others find, if something waits for that module."""
-        is_asked = getattr(self._looking, "name", None) == name  # By `find_spec` below.
-        if is_asked or not any(name in missing for missing, _ in self._waiting):
+        if not any(name in missing for missing, _ in self._waiting):
             return None
-        self._looking.name = name
-        try:
-            spec = find_spec(name)
-        finally:
-            self._looking.name = None
+        found = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, lambda: self._found(name))
+            # Other modules may have the same one, as those of a zip file have.
+            spec.loader = copy.copy(spec.loader)
+            self._notice(name, spec.loader)
         return spec
 
+    def _notice(self, name: str, loader: Any) -> None:
+        """Have `loader` tell when it has run the module."""
+        run = loader.exec_module
+
+        def run_and_tell(module: ModuleType) -> None:
+            del loader.exec_module  # From here on nobody sees that there was another.
+            run(module)
+            self._found(name)
+
+        loader.exec_module = run_and_tell
+
     def _found(self, name: str) -> None:
-        due = []
-        for missing, function in self._waiting:
-            if name in missing:
-                missing.remove(name)
-                due += [] if missing else [function]
+        for missing, _ in self._waiting:
+            missing.discard(name)
+        self._call_due()
+
+    def _call_due(self) -> None:
+        due = [function for missing, function in self._waiting if not missing]
         self._waiting = [pair for pair in self._waiting if pair[0]]
         for function in due:
             function()
-
-
-class _Loader(Loader):
-    """Another loader; calls `then` after it."""
-
-    def __init__(self, loader: Any, then: Callable[[], None]) -> None:
-        self._loader, self._then = loader, then
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # From here on nobody sees that there was another.
-        spec: Any = module.__spec__
-        module.__loader__ = spec.loader = self._loader
-        self._loader.exec_module(module)
-        self._then()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
