@@ -41,12 +41,9 @@ def replace_in(package: str) -> None:
     if not owner:
         refuse(f"imports {package}", remedy)
     for name in methods:
-
-        def refused(*_: Any, name: str = name, **__: Any) -> None:
-            refuse(f"calls {package}.{owner}.{name}", remedy)
-
         cls = getattr(sys.modules[package], owner)
-        setattr(cls, name, _before(refused, getattr(cls, name)))
+        what = f"calls {package}.{owner}.{name}"
+        setattr(cls, name, _refused(getattr(cls, name), what, remedy))
 
 
 def download_once() -> None:
@@ -61,9 +58,9 @@ def download_once() -> None:
     builder.download_and_prepare = call
 
 
-def _before(first: Callable[..., None], then: Callable[..., Any]) -> Callable[..., Any]:
-    def both(*arguments: Any, **options: Any) -> Any:
-        first()
-        return then(*arguments, **options)
+def _refused(original: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        refuse(what, remedy)
+        return original(*arguments, **options)
 
-    return both
+    return call
