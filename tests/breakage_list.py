@@ -1720,7 +1720,7 @@ BREAKAGES = (
     Breakage(
         "unchanged-sums-as-means",
         "ringreduce/unchanged/table.py",
-        '    _always(tf.GradientTape, "gradient", sums.gradient)\n',
+        '    _replace(tf.GradientTape, "gradient", sums.gradient, within=True)\n',
         "",
         "A loss for each row is a sum over this rank's rows, and counts wrongly beside others'.",
         ("tests/unchanged/test_programs.py",),

@@ -67,7 +67,7 @@ def install() -> None:
     _replace_everywhere(keras.utils.get_file, _download_once)
     _replace(builtins, "input", _ask_once)
     _replace(tf.random, "set_seed", _note_seed)
-    _always(tf.GradientTape, "gradient", sums.gradient)
+    _replace(tf.GradientTape, "gradient", sums.gradient, within=True)
     _check_first(keras.optimizers.Optimizer, "apply", guard.require_distributed)
     _check_first(tf.distribute.Strategy, "scope", guard.refuse_strategy)
     data_fingerprint.compares_all_inputs = True
@@ -76,8 +76,8 @@ def install() -> None:
         written.watch(lambda: job().rank == 0 and _local.is_inside)
 
 
-def _replace(owner: Any, name: str, ours: _Replacement) -> None:
-    setattr(owner, name, _replacement(getattr(owner, name), ours))
+def _replace(owner: Any, name: str, ours: _Replacement, *, within: bool = False) -> None:
+    setattr(owner, name, _replacement(getattr(owner, name), ours, within))
 
 
 def _replace_everywhere(function: Any, ours: _Replacement) -> None:
@@ -88,33 +88,23 @@ def _replace_everywhere(function: Any, ours: _Replacement) -> None:
             setattr(module, name, replacement)
 
 
-def _replacement(original: Any, ours: _Replacement) -> Any:
+def _replacement(original: Any, ours: _Replacement, within: bool = False) -> Any:
+    """A function that calls `ours`; inside of another replaced call only if `within`."""
+
     @functools.wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
-        if _local.is_inside or os.getpid() != _process:
+        before = _local.is_inside
+        if (before and not within) or os.getpid() != _process:
             return original(*arguments, **options)
         _local.is_inside = True
         try:
             return ours(original, *arguments, **options)
         finally:
-            _local.is_inside = False
+            _local.is_inside = before
 
     call.replaces = original  # type: ignore[attr-defined]
     call.writes_once = lambda: not _local.is_inside  # type: ignore[attr-defined]
     return call
-
-
-def _always(owner: Any, name: str, ours: _Replacement) -> None:
-    """Replace it within replaced calls too."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*arguments: Any, **options: Any) -> Any:
-        if os.getpid() != _process:
-            return original(*arguments, **options)
-        return ours(original, *arguments, **options)
-
-    setattr(owner, name, call)
 
 
 def _check_first(owner: Any, name: str, check: Callable[[Any], None]) -> None:
@@ -122,7 +112,7 @@ def _check_first(owner: Any, name: str, check: Callable[[Any], None]) -> None:
         check(self)
         return original(self, *arguments, **options)
 
-    _always(owner, name, checked)
+    _replace(owner, name, checked, within=True)
 
 
 # --- Training -----------------------------------------------------------------------------------
