@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ringreduce.keras.parts.embedding import look_up
@@ -40,7 +39,7 @@ def summary(model: Any) -> str:
         each = kept * tf.as_dtype(variable.dtype).size / _MIB
         sizes = [each * math.prod(shape) for shape in (part.own_shape, part.shape)]
         total = [a + b for a, b in zip(total, sizes, strict=True)]
-        lengths = [str(n) for n in np.diff([0, *part.ends(), part.shape[part.axis]])]
+        lengths = list(map(str, part.lengths))
         if len(lengths) > _SHOWN:
             lengths = [*lengths[: _SHOWN - 1], "...", lengths[-1]]
         shown = [path_of(variable), str(part.shape), ", ".join(lengths), str(part.axis)]

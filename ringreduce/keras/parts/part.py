@@ -44,18 +44,16 @@ class Part:
         return (*(slice(None) for _ in range(self.axis)), own)
 
     @property
+    def lengths(self) -> list[int]:
+        """The length of each rank's piece along the axis."""
+        every = range(self.shape[self.axis])
+        return [len(every[self.place(rank)[-1]]) for rank in range(self.communicator.size)]
+
+    @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
-        count = self._length(self.communicator.rank)
+        count = self.lengths[self.communicator.rank]
         return (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
-
-    def ends(self) -> list[int]:
-        """Where the pieces end, but for the last, if they are joined in the order of the ranks."""
-        lengths = map(self._length, range(self.communicator.size))
-        return list(itertools.accumulate(lengths))[:-1]
-
-    def _length(self, rank: int) -> int:
-        return len(range(*self.place(rank)[-1].indices(self.shape[self.axis])))
 
     def piece(self, whole: Any, rank: int | None = None) -> np.ndarray:
         """A rank's piece, by default this one's, of an array or what is indexed like one."""
@@ -179,30 +177,24 @@ def _assist(run: Callable[[Any, Part, int], object], request: Sequence[Any]) -> 
 
 def _gathered(variable: Any, part: Part, root: int) -> np.ndarray:
     """The whole on `root`; elsewhere nothing of use. Collective in the part's group."""
-    ring, rest = part.communicator, _rest(part)
     own = np.ascontiguousarray(np.moveaxis(np.asarray(variable), part.axis, 0))
-    rows = ring.gather(own, root)
-    whole = np.empty(part.shape if ring.rank == root else (0,), own.dtype)
-    if ring.rank == root:
-        for rank, piece in enumerate(np.split(rows, part.ends())):
-            whole[part.place(rank)] = np.moveaxis(piece.reshape(-1, *rest), 0, part.axis)
+    rows: np.ndarray = part.communicator.gather(own, root)
+    if part.communicator.rank != root:
+        return rows
+    whole = np.empty(part.shape, own.dtype)
+    for rank, piece in enumerate(np.split(rows, np.cumsum(part.lengths)[:-1])):
+        whole[part.place(rank)] = np.moveaxis(piece, 0, part.axis)
     return whole
 
 
 def _scattered(variable: Any, part: Part, root: int, whole: Any = None) -> None:
     """Assign its piece of `root`'s `whole`. Collective in the part's group."""
-    ring, dtype = part.communicator, np.asarray(variable).dtype
-    rows, counts = np.empty((0, *_rest(part)), dtype), None
+    ring, rows = part.communicator, None
     if ring.rank == root:
         pieces = [np.moveaxis(part.piece(whole, r), part.axis, 0) for r in range(ring.size)]
-        counts = [len(piece) for piece in pieces]
-        rows = np.concatenate(pieces).astype(dtype)
-    own = ring.scatter(np.ascontiguousarray(rows), root, counts)
+        rows = np.ascontiguousarray(np.concatenate(pieces), np.asarray(variable).dtype)
+    own = ring.scatter(rows, root, part.lengths)
     variable.assign(np.moveaxis(own, 0, part.axis))
-
-
-def _rest(part: Part) -> tuple[int, ...]:
-    return (*part.shape[: part.axis], *part.shape[part.axis + 1 :])
 
 
 assistants["gather a part"] = partial(_assist, _gathered)
