@@ -4,17 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.parts.layer import PartLayer, by_blocks
+from ringreduce.keras.parts.layer import Draw, PartLayer
 from ringreduce.keras.parts.lookup import rows_of_all
 from ringreduce.keras.parts.part import Part
 from ringreduce.keras.weighting import in_parts
 from ringreduce.vocabulary.errors import ConfigError
 
 _COMBINERS = ("sum", "mean", "sqrtn")
+# So many rows are drawn at a time, each block with a seed of its own.
+_BLOCK = 1024
+_OF_WHOLE_SHAPES = (keras.initializers.Orthogonal, keras.initializers.Identity)
 
 
 class ShardedEmbedding(PartLayer, keras.layers.Embedding):
@@ -82,10 +86,16 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
             text = f"cannot divide the {self.input_dim} rows of {self.name} among {ring.size} ranks"
             remedy = "Use keras.layers.Embedding: so small a table costs nothing whole."
             raise ConfigError(text, **ring.config.who, remedy=remedy)
-        part = Part(ring, (self.input_dim, self.output_dim), is_dealt=True)
+        initializer = self.embeddings_initializer
+        if isinstance(initializer, _OF_WHOLE_SHAPES):
+            kind = type(initializer).__name__
+            text = f"got the initializer {kind} for a table, which is drawn in blocks"
+            remedy = "Use one that draws each element by itself, such as uniform or random_normal."
+            raise ConfigError(text, **ring.config.who, remedy=remedy)
         self._embeddings = self._add(
-            part,
-            by_blocks(self.embeddings_initializer, part),
+            Part(ring, (self.input_dim, self.output_dim), is_dealt=True),
+            _by_blocks,
+            initializer,
             name="embeddings",
             regularizer=self.embeddings_regularizer,
             constraint=self.embeddings_constraint,
@@ -175,6 +185,28 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _flat(ids: Any) -> Any:
     return ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
+
+
+def _by_blocks(draw: Draw, part: Part, dtype: Any) -> Any:
+    """Draw this rank's rows, of which never more than a block is whole."""
+    size, rank, (count, *rest) = part.communicator.size, part.communicator.rank, part.shape
+    own = np.empty(part.own_shape, tf.as_dtype(dtype).as_numpy_dtype)
+    for first in range(0, count, _BLOCK):
+        initializer, rows = draw(first // _BLOCK), min(_BLOCK, count - first)
+        drawn = np.asarray(initializer((rows, *rest), dtype))
+        drawn = drawn * _fan_ratio(initializer, rows, part.shape)
+        skipped = (rank - first) % size
+        at = (first + skipped) // size
+        own[at : at + len(drawn[skipped::size])] = drawn[skipped::size]
+    return own
+
+
+def _fan_ratio(initializer: Any, rows: int, shape: tuple[int, ...]) -> float:
+    """The factor by which a block of `rows` varies like a whole of `shape`."""
+    if not isinstance(initializer, keras.initializers.VarianceScaling):
+        return 1.0
+    add = {"fan_in": 0, "fan_avg": shape[-1]}.get(initializer.mode)
+    return 1.0 if add is None else float(np.sqrt((rows + add) / (shape[0] + add)))
 
 
 # Of this name too, by which Keras names layers.

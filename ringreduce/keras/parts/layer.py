@@ -14,9 +14,8 @@ from ringreduce.keras.seeds import folded
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.vocabulary.errors import ConfigError
 
-# Of a table so many rows are drawn at a time, each block with a seed of its own.
-_BLOCK = 1024
-_OF_WHOLE_SHAPES = (keras.initializers.Orthogonal, keras.initializers.Identity)
+# Makes an initializer with the seed of a number, or its own for None.
+Draw = Callable[[int | None], Any]
 _REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
@@ -67,10 +66,13 @@ class PartLayer(keras.layers.Layer):
         """
         part = Part(self.ring(), tuple(shape))
         part.require_divisible(f"dimension 0 of {self.name}")
-        return self._add(part, by_index(initializer, part), **options)
+        return self._add(part, by_index, initializer, **options)
 
-    def _add(self, part: Part, draw: Callable[..., Any], **options: Any) -> Any:
-        """A weight that is this rank's piece; `draw` gets shape and dtype of the whole."""
+    def _add(
+        self, part: Part, draw_piece: Callable[..., Any], initializer: Any, **options: Any
+    ) -> Any:
+        """A weight that is this rank's piece, as `draw_piece` draws it. Collective."""
+        draw = _seeded(initializer, part.communicator)
         if options.get("constraint") is not None:
             text = f"got a constraint for {self.name}, which would see a piece of the whole"
             raise ConfigError(text, **part.communicator.config.who, remedy="Leave it out.")
@@ -79,7 +81,7 @@ class PartLayer(keras.layers.Layer):
 
         def initialize(_: Any, dtype: Any) -> Any:
             with tf.init_scope():  # In a function that Keras traces there are no values.
-                return draw(dtype)
+                return draw_piece(draw, part, dtype)
 
         own = super().add_weight(shape=part.own_shape, initializer=initialize, **options)
         return mark(own, part)
@@ -107,70 +109,29 @@ def _own_variables(layer: Any) -> list[Any]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
-def by_index(initializer: Any, part: Part) -> Callable[[Any], Any]:
-    """Draws this rank's piece: each index of axis 0 of the whole by itself."""
-    draw = seeded(initializer, part.communicator)
-
-    def piece(dtype: Any) -> Any:
-        rows = range(part.shape[0])[part.place(part.communicator.rank)[0]]
-        return np.stack([draw(row)(part.shape[1:], dtype) for row in rows])
-
-    return piece
+def by_index(draw: Draw, part: Part, dtype: Any) -> Any:
+    """Draw this rank's piece: each index of axis 0 of the whole by itself."""
+    rows = range(part.shape[0])[part.place(part.communicator.rank)[0]]
+    return np.stack([draw(row)(part.shape[1:], dtype) for row in rows])
 
 
-def by_blocks(initializer: Any, part: Part) -> Callable[[Any], Any]:
-    """Draws this rank's rows of a table, of which never more than a block is whole."""
-    given = keras.initializers.get(initializer)
-    if isinstance(given, _OF_WHOLE_SHAPES):
-        text = f"got the initializer {type(given).__name__} for a table, which is drawn in blocks"
-        remedy = "Use one that draws each element by itself, such as uniform or random_normal."
-        raise ConfigError(text, **part.communicator.config.who, remedy=remedy)
-    size, rank, (count, *rest) = part.communicator.size, part.communicator.rank, part.shape
-    draw = seeded(given, part.communicator)
-
-    def piece(dtype: Any) -> Any:
-        own = np.empty(part.own_shape, tf.as_dtype(dtype).as_numpy_dtype)
-        for first in range(0, count, _BLOCK):
-            rows = min(_BLOCK, count - first)
-            drawn = np.asarray(draw(first // _BLOCK)((rows, *rest), dtype))
-            drawn = drawn * _fan_ratio(given, rows, part.shape)
-            skipped = (rank - first) % size
-            at = (first + skipped) // size
-            own[at : at + len(drawn[skipped::size])] = drawn[skipped::size]
-        return own
-
-    return piece
+def as_whole(draw: Draw, part: Part, dtype: Any) -> Any:
+    """Draw this rank's piece of what the unsplit layer has with the same seed."""
+    return part.piece(np.asarray(draw(None)(part.shape, dtype)))
 
 
-def _fan_ratio(initializer: Any, rows: int, shape: tuple[int, ...]) -> float:
-    """By what a block of `rows` is to be multiplied, to vary like a whole of `shape`."""
-    if not isinstance(initializer, keras.initializers.VarianceScaling):
-        return 1.0
-    add = {"fan_in": 0, "fan_avg": shape[-1]}.get(initializer.mode)
-    return 1.0 if add is None else float(np.sqrt((rows + add) / (shape[0] + add)))
-
-
-def as_whole(initializer: Any, part: Part) -> Callable[[Any], Any]:
-    """Draws this rank's piece of what the unsplit layer has with the same seed."""
-    draw = seeded(initializer, part.communicator, folds=False)
-    return lambda dtype: part.piece(np.asarray(draw(0)(part.shape, dtype)))
-
-
-def seeded(
-    initializer: Any, ring: Communicator, folds: bool = True
-) -> Callable[[int], Callable[..., Any]]:
-    """By a number the initializer to draw with; `folds`: each with another seed. Collective."""
+def _seeded(initializer: Any, ring: Communicator) -> Draw:
+    """Make `initializer` with another seed for each number; None: with its own. Collective."""
     given = keras.initializers.get(initializer)
     if not hasattr(given, "seed"):
         return lambda _: given
     # Keras draws one where none was given; a generator is used once.
     seed = given.seed if isinstance(given.seed, int) else int(np.asarray(given.seed.next())[0])
     seed = ring.broadcast_object(seed) if ring.size > 1 else seed
-    config = given.get_config()
 
-    def numbered(number: int) -> Callable[..., Any]:
-        own = folded(seed, number) if folds else seed
-        return type(given).from_config({**config, "seed": own})  # type: ignore[no-any-return]
+    def numbered(number: int | None) -> Any:
+        own = seed if number is None else folded(seed, number)
+        return type(given).from_config({**given.get_config(), "seed": own})
 
     return numbered
 

@@ -82,7 +82,7 @@ class SplitLayer(PartLayer):
             return super().add_weight(shape=shape, initializer=initializer, **options)
         part = Part(self.ring(), tuple(shape), axis, of_same_rows=True)
         part.require_divisible(f"dimension {axis} of the {options['name']} of {self.name}")
-        return self._add(part, as_whole(initializer, part), **options)
+        return self._add(part, as_whole, initializer, **options)
 
     def refuse(self, **options: Any) -> None:
         """ConfigError if one of `options` is set, which would need or see the whole layer."""
