@@ -74,7 +74,7 @@ __all__ += ["recv", "reduce_scatter", "send"]
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(advice_on_name(name))
+    raise AttributeError(advice_on_name(__name__, name))
 
 
 if keras.backend.backend() != "tensorflow":

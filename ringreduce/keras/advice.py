@@ -37,8 +37,9 @@ _PROVIDED = {
     "reducescatter": 'use reduce_scatter(tensor, op="mean")',
     "remove_process_set": "use close() of the communicator that split returned",
 }
+_IMPORT = "or import ringreduce.keras.horovod, which has it"
 _NAMES = {
-    **_PROVIDED,
+    **{name: f"{advice}, {_IMPORT}" for name, advice in _PROVIDED.items()},
     "Adasum": "there is none",
     "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
     "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
@@ -57,6 +58,7 @@ _CALLBACKS = {
     "MetricAverageCallback": f"use Together, or {_KEPT}",
     **{f"LearningRate{one}Callback": _KEPT for one in ("Schedule", "Warmup")},
 }
+_MODULES = {"ringreduce.keras": _NAMES, "ringreduce.keras.callbacks": _CALLBACKS}
 # Of its DistributedOptimizer.
 OPTIONS = {
     "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
@@ -73,18 +75,9 @@ def _text(plain: str, advice: str | None) -> str:
     return plain if advice is None else f"{plain}: {advice} ({_PAGE})"
 
 
-def advice_on_name(name: str) -> str:
-    """Text of the AttributeError when ``ringreduce.keras`` has no `name`."""
-    advice = _NAMES.get(name)
-    if name in _PROVIDED:
-        advice = f"{advice}, or import ringreduce.keras.horovod, which has it"
-    return _text(f"module 'ringreduce.keras' has no attribute {name!r}", advice)
-
-
-def advice_on_callback(name: str) -> str:
-    """Text of the AttributeError when ``ringreduce.keras.callbacks`` has no `name`."""
-    advice = _CALLBACKS.get(name)
-    return _text(f"module 'ringreduce.keras.callbacks' has no attribute {name!r}", advice)
+def advice_on_name(module: str, name: str) -> str:
+    """Text of the AttributeError when `module`, one of those above, has no `name`."""
+    return _text(f"module {module!r} has no attribute {name!r}", _MODULES[module].get(name))
 
 
 def advice_on_option(name: str) -> str:

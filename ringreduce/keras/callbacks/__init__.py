@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from ringreduce.keras.advice import advice_on_callback
+from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.callbacks.profile import Profile
 from ringreduce.keras.callbacks.rank_zero import OnRankZero
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
@@ -12,4 +12,4 @@ __all__ = ["OnRankZero", "Profile", "Together", "VerifyReplicas"]
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(advice_on_callback(name))
+    raise AttributeError(advice_on_name(__name__, name))
