@@ -49,13 +49,7 @@ def replace_in(package: str) -> None:
 def download_once() -> None:
     """Have one process of a host at a time download by tensorflow_datasets."""
     builder = sys.modules["tensorflow_datasets"].core.DatasetBuilder
-    prepare = builder.download_and_prepare
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        with alone_on_host():
-            return prepare(*arguments, **options)
-
-    builder.download_and_prepare = call
+    builder.download_and_prepare = alone_on_host()(builder.download_and_prepare)
 
 
 def _refused(original: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
