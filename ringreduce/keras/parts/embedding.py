@@ -170,13 +170,7 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
                 remedy="Look them up apart.",
             )
     given = [tf.convert_to_tensor(_flat(each)) for each in ids.values()]
-    tables = [layer._embeddings for layer in layers]
-
-    def exchange(*own: Any) -> list[Any]:
-        rows, names = [layer.input_dim for layer in layers], [layer.name for layer in layers]
-        return rows_of_all([table.value for table in tables], own, rows, names, dtype, ring)
-
-    found = in_parts(exchange, *given, communicator=ring)
+    found = in_parts(lambda *own: rows_of_all(layers, own), *given, communicator=ring)
     for place, own in enumerate(ids.values()):
         if isinstance(own, tf.RaggedTensor):
             found[place] = own.with_flat_values(found[place])

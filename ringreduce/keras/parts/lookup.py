@@ -24,30 +24,26 @@ from ringreduce.vocabulary.errors import ArrayError, ConfigError
 _WIDE = (tf.float32, tf.float64)
 
 
-def rows_of_all(
-    tables: Sequence[Any],
-    ids: Sequence[Any],
-    rows: Sequence[int],
-    names: Sequence[str],
-    dtype: Any,
-    ring: Communicator,
-) -> list[Any]:
-    """Of each of `tables` the rows with `ids`, int tensors of any shape, wherever they are.
+def rows_of_all(layers: Sequence[Any], ids: Sequence[Any]) -> list[Any]:
+    """Return the rows with `ids`, int tensors of any shape, of the tables of `ShardedEmbedding`s.
 
-    Collective. `tables` are this rank's, dealt out: row i is on rank i mod size; `rows` and `names`
-    are those of the whole ones. `dtype` is that of what travels, and of the result: tensors of the
-    shapes of `ids` and a row, whose gradients are the tables' slices. ArrayError, on all ranks and
-    before anything is used, if an id is outside of a table; ConfigError under ``jit_compile=True``.
+    Collective. The layers have one communicator, and one compute dtype, in which rows travel. The
+    results have the shapes of `ids` and a row, and gradients that are the tables' slices.
+    ArrayError, on all ranks and before anything is used, if an id is outside of a table;
+    ConfigError under ``jit_compile=True``.
     """
+    ring, dtype = layers[0].ring(), layers[0].compute_dtype
     if xla.is_compiling():
         raise ConfigError(
-            f"cannot look up rows of {names[0]} inside a function compiled with jit_compile=True, "
-            "which fixes all shapes: how many ids go to each rank is known only when it runs",
+            f"cannot look up rows of {layers[0].name} inside a function compiled with "
+            "jit_compile=True, which fixes all shapes: how many ids go to each rank is known only "
+            "when it runs",
             **ring.config.who,
             remedy="Compile the model with jit_compile=False.",
         )
+    tables = [layer._embeddings.value for layer in layers]
     once = [tf.unique(tf.reshape(tf.cast(each, tf.int64), [-1])) for each in ids]
-    *told, counts = _exchange_ids([each.y for each in once], rows, names, ring)
+    *told, counts = _exchange_ids([each.y for each in once], layers, ring)
     positions, places = told[: len(ids)], told[len(ids) :]
     given = []
     for table, place in zip(tables, places, strict=True):
@@ -65,9 +61,7 @@ def rows_of_all(
     return found
 
 
-def _exchange_ids(
-    ids: Sequence[Any], rows: Sequence[int], names: Sequence[str], ring: Communicator
-) -> list[Any]:
+def _exchange_ids(ids: Sequence[Any], layers: Sequence[Any], ring: Communicator) -> list[Any]:
     """By table: where the row of each of `ids` will be; which own rows the others ask for; counts.
 
     Counts have the shape (ranks, ranks, tables): the ids that each rank sends to each.
@@ -78,9 +72,9 @@ def _exchange_ids(
         owners = [own % size for own in arrays]
         # The last two numbers are an id that is in no table, and which one lacks it.
         bad = [
-            [int(own[(own < 0) | (own >= most)][0]), number]
-            for number, (own, most) in enumerate(zip(arrays, rows, strict=True))
-            if own.size and (own.min() < 0 or own.max() >= most)
+            [int(own[(own < 0) | (own >= layer.input_dim)][0]), number]
+            for number, (own, layer) in enumerate(zip(arrays, layers, strict=True))
+            if own.size and (own.min() < 0 or own.max() >= layer.input_dim)
         ]
         told = np.zeros((size, size * tables + 2), np.int64)
         asked = np.stack([np.bincount(each, minlength=size) for each in owners], 1)
@@ -88,7 +82,7 @@ def _exchange_ids(
         told[ring.rank, -2:] = bad[0] if bad else (0, -1)
         # One meeting, where an all-gather takes two.
         ring.all_reduce(told)
-        _refuse_bad(told[:, -2:], rows, names, ring)
+        _refuse_bad(told[:, -2:], layers, ring)
         counts = told[:, :-2].reshape(size, size, tables)
         orders = [np.argsort(each, kind="stable") for each in owners]
         by_owner = [own[order] for own, order in zip(arrays, orders, strict=True)]
@@ -101,15 +95,13 @@ def _exchange_ids(
     return call(ring, "look up rows", run, list(ids), results)
 
 
-def _refuse_bad(
-    bad: np.ndarray, rows: Sequence[int], names: Sequence[str], ring: Communicator
-) -> None:
+def _refuse_bad(bad: np.ndarray, layers: Sequence[Any], ring: Communicator) -> None:
     """ArrayError on all ranks if one has an id of no row; `bad`: by rank, the id and its table."""
     for rank, (value, number) in zip(ring.members, bad.tolist(), strict=True):
         if number >= 0:
             error = ArrayError(
                 f"takes part in a look-up in which rank {rank} asks for id {value} of "
-                f"{names[number]}, whose ids are 0 to {rows[number] - 1}",
+                f"{layers[number].name}, whose ids are 0 to {layers[number].input_dim - 1}",
                 **ring.config.who,
                 remedy="Look at what the model is fed; values that are in no vocabulary need "
                 "a row of their own.",
