@@ -43,7 +43,6 @@ from ringreduce.keras.parts.split import ColumnParallelDense, RowParallelDense
 from ringreduce.keras.pipeline import Pipeline
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
-from ringreduce.keras.step import compile_gradients
 from ringreduce.keras.strategies import Strategy
 from ringreduce.keras.tape import DistributedGradientTape
 from ringreduce.keras.tensors import (
@@ -64,7 +63,7 @@ __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdo
 __all__ += ["evaluate", "fit", "join", "joined", "launch", "predict", "shard"]
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
 __all__ += ["DiLoCo", "LocalSGD", "PowerSGD", "Strategy"]
-__all__ += ["callbacks", "compile_gradients", "elastic", "fold_seeds"]
+__all__ += ["callbacks", "elastic", "fold_seeds"]
 __all__ += ["broadcast_variables", "load_model", "on_rank_zero", "step_weight", "verify_replicas"]
 __all__ += ["Pipeline", "ShardedEmbedding", "parts"]
 __all__ += ["ColumnParallelDense", "ParallelMultiHeadAttention", "RowParallelDense"]

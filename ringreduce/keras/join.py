@@ -251,8 +251,8 @@ def _trace(model: Any, step: Step, spec: Any) -> None:
     with contextlib.ExitStack() as stack:
         held = [(w, stack.enter_context(w.deferred())) for w in wrappable.wrappers_in(model)]
         tf.function(lambda data: step(filled(data)), autograph=False).get_concrete_function(spec)
-    for wrapper, calls in held:
-        for _, variables, _ in calls:
+    for wrapper, steps in held:
+        for variables in steps:
             if variables is not None and not wrapper.built:
                 wrapper.build_inner(variables)
 

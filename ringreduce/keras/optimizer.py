@@ -62,8 +62,6 @@ from ringreduce.vocabulary.types import ReduceOp
 
 # Updates variables with gradients.
 _Apply = Callable[[Sequence[Any], Sequence[Any]], None]
-# This rank's gradients of a step, their variables as they were given, and what takes the means.
-Given = tuple[list[Any], list[Any] | None, _Apply]
 
 
 class DistributedOptimizer(Wrapper):
@@ -192,7 +190,7 @@ class DistributedOptimizer(Wrapper):
             mark_state(inner)
         self._local = LocalVariables(local_variables)
         self._initial = InitialValues()
-        self._deferred: list[Given] | None = None
+        self._deferred: list[Any] | None = None
 
     has_local_variables = property(lambda self: bool(self._local))
 
@@ -226,7 +224,7 @@ class DistributedOptimizer(Wrapper):
         if not grads:
             return
         if self._deferred is not None:
-            self._deferred.append((grads, variables, apply))
+            self._deferred.append(variables)
             return
         if not self.built and variables is not None:
             # As the inner `apply` would, so that variables get the same names.
@@ -404,8 +402,8 @@ class DistributedOptimizer(Wrapper):
                 warn_of_different_weights(model, trained, self._ring())
 
     @contextmanager
-    def deferred(self) -> Iterator[list[Given]]:
-        """Within the block gradients only join the list that this yields: arguments of `take`."""
+    def deferred(self) -> Iterator[list[Any]]:
+        """Within the block no gradients are used; yields a list of whose they were (None: all)."""
         self._deferred = []
         try:
             yield self._deferred

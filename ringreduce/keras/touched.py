@@ -73,8 +73,7 @@ class TouchedRows:
                     f'has update_rows="touched", and {path_of(table)} in a step compiled with '
                     "jit_compile=True, where gradients of tables have no rows",
                     **ring.config.who,
-                    remedy="Compile the model with jit_compile=False; rr.compile_gradients(model) "
-                    'then compiles all but the update. Or use update_rows="all".',
+                    remedy='Compile the model with jit_compile=False, or use update_rows="all".',
                 )
             if getattr(table, "constraint", None) is not None:
                 raise ConfigError(

@@ -44,9 +44,8 @@ def _problem(what: str, of_gradient: bool) -> tuple[str, str] | None:
     if xla.is_compiling() and (reason := xla.why_not()) is not None:
         return (
             f"inside a function compiled with jit_compile=True. {reason}",
-            "Leave that to what needs no ring: model.compile(..., jit_compile=False), and "
-            "rr.compile_gradients(model) to have forward and backward pass compiled; in a loop of "
-            "your own an inner function that computes only the loss and its gradients.",
+            "Leave that to what needs no ring: model.compile(..., jit_compile=False); in a loop of "
+            "your own compile an inner function that computes only the loss and its gradients.",
         )
     if isinstance(graph, private.FuncGraph) and not (of_gradient or private.orders_its_ops(graph)):
         return (

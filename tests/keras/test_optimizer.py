@@ -114,13 +114,11 @@ class Halved(keras.optimizers.SGD):
         return "seen"
 
 
-@pytest.mark.parametrize("way", [in_full("eagerly"), in_full("graph"), "compile_gradients"])
+@pytest.mark.parametrize("way", [in_full("eagerly"), "graph"])
 def test_apply_gradients_of_ones_own_is_called(world_of_one, way):
     plain = fit(make_model(), Halved(0.1), compile=EAGERLY)
     model = make_model()
     model.compile(rr.DistributedOptimizer(Halved(0.1)), loss="mse", run_eagerly=way == "eagerly")
-    if way == "compile_gradients":
-        rr.compile_gradients(model)
     fit(model)
     for expected, actual in zip(plain.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)

@@ -258,66 +258,6 @@ def unequal_data():
     )
 
 
-def only_gradients_compiled():
-    """With `rr.compile_gradients`: the reduction is no part of what XLA is given."""
-    inputs, targets = data()
-    ends = []
-    for divided in (True, False):
-        keras.config.set_dtype_policy("mixed_float16")
-        try:
-            model = make_model()
-        finally:
-            keras.config.set_dtype_policy("float32")
-        wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
-        how = {"jit_compile": False} if divided else {"run_eagerly": True}
-        model.compile(optimizer=wrapped, loss="mse", metrics=["mae"], **how)
-        if divided:
-            built(model, inputs[:1], targets[:1])
-            rr.compile_gradients(model)
-            rr.compile_gradients(model)
-        fit = model.fit(inputs, targets, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        ends.append((model, fit.history))
-    (model, history), (other, expected) = ends
-    say(
-        "gradients alone",
-        digest=digest(model.get_weights()),
-        difference=difference(model, other),
-        history=history,
-        expected=expected,
-    )
-
-
-def refusals():
-    model = make_model()
-    say("not compiled", **error_of(lambda: rr.compile_gradients(model)))
-    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
-    say("plain optimizer", **error_of(lambda: rr.compile_gradients(model)))
-    wrapped = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model.compile(optimizer=wrapped, loss="mse", jit_compile=True)
-    say("compiled whole", **error_of(lambda: rr.compile_gradients(model)))
-    model.compile(optimizer=wrapped, loss="mse", jit_compile=False)
-    rr.compile_gradients(model)
-    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
-    say("plain later", **error_of(lambda: model.fit(*data(), verbose=0)))
-
-    class Twice(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(2)
-
-        def call(self, inputs):
-            return self.dense(inputs)
-
-        def train_step(self, batch):
-            super().train_step(batch)
-            return super().train_step(batch)
-
-    twice = Twice()
-    twice.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
-    rr.compile_gradients(twice)
-    say("twice", **error_of(lambda: twice.fit(*data(), verbose=0)))
-
-
 def an_error_that_breaks_nothing():
     """Such as of an operator that a dtype does not have: the next step is as before."""
     turns = []
@@ -373,8 +313,6 @@ in_conditions_and_loops()
 what_no_turn_of_a_loop_changes()
 accumulation_and_what_comes_after_it()
 unequal_data()
-only_gradients_compiled()
-refusals()
 an_error_that_breaks_nothing()
 one_alone()
 rows_that_differ()
