@@ -66,13 +66,13 @@ def main():
         metrics=["accuracy"],
     )
     count = CountSteps()
-    model.fit(
-        rr.join(stream(own, arguments.batch_size), model),
+    rr.fit(
+        model,
+        stream(own, arguments.batch_size),
+        sharded=True,  # Each worker has its own data.
         epochs=arguments.epochs,
-        shuffle=False,
-        verbose=2 if comm.rank == 0 else 0,
-        # It makes the shown metrics those of all workers' samples.
-        callbacks=[rr.callbacks.Together([count])],
+        verbose=2,
+        callbacks=[count],
     )
     _, accuracy = model.evaluate(*test, verbose=0)
     weights = b"".join(weight.tobytes() for weight in model.get_weights())

@@ -14,16 +14,7 @@ from typing import NoReturn
 
 import keras
 
-from ringreduce.commands.launch.function import launch
-from ringreduce.communicator.process import (
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from ringreduce.communicator.process import init, local_rank, rank, shutdown, size
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks, elastic, mistakes, parts
 from ringreduce.keras.advice import advice_on_name
@@ -32,7 +23,7 @@ from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.initial import broadcast_variables
-from ringreduce.keras.join import join, joined
+from ringreduce.keras.join import joined
 from ringreduce.keras.meetings import DiLoCo, LocalSGD
 from ringreduce.keras.mistakes import DataWarning, ParityWarning
 from ringreduce.keras.normalization import SyncBatchNormalization
@@ -59,8 +50,8 @@ from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
-__all__ += ["evaluate", "fit", "join", "joined", "launch", "predict", "shard"]
+__all__ = ["init", "local_rank", "rank", "shutdown", "size"]
+__all__ += ["evaluate", "fit", "joined", "predict", "shard"]
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
 __all__ += ["DiLoCo", "LocalSGD", "PowerSGD", "Strategy"]
 __all__ += ["callbacks", "elastic", "fold_seeds"]

@@ -31,6 +31,8 @@ _PROVIDED = {
     "broadcast_object": "use init().broadcast_object(value, root_rank)",
     "broadcast_object_fn": "use init().broadcast_object(value, root_rank)",
     "global_process_set": "leave communicator out",
+    "is_initialized": "use ringreduce.is_initialized()",
+    "local_size": "use ringreduce.local_size()",
     "grouped_allgather": "use all_gather(tensor) of each",
     "grouped_allreduce": 'use all_reduce([...], op="mean")',
     "grouped_reducescatter": 'use reduce_scatter(tensor, op="mean") of each',

@@ -26,7 +26,7 @@ from ringreduce.tensorflow.variables import value_of
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
 
-__all__ = ["KerasState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = ["KerasState", "State", "run"]
 
 _log = logging.getLogger(__name__)
 
@@ -112,10 +112,6 @@ class KerasState(State):
             weights, variables = [[*one.variables, *each] for each in (weights, variables)]
         super().__init__(variables, **attributes)
         self._shared = getattr(one, "shared", list)(weights)
-
-
-# Horovod's names.
-TensorFlowKerasState, TensorFlowState = KerasState, State
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,7 +83,7 @@ class Elastic:
     def __enter__(self) -> "Elastic":
         model = self._model
         self._plain = model.train_step
-        weigh_steps(model, "samples", self._ring, mean=self._mean)
+        weigh_steps(model, self._ring, mean=self._mean)
         self._optimizer.commit_point = self._commit
         scalars = [variable for variable in self._optimizer.variables if not variable.shape]
         self._changed = [*changed_by_steps(model), *scalars]

@@ -120,8 +120,8 @@ def fit(
             ranks after training.
         sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
             as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
-            which ranks may have different numbers of batches and samples, as for `rr.join`. So is
-            `validation_data`.
+            which ranks may have different numbers of batches and samples. A rank that runs out of
+            batches goes on without data until all have. So is `validation_data`.
         batch_share: this rank's share of each global batch. ``"equal"``, the default;
             ``"measured"``: the ranks measure for 10 steps how fast each of them computes, and
             divide later batches in that proportion, which rank 0 prints; or a number above 0, such
@@ -317,7 +317,7 @@ def _make_ready(model: Any, who: Training, training: Feed, *, weighs: bool) -> N
     warn_of_parity(differences(model), who.everyone)
     if weighs:
         is_counted = int(training.dataset.cardinality()) >= 0
-        weigh_steps(model, "samples", ring, is_counted)
+        weigh_steps(model, ring, is_counted)
 
 
 class _Bar(keras.callbacks.ProgbarLogger):

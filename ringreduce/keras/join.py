@@ -20,66 +20,29 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras import private, wrappable
-from ringreduce.keras import weighting as weighting_module
-from ringreduce.keras.mistakes import note_sharding
+from ringreduce.keras import private, weighting, wrappable
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
-from ringreduce.keras.seeds import fold_seeds, is_seed_state
-from ringreduce.keras.settings import Settings, require_same_settings
+from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.step import WEIGHTED, Step, own_step, put_around
 from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
-WEIGHTINGS = ("samples", "ranks")
 _ALONE = 1.0  # any mean: where ranks step alone nothing is divided by it
 
 
-def join(
-    dataset: Any,
-    model: Any,
-    *,
-    weighting: str = "samples",
-    communicator: Communicator | None = None,
-) -> Any:
-    """`dataset` for ``model.fit``, for ranks that have different numbers of batches or samples.
+def padded(dataset: Any, model: Any, ring: Communicator) -> Any:
+    """This rank's `dataset` with empty batches at its end, as many as the longest rank's needs.
 
-    A rank that runs out of batches continues without data, so that the epoch ends after the same
-    step on all ranks. `DistributedOptimizer` then computes the mean over the real samples.
-    Validation data do not need it: a validation step is no collective (for metrics see
-    `rr.callbacks.Together`)::
-
-        model.compile(optimizer=rr.DistributedOptimizer(...), loss=...)
-        data = rr.shard(dataset, even=False).batch(32)
-        model.fit(rr.join(data, model), epochs=3)
-
-    Collective: compares the ranks' numbers of batches. Where one is not known, the last step of an
-    epoch has no data on any rank; it changes nothing, and Keras warns that the data has run out, as
-    for every dataset of unknown length. With ``steps_per_execution`` or ``jit_compile=True`` such a
-    dataset is first read once, to count it. From then on each training step of `model`, which must
-    be compiled, begins with a small exchange. Values that your own losses and layers reduce over
-    the ranks (`rr.all_reduce` and the like) still count every rank equally, even one that has no
-    batch left and computes on zeros; their gradients count each rank's loss with its weight.
-
-    Args:
-        dataset: this rank's, batched; elements of tensors whose first dimension is the
-            samples. May be empty.
-        weighting: ``"samples"``: a rank's weight is the number of samples in its batch, so that the
-            mean is that of one process with all batches in one. ``"ranks"``: every rank that has a
-            batch counts equally.
-
-    Returns:
-        A `tf.data.Dataset`; in a world of one `dataset` itself.
+    Collective: compares the ranks' numbers of batches, builds `model`, and has each of its training
+    steps weighted by this rank's samples. Where a number is not known, the last step of an epoch
+    has no data on any rank; it changes nothing, and Keras warns that the data has run out, as for
+    every dataset of unknown length. With ``steps_per_execution`` or ``jit_compile=True`` such a
+    dataset is first read once, to count it.
 
     Raises:
-        ConfigError: there is no such weighting, the dataset is of another kind, or the model is not
-            compiled.
-        MismatchError: the ranks do not use the same weighting.
+        ConfigError: no rank has any data, one's never ends, or elements are no batches.
     """
-    ring = communicator or default_communicator()
-    _require_same(weighting, ring)
-    wrappable.require_compiled(model, " For a loop of your own use rr.joined(dataset).")
-    wrappable.refuse_other_ring(model, "rr.join", ring)
     empty = empty_batch(_spec_of(dataset))
     if ring.size == 1:
         return dataset
@@ -88,22 +51,17 @@ def join(
         # Else the step without data would discard earlier steps of its execution, and XLA would
         # have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
-    note_sharding(ring)
     longest = _longest(count, ring)
-    wrappable.warn_of_plain_optimizer(model, "rr.join", ring)
     build(model, dataset.element_spec)
-    fold_seeds(model, ring)
-    weigh_steps(model, weighting, ring, is_counted=longest is not None)
-    padded = _without_names(dataset).concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    weigh_steps(model, ring, is_counted=longest is not None)
+    endless = _without_names(dataset).concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     if longest is not None:
-        return padded.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
+        return endless.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
     # The filter hides from Keras that the dataset is endless, for which it wants steps_per_epoch.
-    return padded.filter(lambda *_: True)
+    return endless.filter(lambda *_: True)
 
 
-def joined(
-    dataset: Any, *, weighting: str = "samples", communicator: Communicator | None = None
-) -> Iterator[Any]:
+def joined(dataset: Any, *, communicator: Communicator | None = None) -> Iterator[Any]:
     """The batches of `dataset`, for a custom loop over unequal amounts of data.
 
     A rank that runs out gets a sample of zeros, shape (1, ...), until all have run out; its
@@ -119,13 +77,19 @@ def joined(
 
     Collective, once for each batch. One such loop at a time in each thread. Leave it early only on
     all ranks after the same batch, and call ``close()`` on it where something still refers to it:
-    until then gradients are weighted. Arguments and errors are those of `join`.
+    until then gradients are weighted.
+
+    Args:
+        dataset: a batched tf.data.Dataset of tensors whose first dimension is the samples. May be
+            empty.
 
     Yields:
         An element of the dataset, and its number of samples: 0 for a sample of zeros.
+
+    Raises:
+        ConfigError: the dataset is of another kind.
     """
     ring = communicator or default_communicator()
-    _require_same(weighting, ring)
     empty = empty_batch(_spec_of(dataset))
     if ring.size == 1:
         for batch in dataset:
@@ -135,12 +99,11 @@ def joined(
     while True:
         batch = next(batches, None)
         count = 0 if batch is None else int(rows_in(batch))
-        own = tf.constant(float(count if weighting == "samples" else count > 0))
         try:
-            weight = weighting_module.exchanged(own, ring)
+            weight = weighting.exchanged(tf.constant(float(count)), ring)
         except tf.errors.OutOfRangeError:
             return
-        with weighting_module.using(weight):
+        with weighting.using(weight):
             yield filled(empty if count == 0 else batch), count
 
 
@@ -152,20 +115,13 @@ def _without_names(dataset: Any) -> Any:
     return dataset.map(lambda *element: element if isinstance(spec, tuple) else element[0])
 
 
-def _require_same(weighting: str, ring: Communicator) -> None:
-    """Raise, on all ranks, unless all use the same weighting, and there is such a one."""
-    require_same_settings([Settings("arguments of rr.join", {"weighting": weighting})], ring)
-    if weighting not in WEIGHTINGS:
-        raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
-
-
 def _longest(count: int, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where a rank does not know its own."""
     counts = ring.all_gather_object(count)
     named, problem = zip(ring.members, counts, strict=True), ""
     if endless := [str(rank) for rank, n in named if n == tf.data.INFINITE_CARDINALITY]:
         problem = f"the dataset of rank{'s' * (len(endless) > 1)} {', '.join(endless)} never ends"
-        remedy = "Data that never ends needs no rr.join; pass steps_per_epoch to fit."
+        remedy = "Data that never ends needs no sharded=True; pass steps_per_epoch to fit."
     elif max(counts) == 0:
         problem = "no rank has any data"
         remedy = "Look at how the data is divided: rr.shard takes what is not batched."
@@ -178,7 +134,7 @@ def _spec_of(dataset: Any) -> Any:
     """The `element_spec` of a tf.data.Dataset of batches."""
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(
-            f"got {type(dataset).__name__} to join",
+            f"got {type(dataset).__name__} as a rank's own data",
             remedy="Pass a tf.data.Dataset, batched; tf.data.Dataset.from_tensor_slices(arrays)"
             ".batch(n) makes one of arrays.",
         )
@@ -259,14 +215,11 @@ def _trace(model: Any, step: Step, spec: Any) -> None:
 
 # The last logs of each model, by position, dtype and shape.
 _logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
-# Models that `join` has prepared: their weighting, and its mean over the ranks; None: to be asked.
-_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator, Any]]
-_followed = weakref.WeakKeyDictionary()
+# Models whose steps are weighted: the ranks, and the mean of their weights; None: to be asked.
+_followed: weakref.WeakKeyDictionary[Any, tuple[Communicator, Any]] = weakref.WeakKeyDictionary()
 
 
-def weigh_steps(
-    model: Any, weighting: str, ring: Communicator, is_counted: bool = True, mean: Any = None
-) -> None:
+def weigh_steps(model: Any, ring: Communicator, is_counted: bool = True, mean: Any = None) -> None:
     """From now on training steps of `model` are weighted, and empty ones change nothing.
 
     `model` and its optimizer are built. With `is_counted` all ranks know when an epoch ends: those
@@ -275,34 +228,32 @@ def weigh_steps(
     """
     if mean is None and is_counted and wrappable.is_alone(model):
         mean = _ALONE
-    how = weighting, ring, mean
-    before = _followed.get(model, ("", ring, None))
-    if before[:2] == how[:2] and before[2] is mean:
+    before = _followed.get(model)
+    if before is not None and before[0] is ring and before[1] is mean:
         return
-    _followed[model] = how
+    _followed[model] = ring, mean
     # A function traced before has another weighting, or none.
     model.train_function = None
     put_around(model, WEIGHTED, _followed_step)
 
 
 def _followed_step(model: Any, step: Step, data: Any) -> Any:
-    weighting, ring, mean = _followed[model]
-    samples = rows_in(data)
-    own = tf.cast(samples if weighting == "samples" else samples > 0, tf.float32)
+    ring, mean = _followed[model]
+    own = tf.cast(rows_in(data), tf.float32)
     if mean is None:
-        weight = weighting_module.exchanged(own, ring)
+        weight = weighting.exchanged(own, ring)
     else:
-        weight = weighting_module.Weight(own, tf.convert_to_tensor(mean))
+        weight = weighting.Weight(own, tf.convert_to_tensor(mean))
     # Everything waits until a rank is known to have data: at the end of an epoch this step is given
     # up, and must not have been counted, or decayed weights.
     with tf.control_dependencies([weight.mean]):
         return weighed(model, step, data, weight)
 
 
-def weighed(model: Any, step: Step, data: Any, weight: weighting_module.Weight) -> Any:
+def weighed(model: Any, step: Step, data: Any, weight: weighting.Weight) -> Any:
     """`step` with that weight; without data it changes nothing, and returns the latest logs."""
     has_data = rows_in(data) > 0
-    with weighting_module.using(weight):
+    with weighting.using(weight):
         before = [(variable, tf.identity(variable.value)) for variable in _passing(model)]
         logs = step(filled(data))
         return _restore(model, before, has_data, logs)

@@ -32,7 +32,7 @@ from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
-# Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
+# Communicators for which `rr.shard` or `rr.fit` has divided data.
 _divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
 

@@ -28,7 +28,7 @@ def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     """Make the random numbers of `source` differ between ranks, where they do not.
 
     Collective. `DistributedOptimizer` and `DistributedGradientTape` do it for all generators of a
-    traced training step, `rr.join` and `rr.callbacks.Together` for those of the model. Use it for
+    traced training step, `rr.fit` and `rr.callbacks.Together` for those of the model. Use it for
     the rest: augmentation layers in a `tf.data` pipeline, and models trained eagerly. `source` is a
     layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and in the same order
     on all ranks. Those of a model with split layers become equal on the ranks of its model group.

@@ -24,7 +24,7 @@ def all_reduce(
 
     Works eagerly and inside `tf.function`, `tf.while_loop` included. All ranks must call it at the
     same point, and either all ask for its gradient or none. The gradient of a sum is the sum of all
-    ranks' gradients, that of a mean their mean; in a step that `rr.join`, `rr.fit` or
+    ranks' gradients, that of a mean their mean; in a step that `rr.fit` or
     `step_weight` weights, each with its rank's weight. Results are bit-identical on all ranks.
 
     Args:

@@ -120,7 +120,7 @@ def test_a_job_that_is_not_elastic_begins_alike_and_ends_with_the_loss():
 
 def test_a_state_is_what_was_saved_last():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)])
-    state = rr.elastic.TensorFlowKerasState(model, keras.optimizers.Adam(), epoch=3, seen=[1])
+    state = rr.elastic.KerasState(model, keras.optimizers.Adam(), epoch=3, seen=[1])
     variables = [*state.optimizer.variables, *model.variables]
     before = [np.array(each.numpy()) for each in variables]
     assert len(before) == 2 + 4 + 2 + 1

@@ -76,7 +76,6 @@ def expected_gradient(rank):
     ("case", "name"),
     [
         ("other optimizer", "DistributedOptimizer"),
-        ("other optimizer in join", "DistributedOptimizer"),
         ("other layer", "SyncBatchNormalization"),
     ],
 )

@@ -291,7 +291,7 @@ def test_what_is_no_optimizer_is_refused(inner):
 
 
 def test_training_before_init_says_what_to_do():
-    assert not rr.is_initialized()
+    assert not ringreduce.is_initialized()
     with pytest.raises(ringreduce.ClosedError, match=r"ringreduce.init\(\)"):
         fit(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD()))
 

@@ -12,16 +12,12 @@ SIZE = 2
 WAYS = {
     "known": 5,
     "unknown": 5,
-    "by ranks": 5,
     "adam": 5,
     "several steps": 3,
     "one execution": 1,
     "eager": 5,
-    "joined twice": 5,
-    "sharded": 5,
-    "sharded unknown": 5,
 }
-RARE = ("adam", "one execution", "eager", "joined twice", "sharded unknown")
+RARE = ("adam", "one execution", "eager")
 ON_RANKS = [
     *((SIZE, case) for case in WAYS if case not in RARE),
     *(in_full(3, case) for case in WAYS),
@@ -38,7 +34,7 @@ def facts():
 
 @pytest.mark.parametrize("size", IN_BOTH)
 @pytest.mark.parametrize(
-    "case", ["parts", "synchronized", "batches", "empty infinity", "accumulated", "own loop"]
+    "case", ["parts", "synchronized", "empty infinity", "accumulated", "own loop"]
 )
 def test_ranks_end_bit_identical(size, case):
     digests = {facts_of("uneven", size)[case][rank]["digest"] for rank in range(size)}
@@ -57,7 +53,7 @@ def test_all_train_as_one_process_on_the_batches_of_all(size, case):
     ("size", "case"),
     [
         (SIZE, "unknown"),
-        *(in_full(3, case) for case in ("known", "by ranks", "adam", "sharded")),
+        *(in_full(3, case) for case in ("known", "adam")),
     ],
 )
 def test_a_step_is_traced_once(size, case):
@@ -87,7 +83,7 @@ def test_gradients_that_cross_ranks_count_by_the_samples_of_their_loss(facts, ca
 
 
 @pytest.mark.parametrize("size", IN_BOTH)
-@pytest.mark.parametrize("case", ["accumulated", "batches", "own loop"])
+@pytest.mark.parametrize("case", ["accumulated", "own loop"])
 def test_loops_and_accumulation_weight_by_samples_too(size, case):
     assert facts_of("uneven", size)[case][0]["difference"] < 2e-6
 
@@ -103,10 +99,10 @@ def test_epochs_end_together(size, case):
 
 
 def test_empty_steps_leave_no_trace_in_metrics_and_moving_averages(facts):
-    first, without_data = (facts["metrics"][rank] for rank in range(SIZE))
-    assert first["mae"] == first["expected"]
-    assert without_data["mae"] == [0.0]
-    assert all(fact["norm"] == fact["norm_alone"] for fact in (first, without_data))
+    for rank in range(SIZE):  # All show the metrics of the only one that has data.
+        fact = facts["metrics"][rank]
+        assert fact["mae"] == fact["expected"]
+        assert fact["norm"] == fact["norm_alone"]
 
 
 def test_an_infinity_of_an_empty_step_does_not_count(facts):
@@ -143,9 +139,7 @@ def test_a_weight_of_zero_leaves_out_even_nan(facts):
 @pytest.mark.parametrize(
     ("case", "word"),
     [
-        ("weighting", "accepted: samples, ranks"),
         ("no dataset", "tf.data.Dataset"),
-        ("no model", "compile"),
         ("not batched", "Batch it"),
         ("sharded arrays", "got ndarray as x with sharded=True"),
         ("sharded steps", "got batch_size, steps_per_epoch with sharded=True"),
@@ -155,8 +149,3 @@ def test_what_cannot_be_joined_is_refused(facts, case, word):
     for rank in range(SIZE):
         assert facts[case][rank]["error"] == "ConfigError"
         assert word in facts[case][rank]["text"]
-
-
-@pytest.mark.parametrize("case", ["different", "different in loops"])
-def test_different_weightings_are_an_error_on_all_ranks(facts, case):
-    assert [facts[case][rank]["error"] for rank in range(SIZE)] == ["MismatchError"] * SIZE

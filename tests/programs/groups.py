@@ -83,8 +83,7 @@ def fitted():
 def joined():
     model = model_of(jit_compile=False)
     data = rr.shard(tf.data.Dataset.from_tensor_slices(arrays()), even=False, **over).batch(4)
-    together = rr.callbacks.Together(callbacks()[:2], **over)
-    logs = model.fit(rr.join(data, model, **over), epochs=2, verbose=0, callbacks=[together])
+    logs = rr.fit(model, data, sharded=True, epochs=2, verbose=0, callbacks=callbacks()[:2], **over)
     say("join", weights=digest(model.get_weights()), history=numbers_of(logs.history))
 
 
@@ -239,8 +238,6 @@ def mistakes():
     model = model_of()
     model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
     say("other optimizer", **error_of(lambda: rr.fit(model, *arrays(), **over)))
-    joins = error_of(lambda: rr.join(tf.data.Dataset.from_tensors(arrays()), model, **over))
-    say("other optimizer in join", **joins)
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1), **over)
     layers = [keras.Input((WIDTH,)), rr.SyncBatchNormalization(), keras.layers.Dense(2)]
     model = keras.Sequential(layers)

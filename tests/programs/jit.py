@@ -248,7 +248,7 @@ def unequal_data():
         wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
         model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, run_eagerly=not jit)
         for _ in range(2):
-            model.fit(rr.join(rows, model), shuffle=False, verbose=0)
+            rr.fit(model, rows, sharded=True, verbose=0)
         ends[jit] = model
     say(
         "join",

@@ -17,7 +17,7 @@ import ringreduce.keras as rr
 keep_graphs()
 comm = rr.init()
 # On 3 ranks only, to save time: there all is in graphs, on 2 some of it eager.
-RARE = {"adam", "one execution", "eager", "joined twice", "sharded unknown"}
+RARE = {"adam", "one execution", "eager"}
 IS_EAGER = comm.size == 2
 LOSS = keras.losses.MeanSquaredError()
 # Samples of each batch of each rank; rank r's are BATCHES[r % 3].
@@ -69,7 +69,7 @@ def compiled(model, optimizer, *, is_built=True, **options):
 
 
 @functools.cache
-def trained_alone(epochs=1, weighting="samples", make=keras.optimizers.SGD, layers=()):
+def trained_alone(epochs=1, make=keras.optimizers.SGD, layers=()):
     """By plain Keras, on all ranks' batches; eagerly, since each length would be traced."""
     model = compiled(make_model(*layers), make(0.1), run_eagerly=True)
     everyone = [batches_of(rank) for rank in range(comm.size)]
@@ -77,12 +77,7 @@ def trained_alone(epochs=1, weighting="samples", make=keras.optimizers.SGD, laye
         for step in range(max(map(len, everyone))):
             parts = [batches[step] for batches in everyone if len(batches) > step]
             inputs, targets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            weights = None
-            if weighting == "ranks":
-                # A mean of means: what a sample counts falls with the length of its batch.
-                weights = np.concatenate([np.full(len(x), 1 / len(x)) for x, _ in parts])
-                weights *= len(weights) / weights.sum()
-            model.train_on_batch(inputs, targets, sample_weight=weights)
+            model.train_on_batch(inputs, targets)
     return model
 
 
@@ -106,33 +101,21 @@ class Steps(keras.callbacks.Callback):
         self.logs = dict(logs)
 
 
-def fitted(
-    case,
-    *,
-    known=True,
-    weighting="samples",
-    epochs=2,
-    make=keras.optimizers.SGD,
-    again=False,
-    sharded=False,
-    **options,
-):
+def fit(model, batches, *, known=True, **options):
+    data = dataset_of(batches, known=known)
+    return rr.fit(model, data, sharded=True, verbose=0, **options)
+
+
+def fitted(case, *, known=True, epochs=2, make=keras.optimizers.SGD, **options):
     if comm.size == 2 and case in RARE:
         return
     model = compiled(make_model(), rr.DistributedOptimizer(make(0.1)), **options)
-    fit = functools.partial(model.fit, shuffle=False)
-    if sharded:
-        fit = functools.partial(rr.fit, model, sharded=True)
-        data = dataset_of(batches_of(comm.rank), known=known)
-    else:
-        data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
-    if again:  # Joining once more changes nothing.
-        data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
     steps = Steps()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
-        history = fit(data, epochs=epochs, verbose=0, callbacks=[steps])
-    alone = functools.partial(trained_alone, epochs, weighting, make)
+        own = batches_of(comm.rank)
+        history = fit(model, own, known=known, epochs=epochs, callbacks=[steps])
+    alone = functools.partial(trained_alone, epochs, make)
     say(
         case,
         digest=digest(model.get_weights()),
@@ -152,19 +135,16 @@ def metrics_of_own_batches():
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0))
     model = compiled(make_model(norm), optimizer, run_eagerly=IS_EAGER)
     own = batches_of(2 * comm.rank)  # Rank 1 has none.
-    history = model.fit(rr.join(dataset_of(own), model), verbose=0, shuffle=False)
+    history = fit(model, own)
     norm_alone = keras.layers.BatchNormalization(momentum=0.5)
     alone = compiled(make_model(norm_alone), keras.optimizers.SGD(0.0), run_eagerly=True)
     expected = alone.fit(dataset_of(own), verbose=0, shuffle=False).history if own else None
     say(
         "metrics",
         mae=history.history["mae"],
-        expected=expected and expected["mae"],
-        norm=[norm.moving_mean.numpy().tolist(), norm.moving_variance.numpy().tolist()],
-        norm_alone=[
-            norm_alone.moving_mean.numpy().tolist(),
-            norm_alone.moving_variance.numpy().tolist(),
-        ],
+        expected=comm.broadcast_object(expected and expected["mae"]),
+        norm=digest(norm.non_trainable_variables),
+        norm_alone=comm.broadcast_object(digest(norm_alone.non_trainable_variables)),
     )
 
 
@@ -213,7 +193,7 @@ def parts():
         return model
 
     model = made(rr.DistributedOptimizer, run_eagerly=IS_EAGER)
-    model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), shuffle=False, verbose=0)
+    fit(model, batches_of(comm.rank))
 
     def alone():
         other = made(lambda optimizer: optimizer, run_eagerly=True)
@@ -264,32 +244,12 @@ def moments_of_all_batches():
     norm = rr.SyncBatchNormalization(momentum=0.5)
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model = compiled(make_model(*layers(norm)), optimizer, run_eagerly=IS_EAGER)
-    model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), verbose=0, shuffle=False)
+    fit(model, batches_of(comm.rank))
 
     def alone():
         return trained_alone(layers=layers(keras.layers.BatchNormalization(momentum=0.5)))
 
     say("synchronized", digest=digest(model.get_weights()), difference=apart(model, alone))
-
-
-def batch_by_batch():
-    """`train_on_batch` of a model that was joined weights too; it needs no dataset."""
-    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model = compiled(make_model(), optimizer, run_eagerly=IS_EAGER)
-    rr.join(dataset_of(batches_of(comm.rank)), model)
-    everyone = [batches_of(rank) for rank in range(comm.size)]
-    for step in (1, 3):
-        own = everyone[comm.rank][step : step + 1] or [(np.zeros((0, 4)), np.zeros((0, 2)))]
-        model.train_on_batch(*own[0])
-
-    def alone():
-        other = compiled(make_model(), keras.optimizers.SGD(0.1), run_eagerly=True)
-        for step in (1, 3):
-            parts = [own[step] for own in everyone if len(own) > step]
-            other.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        return other
-
-    say("batches", digest=digest(model.get_weights()), difference=apart(model, alone))
 
 
 class Noisy(keras.Sequential):
@@ -309,8 +269,7 @@ def infinity_in_an_empty_step():
     compiled(model, rr.DistributedOptimizer(keras.optimizers.SGD(0.01)))
     own = batches_of(comm.rank)
     steps = Steps()
-    together = rr.callbacks.Together([steps, keras.callbacks.TerminateOnNaN()])
-    model.fit(rr.join(dataset_of(own), model), verbose=0, shuffle=False, callbacks=[together])
+    fit(model, own, callbacks=[steps, keras.callbacks.TerminateOnNaN()])
     say(
         "empty infinity",
         digest=digest(model.get_weights()),
@@ -326,8 +285,7 @@ def accumulated():
     batches = [[4, 2, 3, 1], [2, 2], [1]]
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulate_steps=2)
     model = compiled(make_model(), optimizer, run_eagerly=IS_EAGER)
-    data = rr.join(dataset_of(batches_of(comm.rank, batches)), model)
-    model.fit(data, verbose=0, shuffle=False)
+    fit(model, batches_of(comm.rank, batches))
 
     def alone():
         other = compiled(make_model(), keras.optimizers.SGD(0.1), run_eagerly=True)
@@ -395,34 +353,22 @@ def own_weights():
 def refusals():
     model = compiled(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     data = dataset_of(batches_of(0))
-    say("weighting", **error_of(lambda: rr.join(data, model, weighting="bytes")))
-    say("no dataset", **error_of(lambda: rr.join(np.zeros((3, 4)), model)))
-    say("no model", **error_of(lambda: rr.join(data, make_model())))
+    say("no dataset", **error_of(lambda: next(rr.joined(np.zeros((3, 4))))))
     scalars = tf.data.Dataset.range(3)
-    say("not batched", **error_of(lambda: rr.join(scalars, model)))
+    say("not batched", **error_of(lambda: rr.fit(model, scalars, sharded=True)))
     say("sharded arrays", **error_of(lambda: rr.fit(model, np.zeros((3, 4)), sharded=True)))
     limited = {"steps_per_epoch": 3, "batch_size": 4}
     say("sharded steps", **error_of(lambda: rr.fit(model, data, sharded=True, **limited)))
-    different = ("samples", "ranks")[min(comm.rank, 1)]
-    loop = rr.joined(data, weighting=different, communicator=comm.split(0))
-    say("different in loops", **error_of(lambda: next(loop)))
-    # The last case: it breaks the ring.
-    say("different", **error_of(lambda: rr.join(data, model, weighting=different)))
 
 
 fitted("known", run_eagerly=IS_EAGER)
 fitted("unknown", known=False, is_built=False)
-fitted("by ranks", weighting="ranks", run_eagerly=IS_EAGER)
 fitted("adam", make=keras.optimizers.Adam, is_built=False)
 fitted("several steps", known=False, steps_per_execution=2)
 fitted("one execution", known=False, steps_per_execution=8)
 fitted("eager", run_eagerly=True)
-fitted("joined twice", again=True)
-fitted("sharded", sharded=True, run_eagerly=IS_EAGER)
-fitted("sharded unknown", known=False, sharded=True)
 metrics_of_own_batches()
 moments_of_all_batches()
-batch_by_batch()
 infinity_in_an_empty_step()
 accumulated()
 own_loop()

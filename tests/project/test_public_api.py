@@ -84,6 +84,21 @@ COMMUNICATOR = [
     "transport",
 ]
 
+KERAS = [
+    *("ColumnParallelDense", "DataWarning", "DiLoCo", "DistributedGradientTape"),
+    *("DistributedOptimizer", "LocalSGD", "ParallelMultiHeadAttention", "ParityWarning"),
+    *("Pipeline", "PowerSGD", "RowParallelDense", "ShardedEmbedding", "Strategy"),
+    *("SyncBatchNormalization", "all_gather", "all_reduce", "all_to_all", "broadcast"),
+    *("broadcast_variables", "callbacks", "elastic", "evaluate", "fit", "fold_seeds", "init"),
+    *("joined", "load_model", "local_rank", "on_rank_zero", "parts", "predict", "rank", "recv"),
+    *("reduce_scatter", "send", "shard", "shutdown", "size", "step_weight", "verify_replicas"),
+]
+OF_KERAS = {
+    "callbacks": ["OnRankZero", "Profile", "Together", "VerifyReplicas"],
+    "elastic": ["KerasState", "State", "run"],
+    "parts": ["PartLayer", "in_parts", "look_up", "summary"],
+}
+
 
 def documentables(path: Path) -> Iterator[tuple[str, ast.AST]]:
     """The module itself, its public functions and classes, with their names.
@@ -140,6 +155,14 @@ def test_a_public_name_resolves(name: str) -> None:
 
 def test_the_communicator_offers_these() -> None:
     assert [n for n in dir(ringreduce.Communicator) if not n.startswith("_")] == COMMUNICATOR
+
+
+@pytest.mark.tensorflow
+def test_the_names_for_keras_are_these() -> None:
+    import ringreduce.keras as rr
+
+    assert sorted(rr.__all__) == KERAS
+    assert {name: sorted(getattr(rr, name).__all__) for name in OF_KERAS} == OF_KERAS
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

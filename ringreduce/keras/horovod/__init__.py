@@ -13,8 +13,9 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import is_initialized, local_size
 from ringreduce.keras.advice import ABSENT, OPTIONS
-from ringreduce.keras.horovod import callbacks
+from ringreduce.keras.horovod import callbacks, elastic
 from ringreduce.keras.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -33,6 +34,9 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 __all__ = [
     "Compression",
     "callbacks",
+    "elastic",
+    "is_initialized",
+    "local_size",
     "remove_process_set",
     *("Average", "Max", "Min", "Product", "Sum", "init"),
     *("DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"),
@@ -264,7 +268,7 @@ def _as_op(number: Callable[[], int]) -> Callable[..., Any]:
 
 
 rank_op = _as_op(rr.rank)
-local_rank_op, local_size_op = _as_op(rr.local_rank), _as_op(rr.local_size)
+local_rank_op, local_size_op = _as_op(rr.local_rank), _as_op(local_size)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:

@@ -4,7 +4,7 @@
     rank 1   meet batch  meet answer meet answer meet      answer: the model on a row of zeros
 
 They meet within the step, since only there a rank knows that it has another batch. In training a
-step needs no more: one without data runs on zeros too (`rr.join`).
+step needs no more: one without data runs on zeros too (`join.weighed`).
 """
 
 import weakref

@@ -9,7 +9,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import passing
-from ringreduce.keras.join import empty_batch, filled, join
+from ringreduce.keras.join import empty_batch, filled, padded
 from ringreduce.keras.plan import Feed
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -43,8 +43,8 @@ def joined_feed(
             "slow rank by less: gradients count by rows. An epoch is one pass over it.",
         )
     training = own_feed(x, "x")
-    joined = join(training.dataset, model, communicator=ring)
-    training.dataset = passing(joined, lambda _, batch: batch, None, training.note_first)
+    own = padded(training.dataset, model, ring)
+    training.dataset = passing(own, lambda _, batch: batch, None, training.note_first)
     return training
 
 
@@ -65,7 +65,7 @@ def validation_feed(
 
 
 def own_feed(data: Any, name: str) -> Feed:
-    """This rank's own batches, such as a shard of Ray Data; `join` does what unequal ones need."""
+    """This rank's own batches, such as a shard of Ray Data."""
     if not isinstance(data, tf.data.Dataset):
         raise ConfigError(
             f"got {type(data).__name__} as {name} with sharded=True",
