@@ -15,7 +15,6 @@ What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
 """
 
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,6 +30,7 @@ from ringreduce.keras.mistakes import DataWarning, users_frame, warn_at_users_li
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.rows import components, first_rows
 from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import MismatchError
 from ringreduce.vocabulary.words import named
 
@@ -157,8 +157,8 @@ def joined(fingerprint: Any, element: Any) -> Any:
     return _joint([tf.bitcast(fingerprint, tf.uint8), *map(_fingerprint, parts)])
 
 
-# How many datasets each line of a program has fingerprinted, by communicator.
-_counts: weakref.WeakKeyDictionary[Communicator, Counter[str]] = weakref.WeakKeyDictionary()
+class _Datasets(Counter[str]):
+    """How many each line of a program has fingerprinted."""
 
 
 class FingerprintedPasses:
@@ -167,7 +167,7 @@ class FingerprintedPasses:
     def __init__(self, what: str, remedy: str, ring: Communicator) -> None:
         frame = users_frame()
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        counter = _counts.setdefault(ring, Counter())
+        counter = kept(ring, _Datasets)
         counter[line] += 1
         self._key = f"{line} #{counter[line]}"
         self._what, self._line, self._remedy = what, line, remedy

@@ -20,8 +20,9 @@ from ringreduce.communicator.reforming import EndedError
 from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.recovery import REPEATS_MAX, ending_together, go_on
-from ringreduce.keras.repeating import is_repeating, repeaters
+from ringreduce.keras.repeating import Repeating, is_repeating
 from ringreduce.keras.wrapper import Wrapper
+from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import value_of
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
@@ -136,11 +137,11 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             state.sync()
             return call()
         refuse(ring, facts_of(None, state._variables))
-        repeaters[ring] = lambda meeting: meeting()
+        kept(ring, Repeating).by = lambda meeting: meeting()
         try:
             return _repeated(call, state, ring, minimum)
         finally:
-            del repeaters[ring]
+            kept(ring, Repeating).by = None
 
     return running
 

@@ -24,11 +24,12 @@ from ringreduce.keras.callbacks.replicas import shared_state
 from ringreduce.keras.elastic_refusals import differing, facts_of, refuse
 from ringreduce.keras.join import changed_by_steps, weigh_steps
 from ringreduce.keras.recovery import REPEATS_MAX, go_on
-from ringreduce.keras.repeating import is_repeating, repeaters
+from ringreduce.keras.repeating import Repeating, is_repeating
 from ringreduce.keras.rows import rows_in, slice_rows
 from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
+from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.private import traced_for
 from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
 from ringreduce.vocabulary.errors import PeerError, RingReduceError
@@ -91,7 +92,7 @@ class Elastic:
         # Of equally many rows on each rank, gradients need no weights.
         self._even, self._uneven = map(self._keeping, (self._plain, model.train_step))
         model.train_function = self
-        repeaters[self._ring] = self._meeting
+        kept(self._ring, Repeating).by = self._meeting
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -103,7 +104,7 @@ class Elastic:
             self._restore()
 
     def _restore(self) -> None:
-        del repeaters[self._ring]
+        kept(self._ring, Repeating).by = None
         self._model.train_step = self._plain
         self._optimizer.commit_point = self._model.train_function = None
 

@@ -9,7 +9,6 @@ metrics and moving averages are undone.
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
 from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.step import WEIGHTED, Step, own_step, put_around
+from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -213,10 +213,15 @@ def _trace(model: Any, step: Step, spec: Any) -> None:
                 wrapper.build_inner(variables)
 
 
-# The last logs of each model, by position, dtype and shape.
-_logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
-# Models whose steps are weighted: the ranks, and the mean of their weights; None: to be asked.
-_followed: weakref.WeakKeyDictionary[Any, tuple[Communicator, Any]] = weakref.WeakKeyDictionary()
+class _Weighed:
+    """A model whose steps are weighted."""
+
+    ring: Any = None  # its communicator
+    mean: Any = None  # of all ranks' weights; None: they are asked
+
+    def __init__(self) -> None:
+        # The last logs of a step with data, by position, dtype and shape.
+        self.logs: dict[tuple[Any, ...], Any] = {}
 
 
 def weigh_steps(model: Any, ring: Communicator, is_counted: bool = True, mean: Any = None) -> None:
@@ -228,22 +233,21 @@ def weigh_steps(model: Any, ring: Communicator, is_counted: bool = True, mean: A
     """
     if mean is None and is_counted and wrappable.is_alone(model):
         mean = _ALONE
-    before = _followed.get(model)
-    if before is not None and before[0] is ring and before[1] is mean:
+    kept_for = kept(model, _Weighed)
+    if kept_for.ring is ring and kept_for.mean is mean:
         return
-    _followed[model] = ring, mean
+    kept_for.ring, kept_for.mean = ring, mean
     # A function traced before has another weighting, or none.
     model.train_function = None
     put_around(model, WEIGHTED, _followed_step)
 
 
 def _followed_step(model: Any, step: Step, data: Any) -> Any:
-    ring, mean = _followed[model]
-    own = tf.cast(rows_in(data), tf.float32)
-    if mean is None:
-        weight = weighting.exchanged(own, ring)
+    how, own = kept(model, _Weighed), tf.cast(rows_in(data), tf.float32)
+    if how.mean is None:
+        weight = weighting.exchanged(own, how.ring)
     else:
-        weight = weighting.Weight(own, tf.convert_to_tensor(mean))
+        weight = weighting.Weight(own, tf.convert_to_tensor(how.mean))
     # Everything waits until a rank is known to have data: at the end of an epoch this step is given
     # up, and must not have been counted, or decayed weights.
     with tf.control_dependencies([weight.mean]):
@@ -295,7 +299,7 @@ def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any
     def put_back() -> list[Any]:
         restored = [tf.convert_to_tensor(variable.assign(value)) for variable, value in before]
         pairs = zip(latest, values, strict=True)
-        found = [value if kept is None else tf.convert_to_tensor(kept) for kept, value in pairs]
+        found = [value if last is None else tf.convert_to_tensor(last) for last, value in pairs]
         with tf.control_dependencies(restored):
             results = model.get_metrics_result()
         names = tf.nest.flatten({name: name for name in logs}) if len(found) == len(logs) else []
@@ -311,9 +315,8 @@ def _latest(model: Any, place: int, value: Any) -> Any:
     """A variable for the last real value at an index of the logs, first 0; None: no fixed shape."""
     if not value.shape.is_fully_defined():
         return None
-    kept = _logged.setdefault(model, {})
-    key = place, value.dtype, tuple(value.shape)
-    if key not in kept:
+    logs, key = kept(model, _Weighed).logs, (place, value.dtype, tuple(value.shape))
+    if key not in logs:
         with tf.init_scope():
-            kept[key] = lasting(tf.zeros(value.shape, value.dtype))
-    return kept[key]
+            logs[key] = lasting(tf.zeros(value.shape, value.dtype))
+    return logs[key]

@@ -28,13 +28,18 @@ from ringreduce.keras.metric_states import Entries
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.settings import saved_beside_weights
+from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
-# Communicators for which `rr.shard` or `rr.fit` has divided data.
-_divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class _Data:
+    """Of a job and its groups, which share their settings: data may be divided among others."""
+
+    is_divided = False  # by `rr.shard` or `rr.fit`
+    is_warned_of = False
 
 
 class _Local(threading.local):
@@ -42,8 +47,6 @@ class _Local(threading.local):
 
 
 _in_fit = _Local()
-# Models that save whole files.
-_saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
 _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
 # Reductions of losses that give no mean over samples.
@@ -60,7 +63,7 @@ class ParityWarning(UserWarning):
 
 def note_sharding(ring: Communicator) -> None:
     """Note that this rank has its part of some data."""
-    _divided.add(ring)
+    kept(ring.config, _Data).is_divided = True
 
 
 @contextlib.contextmanager
@@ -88,9 +91,10 @@ def model_in_fit() -> Any:
 
 def warn_of_whole_data(model: Any, ring: Communicator) -> None:
     """Warn on rank 0, once, unless data was divided; `model` is being trained by its `fit`."""
-    if ring.size == 1 or ring.rank != 0 or ring in _warned or _has_divided(ring):
+    data = kept(ring.config, _Data)
+    if ring.size == 1 or ring.rank != 0 or data.is_divided or data.is_warned_of:
         return
-    _warned.add(ring)
+    data.is_warned_of = True
     warn_at_users_line(
         f"nothing has divided the data that {model.name}.fit trains on, so all {ring.size} ranks "
         "may be training on all of it. Call rr.fit(model, ...) with the same arguments, whose "
@@ -120,11 +124,6 @@ def warn_of_same_rows(digests: Sequence[str], ring: Communicator) -> None:
             *ring.config.who.values(),
             " and ".join(named("rank", them) for them in same),
         )
-
-
-def _has_divided(ring: Communicator) -> bool:
-    # A job's groups share its settings. Data may be divided among other ranks than train together.
-    return any(one.config is ring.config and not one.closed for one in _divided)
 
 
 def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communicator) -> None:
@@ -250,9 +249,8 @@ def warn_of_ranks_apart() -> None:
 
 def save_whole_files(model: Any, ring: Communicator) -> None:
     """From now on ``model.save`` and ``model.save_weights`` replace a file in one step."""
-    if ring.size == 1 or model in _saving:
+    if ring.size == 1 or isinstance(vars(model).get("save"), _Saving):
         return
-    _saving.add(model)
     for name in ("save", "save_weights"):
         setattr(model, name, _Saving(model, name, ring))
 

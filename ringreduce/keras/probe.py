@@ -7,7 +7,6 @@ back.
 """
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.plan import Feed
 from ringreduce.keras.rows import first_rows, rows_in, slice_rows
 from ringreduce.keras.step import own_step
+from ringreduce.tensorflow.kept import kept
 
 _log = logging.getLogger(__name__)
 _TOLERANCE = 1e-3  # of what float32 rounds, of hundreds of values
@@ -34,17 +34,24 @@ _NO_MEAN = (
     "for two parts of them, as the ranks' gradients are averaged (let it return a value for each "
     "sample; mask by sample_weight)"
 )
-# By what `compile` has made of metrics, the names in logs of those whose states do not combine.
-_apart: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+
+
+class _Metrics:
+    """What was found out about the metrics that a model is compiled with."""
+
+    are_tried = False
+
+    def __init__(self) -> None:
+        self.names_apart: list[str] = []  # in logs, of those whose states do not combine
 
 
 def names_apart(model: Any) -> list[str]:
     """The names in logs of metrics of `model` that were found not to combine."""
-    return _apart.get(_compiled(model), [])
+    return _metrics_of(model).names_apart
 
 
-def _compiled(model: Any) -> Any:
-    return getattr(model, "_compile_metrics", None) or model
+def _metrics_of(model: Any) -> _Metrics:
+    return kept(getattr(model, "_compile_metrics", None) or model, _Metrics)
 
 
 class Probe(keras.callbacks.Callback):
@@ -68,7 +75,7 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
     """Try what a built and compiled model has of its user's own on the first rows of `batch`."""
     with _quiet("losses and metrics", ring):
         losses = _own_losses(model) if with_losses else []
-        metrics = [] if _compiled(model) in _apart else metrics_in(model)
+        metrics = [] if _metrics_of(model).are_tried else metrics_in(model)
         # Its name in logs begins with that of an output, where there are several.
         names = [metric.name for metric in metrics if _may_not_combine(metric)]
         x, y, weights = keras.utils.unpack_x_y_sample_weight(first_rows(batch))
@@ -84,7 +91,8 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
                     _log.info(_MEAN, ", ".join(losses), count)
             if names:
                 given = (x, y, outputs) if weights is None else (x, y, outputs, weights)
-                _apart[_compiled(model)] = _not_combining(model, names, given, count // 2)
+                found = _not_combining(model, names, given, count // 2)
+                _metrics_of(model).names_apart, _metrics_of(model).are_tried = found, True
 
 
 def _is_mean(model: Any, y: Any, outputs: Any, count: int) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 from ringreduce.commands.launch import handover
@@ -11,6 +10,7 @@ from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.communicator.reforming import EndedError, answer_others, reform
+from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import (
     PeerError,
     PeerTimeoutError,
@@ -24,8 +24,11 @@ _log = logging.getLogger(__name__)
 # What fails so often is not made once more, unless training has gone on meanwhile.
 REPEATS_MAX = 8
 
-# How many trainings this rank has begun that end together.
-_trainings: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+class _Trainings:
+    """How many this rank has begun that end together."""
+
+    begun = 0
 
 
 @contextlib.contextmanager
@@ -35,10 +38,10 @@ def ending_together(ring: Communicator) -> Iterator[int]:
     If a rank is lost in that, some have left it, and the others leave it as soon as they know.
     Gives the number of such trainings of this ring.
     """
-    _trainings[ring] = number = _trainings.get(ring, 0) + 1
+    (trainings := kept(ring, _Trainings)).begun += 1
     answer_others(ring, has_ended=False)
     with contextlib.suppress(EndedError):
-        yield number
+        yield trainings.begun
     answer_others(ring, has_ended=True)
 
 

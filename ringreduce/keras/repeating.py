@@ -1,14 +1,16 @@
 """What callbacks of a training exchange is exchanged again where a lost rank has broken that."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.tensorflow.kept import kept
 
-# What makes a meeting so, by the communicator of a training that is elastic.
-repeaters: weakref.WeakKeyDictionary[Communicator, Callable[[Callable[[], Any]], Any]]
-repeaters = weakref.WeakKeyDictionary()
+
+class Repeating:
+    """What makes the meetings of a communicator's training; None: it is not elastic."""
+
+    by: Callable[[Callable[[], Any]], Any] | None = None
 
 
 def repeated(ring: Communicator, meeting: Callable[[], Any]) -> Any:
@@ -17,10 +19,10 @@ def repeated(ring: Communicator, meeting: Callable[[], Any]) -> Any:
     Where training is not elastic that is ``meeting()``. It must not change what a repetition would
     change again. A rank that has missed its end gets the result of another, in plain types.
     """
-    repeat = repeaters.get(ring)
+    repeat = kept(ring, Repeating).by
     return meeting() if repeat is None else repeat(meeting)
 
 
 def is_repeating(ring: Communicator) -> bool:
     """Whether training on `ring` goes on when ranks are lost."""
-    return ring in repeaters
+    return kept(ring, Repeating).by is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.tensorflow.variables import path_of
@@ -119,11 +119,11 @@ class DistributedGradientTape:
         ring = self._communicator or default_communicator()
         if is_repeating(ring):
             refuse(ring, {"op": self._op, "local_variables": len(self._local)})
-        initial, bridges = _shared_by(ring)
+        shared_by_all = kept(ring, _Shared)
         means = [source for source, kind in zip(flat, kinds, strict=True) if kind is Kind.MEAN]
         shared = [one for one in means if isinstance(one, (tf.Variable, keras.Variable))]
-        gradients = initial.give(shared, gradients, kinds, ring)
-        bridge = bridges.setdefault(self._options, self._bridge)
+        gradients = shared_by_all.initial.give(shared, gradients, kinds, ring)
+        bridge = shared_by_all.bridges.setdefault(self._options, self._bridge)
         weighting.refuse_local(kinds, ring)
         reducer = Reducer(bridge, ring, self._op, self._scale_local)
         found = reducer.reduce(gradients, flat, kinds, weighting.current())
@@ -149,17 +149,10 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
 
-# What all tapes of a communicator share, since each step makes a new one. Bridges, by their
-# options, keep the plans that ranks agreed on.
-_Shared = tuple[InitialValues, dict[tuple[Any, ...], GradientBridge]]
-_shared: weakref.WeakKeyDictionary[Communicator, _Shared] = weakref.WeakKeyDictionary()
+class _Shared:
+    """What all tapes of a communicator share, since each step makes a new one."""
 
-
-def _shared_by(communicator: Communicator) -> _Shared:
-    if communicator not in _shared:
-        # Plans refer to their communicator, so a weak key is not enough to forget them.
-        for known in list(_shared):
-            if known.closed:
-                del _shared[known]
-        _shared[communicator] = InitialValues(), {}
-    return _shared[communicator]
+    def __init__(self) -> None:
+        self.initial = InitialValues()
+        # By their options; they keep the plans that ranks agreed on.
+        self.bridges: dict[tuple[Any, ...], GradientBridge] = {}

@@ -15,7 +15,8 @@ import pytest
 import ringreduce.keras as rr
 from ringreduce.keras.backup import skip
 from ringreduce.keras.elastic_refusals import TABLE
-from ringreduce.keras.repeating import repeaters
+from ringreduce.keras.repeating import Repeating
+from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError
 from tests import hosts
@@ -306,11 +307,11 @@ def _fit(make=_of, **arguments):
 
 
 def _in_a_loop(ring):
-    repeaters[ring] = lambda meeting: meeting()
+    kept(ring, Repeating).by = lambda meeting: meeting()
     try:
         _fit()(ring)
     finally:
-        del repeaters[ring]
+        kept(ring, Repeating).by = None
 
 
 def _in_a_loop_of_ones_own(ring):

@@ -15,7 +15,8 @@ from ringreduce import ConfigError, PeerLostError, PeerTimeoutError, RendezvousE
 from ringreduce.communicator.reforming import answer_others
 from ringreduce.keras import elastic as loops
 from ringreduce.keras.recovery import go_on
-from ringreduce.keras.repeating import repeaters
+from ringreduce.keras.repeating import Repeating
+from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
 from tests.jobs import run_job
@@ -175,7 +176,7 @@ def test_what_a_lost_rank_would_take_with_it_is_refused_by_all_that_see_it(monke
             rr.elastic.KerasState(model, optimizer)
         with pytest.raises(ConfigError, match=r"has variables in pieces=.*kernel"):
             rr.elastic.run(lambda state: None)(rr.elastic.State(model.variables))
-        repeaters[comm] = lambda meeting: meeting()
+        kept(comm, Repeating).by = lambda meeting: meeting()
         one = tf.Variable(1.0)
         optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), comm, local_variables=[one])
         with pytest.raises(ConfigError, match="has local_variables=1"):

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import json
+import weakref
 
 import pytest
 import tensorflow as tf
@@ -11,6 +12,8 @@ from tensorflow.python.autograph.impl.conversion import is_allowlisted
 import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
+from ringreduce.keras.tape import _Shared
+from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import run_job
 from tests.scope import in_full
@@ -120,26 +123,24 @@ def test_what_it_cannot_use_is_refused(arguments, options, text):
 
 
 def test_bridges_go_with_their_communicator():
-    from ringreduce.keras import tape as module
-
     value = tf.Variable(1.0)
-    for _ in range(3):
-        with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
-            with rr.DistributedGradientTape(communicator=alone) as tape:
-                result = value * 2.0
-            assert float(tape.gradient(result, value)) == 2.0
-            assert [known for known in module._shared if known is not alone] == []
+    with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
+        with rr.DistributedGradientTape(communicator=alone) as tape:
+            result = value * 2.0
+        assert float(tape.gradient(result, value)) == 2.0
+        shared = weakref.ref(kept(alone, _Shared))
+    del alone, tape
+    gc.collect()
+    assert shared() is None
 
 
 def test_variables_are_not_kept():
-    from ringreduce.keras import tape as module
-
     with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
         value = tf.Variable(1.0)
         with rr.DistributedGradientTape(communicator=alone) as tape:
             result = value * 2.0
         tape.gradient(result, value)
-        given = module._shared[alone][0]._given
+        given = kept(alone, _Shared).initial._given
         assert list(given.values()) == [value]
         del value, result, tape
         gc.collect()

@@ -16,6 +16,7 @@ import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
 from ringreduce.keras import tape as tapes
 from ringreduce.tensorflow import xla
+from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.types import DTYPE_NAMES
 
 comm = rr.init()
@@ -350,7 +351,7 @@ def tape_trains_like_the_wrapper():
                 step()
             ends[f"{way} {kind}"] = plain(model.get_weights())
     # The ring goes with bridges that were made for it; all loops above had the same options.
-    say("tape", **ends, bridges=len(tapes._shared[comm][1]))
+    say("tape", **ends, bridges=len(kept(comm, tapes._Shared).bridges))
 
 
 def tape_costs_one_collective_a_step():

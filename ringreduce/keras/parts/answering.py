@@ -19,9 +19,14 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.rows import rows_in
 from ringreduce.tensorflow.agreement import count_true
+from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.python_calls import call
 
-_prepared: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
+
+class _Meets:
+    """The ranks that meet in a model's evaluation."""
+
+    ring: Communicator | None = None
 
 
 class Answering(keras.callbacks.Callback):
@@ -31,8 +36,8 @@ class Answering(keras.callbacks.Callback):
         super().__init__()
         self._model, self._ring, self._example = model, ring, example
         self._is_needed = ring.size > 1 and any(map(is_own_piece, model.weights))
-        if self._is_needed and _prepared.get(model) is not ring:
-            _prepared[model] = ring
+        if self._is_needed and (meets := kept(model, _Meets)).ring is not ring:
+            meets.ring = ring
             for name in ("test_step", "predict_step"):
                 setattr(model, name, _meeting(getattr(type(model), name), model, ring))
             # Functions traced before do not meet.
