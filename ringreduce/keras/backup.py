@@ -14,32 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.strategies import StrategyState
-
-
-class Place(keras.callbacks.Callback):
-    """Knows where training is; `count` says how many steps have been made."""
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        super().__init__()
-        self._count, self._epoch, self._before = count, 0, 0
-
-    @property
-    def now(self) -> tuple[int, int]:
-        """The epoch that training goes on with, and the number of its steps that have been made."""
-        steps = self._count() - self._before
-        return (self._epoch + 1, 0) if steps == self.params["steps"] else (self._epoch, steps)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch, self._before = epoch, self._count()
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Note the same; steps before it may have been skipped."""
-        self._before = self._count() - batch
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.on_epoch_begin(epoch + 1)
+from ringreduce.vocabulary.errors import ConfigError
 
 
 def back_up(callbacks: Iterable[Any], model: Any, epoch: int, steps: int) -> str:
@@ -92,25 +70,15 @@ def _beside(model: Any, state: StrategyState) -> Iterator[None]:
         del vars(model)["_ringreduce_place"]
 
 
-def skip(model: Any, steps: int) -> None:
+def skip(model: Any, steps: int, ring: Communicator) -> None:
     """Have `model` read so many steps and not make them; called when training has begun."""
-    if hasattr(model.train_function, "unread"):
-        model.train_function.unread = steps
-        return
-    run, left, unread = model.train_function, steps // model.steps_per_execution, steps
-
-    def skipping(iterator: Any) -> Any:
-        nonlocal left, unread
-        for _ in range(unread):
-            next(iterator)
-        unread = 0
-        if not left:
-            model.train_function = run
-            return run(iterator)
-        left -= 1
-        return {}
-
-    model.train_function = skipping
+    if not hasattr(model.train_function, "unread"):
+        raise ConfigError(
+            f"goes on after step {steps} of an epoch, where rr.fit has backed up",
+            **ring.config.who,
+            remedy="Train by rr.fit, which makes no step again.",
+        )
+    model.train_function.unread = steps
 
 
 def backups(callbacks: Iterable[Any]) -> list[Any]:

@@ -19,7 +19,8 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.backup import Place, back_up
+from ringreduce.keras import private
+from ringreduce.keras.backup import back_up
 from ringreduce.keras.callbacks.replicas import shared_state
 from ringreduce.keras.elastic_refusals import differing, facts_of, refuse
 from ringreduce.keras.join import changed_by_steps, weigh_steps
@@ -38,16 +39,18 @@ from ringreduce.vocabulary.errors import PeerError, RingReduceError
 class Elastic:
     """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
 
-    A context, and in it the model's `train_function`, in the manner of `Steps`: it takes global
-    batches, and this rank's rows of each, of which `batches` is the `element_spec`. The model and
-    its optimizer are built. Where too few ranks are left, one backs up with those of `callbacks`
-    that can. Raises ConfigError for what `elastic_refusals` has. Collective.
+    A context, and in it the model's `train_function`, in the manner of `Steps`, for our loop: it
+    takes global batches, and this rank's rows of each, of which `batches` is the `element_spec`.
+    The model and its optimizer are built. Where too few ranks are left, one backs up with those of
+    `callbacks` that can. Raises ConfigError for what `elastic_refusals` has. Collective.
     """
 
     unread = 0  # batches to read before the first step, and make nothing of
     looking: Sequence[str] = ()
     # Seconds in steps, and in waiting for data; of all so far.
     called_s = reading_s = 0.0
+    # Of the present epoch those that have been made, or read and skipped.
+    made = 0
 
     def __init__(
         self,
@@ -66,11 +69,11 @@ class Elastic:
             "own train_step in XLA": bool(model.jit_compile) and is_own,
             "callbacks": differing(ring, callbacks),
             "rr.elastic.run around it": is_repeating(ring),
+            "fit of another package": not private.has_plain_fit(model),
         }
         refuse(ring, facts | facts_of(model), *(one.options for one in wrappers))
         self._model, self._ring, self._minimum = model, ring, minimum
         self._callbacks, [self._optimizer] = callbacks, wrappers
-        self.place = Place(lambda: self._steps)
         self._at_end = False  # Nothing is left but to leave together.
         self._commit = CommitPoint()
         # This rank's count when the latest step had ended; steps of the training; units, and what
@@ -128,12 +131,12 @@ class Elastic:
         traced = cache(lambda: traced_for(function, self._batches, place, place))
         return lambda batch, *ends: traced()(batch, *map(tf.constant, ends))
 
-    def __call__(self, iterator: Any) -> Any:
-        """A step on this rank's rows of the next global batch, as Keras makes it."""
-        return self.run(iterator, 1)[1]
+    def begin_epoch(self, epoch: int, length: int | None) -> None:
+        """Epoch `epoch` begins, counted from 0, of `length` steps if that is known."""
+        self._epoch, self._length, self.made = epoch, length, 0
 
     def run(self, iterator: Any, most: int) -> tuple[int, Any]:
-        """The same; return 1, and the logs."""
+        """A step on this rank's rows of the next global batch; return 1, and the logs."""
         began = time.perf_counter()
         batch = next(iterator)
         self.reading_s += time.perf_counter() - began
@@ -183,6 +186,7 @@ class Elastic:
         self._units, self._result = self._units + 1, result
         if is_step:
             self._steps, self._passed = self._steps + 1, self._passed + 1
+            self.made += 1
             if self._steps == 1:
                 refuse(self._ring, {"updates in a step": self._commit.count})
 
@@ -190,10 +194,15 @@ class Elastic:
         """Form the ring anew of the ranks that are left, and bring all to the same unit."""
         go_on(
             *(self._ring, error, self._minimum, where, self._catch_up),
-            lambda: back_up(self._callbacks, self._model, *self.place.now),
+            lambda: back_up(self._callbacks, self._model, *self._place()),
             at_end=lambda: self._at_end,
         )
         self._model._eval_epoch_iterator = None
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch that training goes on with, and the number of its steps that were made."""
+        is_over = self.made == self._length
+        return (self._epoch + 1, 0) if is_over else (self._epoch, self.made)
 
     def _catch_up(self) -> None:
         """Bring those that are behind to the end of the unit that others have ended."""
@@ -214,6 +223,7 @@ class Elastic:
         if any(steps < newest[1] for _, steps in ended):
             broadcast_variables(state, ring, ahead)
         if self._units < newest[0]:
+            self.made += newest[1] - self._steps
             (self._units, self._steps), self._result = newest, result
 
 

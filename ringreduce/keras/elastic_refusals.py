@@ -34,6 +34,7 @@ TABLE = (
     Row("`ShardedEmbedding`, `PartLayer`, split layers", _PIECES, [""], "whole layers"),
     Row("`rr.SyncBatchNormalization`", "SyncBatchNormalization", [False], "`BatchNormalization`"),
     Row("groups of ranks", "a group of ranks", [False], "all ranks of the job"),
+    Row("a `fit` of another package", "fit of another package", [False], "its callback"),
     Row("`steps_per_execution` above 1", "steps_per_execution", [1], "`steps_per_execution=1`"),
     Row("a `train_step` of yours in XLA", "own train_step in XLA", [False], "`jit_compile=False`"),
     Row("several updates in a `train_step`, or none", "updates in a step", [1], "one in each step"),

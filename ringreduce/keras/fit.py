@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -14,7 +15,6 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
-from ringreduce.keras.batches import feed_of
 from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
 from ringreduce.keras.callbacks.record import Record
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
@@ -25,9 +25,10 @@ from ringreduce.keras.join import build, weigh_steps
 from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike
-from ringreduce.keras.plan import Feed, Plan
+from ringreduce.keras.plan import Feed
 from ringreduce.keras.probe import Probe
 from ringreduce.keras.recovery import ending_together
+from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import (
     Settings,
@@ -36,14 +37,7 @@ from ringreduce.keras.settings import (
     settings_of_model,
 )
 from ringreduce.keras.shares import Measure, Shares, agreed_shares
-from ringreduce.keras.training.feeds import (
-    example_of,
-    is_batched,
-    joined_feed,
-    own_feed,
-    split_off,
-    validation_feed,
-)
+from ringreduce.keras.training.feeds import example_of, feeds_of
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
@@ -145,100 +139,38 @@ def fit(
             different settings; or their weights differ after training, since a callback has changed
             something on some ranks only.
     """
-    given = dict(locals())
+    given = SimpleNamespace(**locals())
     ring = communicator or default_communicator()
-    require_compiled(model)
-    require_distributed(model, ring)
-    refuse_other_ring(model, "rr.fit", ring)
-    if check:
-        refuse_other_optimizer(model, ring)
-    arguments = _arguments_of(given)
-    who = Training.of(model, ring)
-    require_same_settings([arguments], who.everyone)
-    whole = x, y, sample_weight
-    if validation_split and validation_data is None:
-        whole, validation_data = split_off(whole, validation_split)
+    who, arguments = _require_ready(given, ring)
     least = elastic_minimum() if ring.size > 1 else None
     # A package may have replaced `fit` on some ranks: all have the same loop.
     is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
-    shares = _agreed(batch_share, ring, who, is_elastic=least is not None, is_sharded=sharded)
-    dividing = partial(
-        Plan,
-        ring,
-        at_once=model.steps_per_execution,
-        check=check,
-        readers=who.everyone,
-        is_elastic=least is not None,
+    shares = _agreed_shares(given, ring, who, is_elastic=least is not None)
+    training, validation = feeds_of(
+        given, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
     )
-    if sharded:
-        given_share = None if batch_share == "equal" else batch_share
-        training = joined_feed(model, ring, whole, batch_size, given_share, steps_per_epoch)
-    else:
-        plan = dividing(
-            "the data given to rr.fit",
-            batch_size=None if is_batched(x, model) else batch_size,
-            steps=steps_per_epoch,
-            first=initial_epoch,
-            shuffle=shuffle,
-            seed=seed,
-            class_weight=class_weight,
-            shares=shares,
-            # Unchecked ranks may read other batches.
-            counts=is_own_loop
-            and least is None
-            and ring.size > 1
-            and check
-            and not shares.is_measured,
-        )
-        training = feed_of(whole, plan)
-    validation = None
-    if validation_data is not None and sharded:
-        # Its steps need no other rank.
-        validation = own_feed(validation_data, "validation_data")
-    elif validation_data is not None:
-        rows = validation_batch_size, batch_size
-        validation = validation_feed(model, validation_data, *rows, validation_steps, dividing)
     own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
     if ring.size > 1:
         note_sharding(ring)
     if ring.size > 1 or recording is not None:
         build(model, training.spec)
     # Where ranks know no better, they tell each other how many rows they have.
-    exchanges = sharded or (ring.size > 1 and not (training.is_even or training.is_counted))
-    exchanges = exchanges and least is None
+    exchanges = ring.size > 1 and not (training.is_even or training.is_counted)
+    exchanges = least is None and (sharded or exchanges)
     who = Training.of(model, ring)
     _make_ready(model, who, training, weighs=exchanges and not sharded)
-    validate = None
-    if least is not None and validation is not None:
-        validate = partial(_validate, model, validation)
     with contextlib.ExitStack() as elastic:
         steps = None
         if least is not None:
             elastic.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
-        around: list[Any] = [
-            *([] if steps is None else [steps.place]),
-            Probe(training, who.everyone, compares=check and not sharded),
-            *([Measure(shares, ring, verbose)] if shares.is_measured else []),
-        ]
-        if validation is not None:
-            # Before what exchanges metrics when a rank's own validation ends.
-            around.append(Answering(model, ring, partial(example_of, training.spec)))
-        around.append(
-            Together(
-                own_callbacks,
-                communicator,
-                profile=profile,
-                validate=validate,
-                is_global=not sharded,
-                check=False,  # It does so itself, as `VerifyReplicas`.
-            )
-        )
-        around += [VerifyReplicas(None, ring)] if check else []
-        around += [Record(*recording, arguments.found, who.everyone)] if recording else []
-        # Of Keras's own, another rank could not go on with it.
-        around += [OnRankZero(_Bar(verbose), ring)] if least is not None and verbose else []
+        around = _around(given, who, training, validation, shares, own_callbacks)
+        if recording is not None:
+            around.append(Record(*recording, arguments.found, who.everyone))
+        if steps is not None and verbose:
+            # Of Keras's own, another rank could not go on with it.
+            around.append(OnRankZero(_Bar(verbose), ring))
         return fit_on(
             model,
             training,
@@ -248,37 +180,75 @@ def fit(
             exchanges=exchanges,
             elastic=steps,
             epochs=epochs,
-            verbose=verbose if who.is_first and least is None else 0,
+            verbose=verbose if who.is_first and steps is None else 0,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             validation_freq=validation_freq,
         )
 
 
-def _arguments_of(given: dict[str, Any]) -> Settings:
-    """What must be equal on all ranks; with data of their own they may have different ones."""
-    model, is_sharded = given["model"], given["sharded"]
-    validation = "absent" if given["validation_data"] is None else "given"
-    own = {
-        "profile": given["profile"] or profile_wanted(),
-        "validation_data": validation,
-        "loss": model.loss,
-        "run_eagerly": model.run_eagerly,
-    }
-    names = [*_EVERYWHERE, *([] if is_sharded else _OF_DATA)]
-    return Settings(
-        "arguments of rr.fit and compile", settings_in({n: {**given, **own}[n] for n in names})
+def _require_ready(given: Any, ring: Communicator) -> tuple[Training, Settings]:
+    """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
+    model = given.model
+    require_compiled(model)
+    require_distributed(model, ring)
+    refuse_other_ring(model, "rr.fit", ring)
+    if given.check:
+        refuse_other_optimizer(model, ring)
+    who = Training.of(model, ring)
+    require_same_settings([arguments := _arguments_of(given)], who.everyone)
+    return who, arguments
+
+
+def _around(
+    given: Any,
+    who: Training,
+    training: Feed,
+    validation: Feed | None,
+    shares: Shares,
+    own_callbacks: list[Any],
+) -> list[Any]:
+    """The callbacks that `fit` adds, in order, around those of the user."""
+    model, ring, check, validate = given.model, who.data, given.check, None
+    around: list[Any] = [Probe(training, who.everyone, compares=check and not given.sharded)]
+    if shares.is_measured:
+        around.append(Measure(shares, ring, given.verbose))
+    if validation is not None:
+        # Before what exchanges metrics when a rank's own validation ends.
+        around.append(Answering(model, ring, partial(example_of, training.spec)))
+        validate = partial(_validate, model, validation) if is_repeating(ring) else None
+    around.append(
+        Together(
+            own_callbacks,
+            given.communicator,
+            profile=given.profile,
+            validate=validate,
+            is_global=not given.sharded,
+            check=False,  # It does so itself, as `VerifyReplicas`.
+        )
     )
+    return [*around, *([VerifyReplicas(None, ring)] if check else [])]
 
 
-def _agreed(
-    batch_share: Any, ring: Communicator, who: Training, *, is_elastic: bool, is_sharded: bool
-) -> Shares:
+def _arguments_of(given: Any) -> Settings:
+    """What must be equal on all ranks; with data of their own they may have different ones."""
+    found = {
+        **vars(given),
+        "profile": given.profile or profile_wanted(),
+        "validation_data": "absent" if given.validation_data is None else "given",
+        "loss": given.model.loss,
+        "run_eagerly": given.model.run_eagerly,
+    }
+    names = [*_EVERYWHERE, *([] if given.sharded else _OF_DATA)]
+    return Settings("arguments of rr.fit and compile", settings_in({n: found[n] for n in names}))
+
+
+def _agreed_shares(given: Any, ring: Communicator, who: Training, *, is_elastic: bool) -> Shares:
     """The ranks' shares of a batch, if they go with the rest. Collective."""
-    shares = agreed_shares(batch_share, ring)
+    shares = agreed_shares(given.batch_share, ring)
     if is_elastic:
-        given_share = "equal" if shares.is_equal else batch_share
-        refuse(ring, {"sharded": is_sharded, "batch_share": given_share})
+        share = "equal" if shares.is_equal else given.batch_share
+        refuse(ring, {"sharded": given.sharded, "batch_share": share})
     if shares.is_measured and who.everyone is not ring:
         raise ConfigError(
             'got batch_share="measured" for a model with split layers, whose ranks must have the '

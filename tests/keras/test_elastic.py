@@ -1,6 +1,5 @@
 """Training goes on when ranks are lost: no step and no sample is lost, and none is used twice."""
 
-import itertools
 import json
 import re
 import time
@@ -12,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 
+import ringreduce
 import ringreduce.keras as rr
 from ringreduce.keras.backup import skip
 from ringreduce.keras.elastic_refusals import TABLE
@@ -185,15 +185,11 @@ def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data, siz
         assert fact["batches"] == (EPOCHS - 1) * STEPS
 
 
-def test_no_step_is_made_again_where_a_restart_executes_several_at_once():
-    made = []
-    run = lambda batches: made.append([*itertools.islice(batches, 2)])  # noqa: E731
-    model = types.SimpleNamespace(steps_per_execution=2, train_function=run)
-    skip(model, 3)
-    batches = iter(range(8))
-    for _ in range(4):
-        model.train_function(batches)
-    assert made == [[3, 4], [5, 6], [7]]
+def test_a_loop_that_would_make_steps_again_is_refused():
+    with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as ring:
+        model = types.SimpleNamespace(train_function=print)
+        with pytest.raises(ConfigError, match=r"after step 3 of an epoch.*Train by rr\.fit"):
+            skip(model, 3, ring)
 
 
 @pytest.mark.full
@@ -281,6 +277,11 @@ class Own(keras.Sequential):
         return {}
 
 
+class Logged(keras.Sequential):
+    def fit(self, *arguments, **options):  # As a package's, that logs what it is given.
+        return super().fit(*arguments, **options)
+
+
 def _of(ring, layers=(), steps=1, kind=keras.Sequential, jit=False, **options):
     model = kind([keras.Input((2,)), *layers, keras.layers.Dense(1)])
     if options.get("local_variables"):
@@ -364,6 +365,9 @@ REFUSED = {
         ),
     ],
     "groups of ranks": [(lambda ring: _fit()(ring.split(0)), "a group of ranks")],
+    "a `fit` of another package": [
+        (_fit(lambda ring: _of(ring, kind=Logged)), "fit of another package"),
+    ],
     "`steps_per_execution` above 1": [
         (_fit(lambda ring: _of(ring, steps=2)), "steps_per_execution=2"),
     ],

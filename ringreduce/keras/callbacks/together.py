@@ -190,7 +190,7 @@ class Together(Forwarding):
             if every.rank == 0:
                 text = "[%d/%d] goes on after step %d of epoch %d, and reads those before again"
                 _log.warning(text, *every.config.who.values(), steps, (epoch or 0) + 1)
-            skip(self.model, steps)
+            skip(self.model, steps, every)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make ranks draw different random numbers, then call the callbacks."""

@@ -1,5 +1,6 @@
 """The data of `fit`, for training and validation, as feeds; of each rank's own too."""
 
+from functools import partial
 from typing import Any
 
 import keras
@@ -10,11 +11,73 @@ from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import passing
 from ringreduce.keras.join import empty_batch, filled, padded
-from ringreduce.keras.plan import Feed
+from ringreduce.keras.plan import Feed, Plan
+from ringreduce.keras.shares import Shares
+from ringreduce.keras.training.who import Training
 from ringreduce.vocabulary.errors import ConfigError
 
 
-def split_off(whole: Any, validation_split: float) -> tuple[Any, Any]:
+def feeds_of(
+    given: Any,
+    ring: Communicator,
+    who: Training,
+    shares: Shares,
+    *,
+    is_elastic: bool,
+    may_count: bool,
+) -> tuple[Feed, Feed | None]:
+    """Those of training and validation, by the arguments `given` to `fit`; None: no validation.
+
+    With `may_count` parts of batches may carry the number of rows of the whole. Collective.
+    """
+    whole, validation = (given.x, given.y, given.sample_weight), given.validation_data
+    if given.validation_split and validation is None:
+        whole, validation = _split_off(whole, given.validation_split)
+    if given.sharded:
+        training = _sharded_feed(given, ring)
+        # Steps of validation need no other rank.
+        own = None if validation is None else _own_feed(validation, "validation_data")
+        return training, own
+    dividing = partial(
+        Plan,
+        ring,
+        at_once=given.model.steps_per_execution,
+        check=given.check,
+        readers=who.everyone,
+        is_elastic=is_elastic,
+    )
+    plan = dividing(
+        "the data given to rr.fit",
+        batch_size=None if _is_batched(given.x, given.model) else given.batch_size,
+        steps=given.steps_per_epoch,
+        first=given.initial_epoch,
+        shuffle=given.shuffle,
+        seed=given.seed,
+        class_weight=given.class_weight,
+        shares=shares,
+        # Unchecked ranks may read other batches.
+        counts=may_count
+        and not is_elastic
+        and ring.size > 1
+        and given.check
+        and not shares.is_measured,
+    )
+    training = feed_of(whole, plan)
+    if validation is None:
+        return training, None
+    parts = validation if isinstance(validation, (tuple, list)) else (validation,)
+    rows = given.validation_batch_size or (given.batch_size if are_arrays(parts[0]) else None)
+    # Whole batches go to the ranks in turn.
+    plan = dividing(
+        "the validation data given to rr.fit",
+        batch_size=None if _is_batched(parts[0], given.model) else rows,
+        steps=given.validation_steps,
+        deal=True,
+    )
+    return training, feed_of(parts, plan)
+
+
+def _split_off(whole: Any, validation_split: float) -> tuple[Any, Any]:
     """Arrays without their last rows, and these, for validation."""
     if not are_arrays(whole[0]):
         raise ConfigError(
@@ -24,47 +87,25 @@ def split_off(whole: Any, validation_split: float) -> tuple[Any, Any]:
     return split(whole, validation_split)
 
 
-def joined_feed(
-    model: Any, ring: Communicator, whole: Any, batch_size: Any, batch_share: Any, steps: Any
-) -> Feed:
+def _sharded_feed(given: Any, ring: Communicator) -> Feed:
     """This rank's own batches, of which ranks may have different numbers."""
-    x, y, sample_weight = whole
-    of_batches = {
-        "y": y,
-        "sample_weight": sample_weight,
-        "batch_size": batch_size,
-        "batch_share": batch_share,
-        "steps_per_epoch": steps,
-    }
-    if unused := sorted(name for name, value in of_batches.items() if value is not None):
+    names = "y", "sample_weight", "batch_size", "batch_share", "steps_per_epoch"
+    of_batches = {name: getattr(given, name) for name in sorted(names)}
+    if given.batch_share == "equal":
+        del of_batches["batch_share"]
+    if unused := [name for name, value in of_batches.items() if value is not None]:
         raise ConfigError(
             f"got {', '.join(unused)} with sharded=True",
             remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a "
             "slow rank by less: gradients count by rows. An epoch is one pass over it.",
         )
-    training = own_feed(x, "x")
-    own = padded(training.dataset, model, ring)
+    training = _own_feed(given.x, "x")
+    own = padded(training.dataset, given.model, ring)
     training.dataset = passing(own, lambda _, batch: batch, None, training.note_first)
     return training
 
 
-def validation_feed(
-    model: Any, data: Any, own_rows: int | None, rows: int | None, steps: int | None, dividing: Any
-) -> Feed:
-    """Validation data, whole batches of which go to the ranks in turn; `rows` are those of fit."""
-    is_alone = not isinstance(data, (tuple, list))
-    parts = (data,) if is_alone else data
-    of_validation = own_rows or (rows if are_arrays(parts[0]) else None)
-    plan = dividing(
-        "the validation data given to rr.fit",
-        batch_size=None if is_batched(parts[0], model) else of_validation,
-        steps=steps,
-        deal=True,
-    )
-    return feed_of(parts, plan)
-
-
-def own_feed(data: Any, name: str) -> Feed:
+def _own_feed(data: Any, name: str) -> Feed:
     """This rank's own batches, such as a shard of Ray Data."""
     if not isinstance(data, tf.data.Dataset):
         raise ConfigError(
@@ -77,7 +118,7 @@ def own_feed(data: Any, name: str) -> Feed:
     return feed
 
 
-def is_batched(data: Any, model: Any) -> bool:
+def _is_batched(data: Any, model: Any) -> bool:
     """Whether `data` is a tf.data.Dataset of batches: its inputs have the rank of the model's."""
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
     if not isinstance(data, tf.data.Dataset) or not inputs:

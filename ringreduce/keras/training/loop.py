@@ -100,12 +100,14 @@ class Loop:
         for epoch in range(private.initial_epoch_of(model) or epochs.start, epochs.stop):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
-            logs = _results_or(model, self._pass())
+            logs = _results_or(model, self._pass(epoch))
             take_averages_of_rank_0(model, self._who.data)
             if validation is not None and model._should_eval(epoch, validation_freq):
                 given = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
                 found = model.evaluate(validation.dataset, **given)
                 logs.update({f"val_{name}": value for name, value in found.items()})
+            if self._elastic is not None:
+                self._elastic.begin_epoch(epoch + 1, self._passes.batches)
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
@@ -158,10 +160,12 @@ class Loop:
                     "sharded=True.",
                 )
 
-    def _pass(self) -> Any:
+    def _pass(self, epoch: int) -> Any:
         """Make the steps of an epoch; return the logs of the last that was made."""
         model, callbacks, passes = self._model, self._callbacks, self._passes
         passes.begin()
+        if self._elastic is not None:
+            self._elastic.begin_epoch(epoch, passes.steps or passes.batches)
         # Callbacks that look at no batch may have wanted to before the epoch: on all ranks then.
         is_stopping = model.stop_training
         while most := passes.most(1 if is_stopping else self._suitable()):
@@ -194,6 +198,8 @@ class Loop:
             steps.unread -= done
             for _ in range(done):
                 next(iterator)
+            if self._elastic is not None:
+                self._elastic.made += done
             return done, {}
         try:
             done, logs = steps.run(iterator, most)
