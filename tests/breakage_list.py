@@ -1214,9 +1214,9 @@ BREAKAGES = (
     ),
     Breakage(
         "optimizer-noise-unequal",
-        "ringreduce/keras/optimizer.py",
-        "*self.shared(self._inner.variables), *states_in(self._inner)]",
-        "*self.shared(self._inner.variables)]",
+        "ringreduce/keras/first_step.py",
+        "*optimizer.shared(inner.variables), *states_in(inner)]",
+        "*optimizer.shared(inner.variables)]",
         "An optimizer that draws noise draws other numbers on each rank.",
         ("tests/keras/test_optimizer.py",),
     ),

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.strategies import StrategyState
+from ringreduce.keras.optimizer_state import StrategyState
 from ringreduce.vocabulary.errors import ConfigError
 
 

@@ -1,61 +1,45 @@
 """`DistributedOptimizer`: any Keras optimizer, with gradients averaged over the ring.
 
 It holds the optimizer it wraps and forwards to it; a subclass of the user's class would lose the
-state of one that is already built. Three facts of Keras 3 shape it:
+state of one that is already built. Two facts of Keras 3 shape it:
 
 - A training step calls only `apply_gradients`, which calls `apply`; a class of the user's may have
   either. Gradients are reduced before the inner one's is called, so before it clips or decays them.
-- Saving records the class of `model.optimizer`. The wrapper's class has the name and module of the
-  inner one; its configuration, its variables and what `dir` lists are the inner one's. So a saved
-  model loads without ringreduce, as the plain optimizer.
 - Variables exist at the latest when the first step is traced: then all receive rank 0's values.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
-from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
-from ringreduce.keras import private, settings, strategies, weighting
+from ringreduce.keras import first_step, private, settings, strategies, weighting
 from ringreduce.keras.advice import advice_on_option
-from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.gradients import Reducer
-from ringreduce.keras.initial import InitialValues, give_values
+from ringreduce.keras.initial import InitialValues
 from ringreduce.keras.local import LocalVariables
-from ringreduce.keras.mistakes import (
-    model_in_fit,
-    save_whole_files,
-    warn_of_different_weights,
-    warn_of_whole_data,
-)
+from ringreduce.keras.mistakes import model_in_fit
+from ringreduce.keras.optimizer_state import OptimizerState, StrategyState, saved_options
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
-from ringreduce.keras.parts.replicas import model_group
-from ringreduce.keras.parts.training import check_parts, joint, mark_state
-from ringreduce.keras.repeating import is_repeating
-from ringreduce.keras.seeds import states_in
-from ringreduce.keras.strategies import Strategy, StrategyState
+from ringreduce.keras.parts.training import joint, mark_state
+from ringreduce.keras.strategies import Strategy
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
-from ringreduce.keras.wrappable import all_within, refuse_scales, refuse_unusable, refuse_wrapped
+from ringreduce.keras.wrappable import refuse_unusable, refuse_wrapped, require_equal
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
-from ringreduce.tensorflow.variables import differing
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -116,19 +100,10 @@ class DistributedOptimizer(Wrapper):
         TypeError: there is no such argument; for one of Horovod's, it names the one to use.
     """
 
-    # Set on subclasses: the optimizer class that they wrap.
-    _inner_class: Any = None
     # As it was given; None for the process's.
     communicator: Communicator | None = None
     # Where all updates of a step begin; set by what repeats a step that a lost rank has broken.
     commit_point: CommitPoint | None = None
-
-    def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
-        """An instance of a class that is saved under the inner optimizer's name."""
-        if cls is DistributedOptimizer and isinstance(inner, keras.optimizers.Optimizer):
-            cls = _named_after(type(inner))  # type: ignore[arg-type]
-        instance: DistributedOptimizer = super().__new__(cls)
-        return instance
 
     def __init__(
         self,
@@ -149,24 +124,9 @@ class DistributedOptimizer(Wrapper):
     ) -> None:
         for name in others:
             raise TypeError(advice_on_option(name))
-        refuse_unusable(inner)
-        scalers = [one for one in all_within(inner) if isinstance(one, LossScaleOptimizer)]
-        if scalers and (compression == "int8" or isinstance(compression, PowerSGD)):
-            raise ConfigError(
-                f"got compression={compression!r} with {scalers[0].name}: what it takes in a step "
-                "has another scale in the next",
-                remedy="Use mixed_bfloat16, which needs no scale, or compression='fp16'.",
-            )
-        if strategy is None:
-            is_one = accumulate_steps == 1
-            strategy = strategies.EveryStep() if is_one else strategies.Accumulate(accumulate_steps)
-        elif accumulate_steps != 1 or not isinstance(strategy, Strategy):
-            raise ConfigError(
-                f"got strategy={strategy!r} and accumulate_steps={accumulate_steps}",
-                remedy="Pass an object, such as rr.LocalSGD(50), or accumulate_steps=k, not both.",
-            )
+        refuse_unusable(inner, compression)
+        strategy = strategies.chosen(strategy, accumulate_steps)
         strategy.check(inner)
-        how = gradient_op(op)
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
         self.communicator = communicator
@@ -179,20 +139,16 @@ class DistributedOptimizer(Wrapper):
             "strategy": strategy,
             "update_rows": update_rows,
             "scale_local_gradients": scale_local_gradients,
-            "op": how,
+            "op": gradient_op(op),
         }
-        use = strategies.Use(self._ring, self._touched is not None, compression)
-        self._running: strategies.Running = strategy.begin(use)
-        is_kept = type(self._running).state is not strategies.Running.state
-        has_state = is_kept or self._bridge.low_rank is not None
-        self._state = StrategyState(self._state_now, self._load_state) if has_state else None
+        updates_rows = self._touched is not None
+        self._running = strategy.begin(strategies.Use(self._ring, updates_rows, compression))
+        self._state = OptimizerState(self._running, self._bridge.low_rank, inner)
         if self.built:
             mark_state(inner)
         self._local = LocalVariables(local_variables)
         self._initial = InitialValues()
         self._deferred: list[Any] | None = None
-
-    has_local_variables = property(lambda self: bool(self._local))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -230,9 +186,7 @@ class DistributedOptimizer(Wrapper):
             # As the inner `apply` would, so that variables get the same names.
             with keras.name_scope(self._inner.name, caller=self._inner):
                 self.build_inner(variables)
-        known = variables
-        if known is None:
-            known = private.trained_variables(self._inner) if self.built else []
+        known = private.trained_variables(self._inner) if variables is None else variables
         if len(grads) != len(known):
             if variables is None:
                 keras.optimizers.Optimizer.apply(self, grads)  # Raises Keras's own error.
@@ -241,22 +195,7 @@ class DistributedOptimizer(Wrapper):
         grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
-            ring = self._ring()
-            self._local.check(self._inner)
-            # All variables that it may ever train, those frozen now included.
-            every = [*private.trained_variables(self._inner), *known]
-            if elastic_minimum() is not None and ring.size > 1:
-                by_others = {"steps of another loop": not is_repeating(ring)}
-                refuse(ring, self.options, facts_of(None, every), by_others)
-            refuse_scales(every, ring)
-            check_parts(self._inner, every, ring)
-            state = [*self.shared(self._inner.variables), *states_in(self._inner)]
-            shared = self.shared(every)
-            grads = self._initial.give(shared, grads, kinds, ring, state, self.settings)
-            if self._initial.are_given:
-                with tf.init_scope():
-                    self.broadcast_state()
-                self._look_at_fit(every)
+            grads = first_step.prepare(self, self._initial, known, grads, kinds)
         if self._touched is not None:
             self._touched.look_at(self._inner, grads, known, self._ring())
             apply = partial(self._touched.apply, self._inner)
@@ -283,47 +222,18 @@ class DistributedOptimizer(Wrapper):
         mark_state(self._inner)
 
     # What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's; or None.
-    strategy_state = property(attrgetter("_state"))
+    strategy_state = property(attrgetter("_state.saved"))
 
     @property
     def kept_options(self) -> StrategyState | None:
         """What Keras saves of the options, where some are not those by default: JSON."""
-        defaults = DistributedOptimizer.__init__.__kwdefaults__ or {}
-        usual = {**defaults, "strategy": strategies.EveryStep()}
-        found = {n: value for n, value in self._options.items() if value != usual[n]}
         trained = private.trained_variables(self._inner) if self._local and self.built else []
-        if trained:
-            found["local_variables"] = [n for n, each in enumerate(trained) if each in self._local]
-        if "op" in found:
-            found["op"] = found["op"].name
-        text = json.dumps(found, skipkeys=True, default=_described).encode()
-        state = {"text": np.frombuffer(text, np.uint8)}
-        return StrategyState(lambda: state, lambda _: None) if found else None
-
-    def _state_now(self) -> dict[str, np.ndarray]:
-        thin, found = self._bridge.low_rank, dict(self._running.state())
-        if thin is not None:
-            found |= thin.state(private.trained_variables(self._inner))
-        return found
-
-    def _load_state(self, state: dict[str, np.ndarray]) -> None:
-        self._running.load(state)
-        if self._bridge.low_rank is not None:
-            self._bridge.low_rank.load(state, private.trained_variables(self._inner))
+        local = [number for number, variable in enumerate(trained) if variable in self._local]
+        return saved_options(self._options, DistributedOptimizer.__init__, local)
 
     def broadcast_state(self, root: int = 0) -> None:
         """Give all ranks what rank `root` has of the strategy and `PowerSGD`. Collective."""
-        ring = self._ring()
-        if self._state is None or ring.size == 1:
-            return
-        own = self._state_now() if ring.rank == root else {}
-        layout = {name: (value.dtype.name, value.shape) for name, value in own.items()}
-        found = {}
-        for name, (dtype, shape) in ring.broadcast_object(layout, root).items():
-            found[name] = np.array(own[name]) if name in own else np.empty(shape, dtype)
-            ring.broadcast(found[name].reshape(-1), root)
-        if ring.rank != root and found:
-            self._load_state(found)
+        self._state.broadcast(self._ring(), root)
 
     # As the strategy at work has them (`Running`).
     is_settled = property(attrgetter("_running.is_settled"))
@@ -338,25 +248,8 @@ class DistributedOptimizer(Wrapper):
         """What Keras's `fit` calls at its end: `settle`, and the inner optimizer's."""
         self.settle()
         if elastic_minimum() is None:  # A step of it cannot be made again.
-            self.require_equal()
+            require_equal(self)
         self._inner.finalize_variable_values(var_list)
-
-    def require_equal(self) -> None:
-        """ConfigError if a class of the user's has made other weights on each rank. Collective."""
-        kinds = map(type, all_within(self._inner))
-        own = [kind.__name__ for kind in kinds if not private.is_of_keras(kind)]
-        if not own or not self.built:
-            return
-        ring, trained = self._ring(), private.trained_variables(self._inner)
-        if ring.size > 1 and differing(self.equal_now(trained), ring):
-            raise ConfigError(
-                f"found that weights have gone apart, which {own[0]} updates on each rank",
-                **ring.config.who,
-                remedy="If it draws random numbers, let it draw them by keras.random, with "
-                "seed=self.seed, where self.seed = keras.random.SeedGenerator(1) is an attribute "
-                "of the optimizer: ranks get rank 0's. Else look for code that changes weights on "
-                "some ranks only.",
-            )
 
     def equal_now(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables` that are equal on all ranks at this moment."""
@@ -388,18 +281,6 @@ class DistributedOptimizer(Wrapper):
             load_wholes(self._inner.variables, store)
         else:
             self._inner.load_own_variables(store)
-
-    def _look_at_fit(self, trained: Sequence[Any]) -> None:
-        """Prepare the model, and warn of likely mistakes, in the first step of its `fit`."""
-        model = model_in_fit()
-        if model is None:
-            return
-        save_whole_files(model, self._ring())
-        warn_of_whole_data(model, self._ring())
-        if not tf.executing_eagerly():
-            # Eagerly this step has already changed moving averages.
-            with tf.init_scope():
-                warn_of_different_weights(model, trained, self._ring())
 
     @contextmanager
     def deferred(self) -> Iterator[list[Any]]:
@@ -451,24 +332,20 @@ class DistributedOptimizer(Wrapper):
     def stateless_apply(self, *_: Any, **__: Any) -> Any:
         """Raises ConfigError: it would average nothing."""
         text = "got a call of stateless_apply, which would average nothing"
-        raise ConfigError(text, **self._ring().config.who, remedy="Call apply or apply_gradients.")
+        raise ConfigError(text, remedy="Call apply or apply_gradients.")
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables and give all ranks rank 0's values."""
         if not self.built:
             self.build_inner(variables)
         if tf.executing_eagerly() and (self.communicator is not None or is_initialized()):
-            ring, group = self._ring(), model_group(variables)
-            check_parts(self._inner, variables, ring)
-            give_values(self.shared(self._inner.variables), self.shared(variables), ring, group)
-            settings.require_same_settings(self.settings(), ring)
+            first_step.make_equal(self, variables)
 
     def settings(self) -> list[settings.Settings]:
         """What must be equal on all ranks, and is not seen from their gradients."""
         names = "strategy", "op", "scale_local_gradients", "update_rows"
         own = settings.settings_in({name: self._options[name] for name in names})
-        found = {**settings.settings_of_optimizer(self._inner), **own}
-        model = model_in_fit()
+        found, model = {**settings.settings_of_optimizer(self._inner), **own}, model_in_fit()
         # Layers with local variables may be others on each rank, and so may those around them.
         is_shared = model is not None and not self._local
         of_model = settings.settings_of_model(model) if is_shared else []
@@ -514,23 +391,6 @@ class DistributedOptimizer(Wrapper):
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {self._inner!r}>"
-
-
-@lru_cache
-def _named_after(inner: type) -> type[DistributedOptimizer]:
-    """A subclass that Keras records under the inner class's name when it saves a model."""
-    members = {"__module__": inner.__module__, "__doc__": DistributedOptimizer.__doc__}
-    named = type(inner.__name__, (DistributedOptimizer,), {**members, "_inner_class": inner})
-    # Keras finds a class that the user has registered by that name. Registering ours under it too
-    # would make Keras load ours.
-    if inner in private.registered_names:
-        private.registered_names[named] = private.registered_names[inner]
-    return named
-
-
-def _described(value: Any) -> dict[str, Any]:
-    """In a file, what is neither number nor text: ``{"LocalSGD": {"every": 50, "overlap": 0}}``."""
-    return {type(value).__name__: vars(value) if is_dataclass(value) else str(value)}
 
 
 def _copy(

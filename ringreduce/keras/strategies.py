@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras import private
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.weighting import Kind, Weight, weighted
 from ringreduce.tensorflow.control_flow import vouch_for_branch
@@ -81,6 +80,18 @@ class Strategy:
     def begin(self, use: Use) -> Running:
         """What takes an optimizer's steps."""
         raise NotImplementedError
+
+
+def chosen(strategy: Strategy | None, accumulate_steps: int) -> Strategy:
+    """The strategy that these two arguments of an optimizer ask for; ConfigError if both do."""
+    if strategy is None:
+        return EveryStep() if accumulate_steps == 1 else Accumulate(accumulate_steps)
+    if accumulate_steps != 1 or not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"got strategy={strategy!r} and accumulate_steps={accumulate_steps}",
+            remedy="Pass an object, such as rr.LocalSGD(50), or accumulate_steps=k, not both.",
+        )
+    return strategy
 
 
 @dataclass(frozen=True)
@@ -229,32 +240,3 @@ class _Sum:
         rows = tf.where(self._rows)[:, 0]
         total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))
         self._rows.assign(tf.zeros_like(self._rows))
-
-
-class StrategyState(private.KerasSaveable):
-    """What is equal on all ranks and saved beside the optimizer, of strategies and compressions.
-
-    In Keras's files it is in a group of its own, which plain Keras does not look at. `get` returns
-    arrays by name, and `put` sets what was saved.
-    """
-
-    def __init__(
-        self,
-        get: Callable[[], Mapping[str, np.ndarray]],
-        put: Callable[[dict[str, np.ndarray]], None],
-    ) -> None:
-        self._get, self._put = get, put
-
-    def _obj_type(self) -> str:
-        # By which Keras knows attributes that it need not look at.
-        return "Loss"
-
-    def save_own_variables(self, store: Any) -> None:
-        """Write them."""
-        for name, value in self._get().items():
-            store[name] = value
-
-    def load_own_variables(self, store: Any) -> None:
-        """Read them, if there are some."""
-        if found := {name: np.array(store[name]) for name in store.keys()}:  # noqa: SIM118
-            self._put(found)

@@ -13,7 +13,8 @@ from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.wrapper import Wrapper
-from ringreduce.tensorflow.variables import path_of
+from ringreduce.tensorflow.low_rank import PowerSGD
+from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _STEPS_OF_ALL = ("apply", "apply_gradients", "_backend_apply_gradients", "_clip_
 _STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
 
 
-def refuse_unusable(inner: Any) -> None:
+def refuse_unusable(inner: Any, compression: Any) -> None:
     """Raise ConfigError unless gradients can be reduced for `inner`: see `DistributedOptimizer`."""
     if not isinstance(inner, keras.optimizers.Optimizer):
         text = f"got {inner!r} to wrap, which is no Keras 3 optimizer"
@@ -38,6 +39,13 @@ def refuse_unusable(inner: Any) -> None:
                 "reduce in every step what it then adds up",
                 remedy="Leave that out and pass accumulate_steps to DistributedOptimizer: it adds "
                 "up first and reduces once.",
+            )
+        is_lossy = compression == "int8" or isinstance(compression, PowerSGD)
+        if isinstance(one, keras.optimizers.LossScaleOptimizer) and is_lossy:
+            raise ConfigError(
+                f"got compression={compression!r} with {one.name}: what it takes in a step has "
+                "another scale in the next",
+                remedy="Use mixed_bfloat16, which needs no scale, or compression='fp16'.",
             )
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if replicas > 1:
@@ -99,6 +107,23 @@ def require_elementwise(inner: Any, what: str, other: str = "", **who: Any) -> N
             text = f"{which} looks at whole variables, or is not known"
             known = f"{', '.join(_ELEMENTWISE)} or another that works element by element"
             raise ConfigError(text, **who, remedy=f"Use {known}{other}.")
+
+
+def require_equal(wrapper: Any) -> None:
+    """ConfigError if a class of the user's has made other weights on each rank. Collective."""
+    kinds = map(type, all_within(wrapper._inner))
+    own = [kind.__name__ for kind in kinds if not private.is_of_keras(kind)]
+    if not own or not wrapper.built or (ring := wrapper._ring()).size == 1:
+        return
+    if differing(wrapper.equal_now(private.trained_variables(wrapper._inner)), ring):
+        raise ConfigError(
+            f"found that weights have gone apart, which {own[0]} updates on each rank",
+            **ring.config.who,
+            remedy="If it draws random numbers, let it draw them by keras.random, with "
+            "seed=self.seed, where self.seed = keras.random.SeedGenerator(1) is an attribute of "
+            "the optimizer: ranks get rank 0's. Else look for code that changes weights on some "
+            "ranks only.",
+        )
 
 
 def build_optimizer_here(model: Any) -> None:

@@ -1,13 +1,16 @@
 """An optimizer that forwards to another in all that Keras and TensorFlow use of it.
 
-It has no variables: what is read, saved and checkpointed is the inner optimizer's, so files are
-those of the plain one. A subclass defines what differs.
+It has no variables: what is read, saved and checkpointed is the inner optimizer's. Saving records
+the class of `model.optimizer`, so the wrapper's class has the name and module of the inner one. A
+saved model therefore loads without ringreduce, with the plain optimizer. A subclass defines what
+differs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from inspect import isfunction
 from operator import attrgetter
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import keras
 from keras.optimizers import LossScaleOptimizer
 
+from ringreduce.keras import private
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -22,6 +26,14 @@ class Wrapper(keras.optimizers.Optimizer):
     """Forwards everything to the optimizer that it wraps, but for what a subclass defines."""
 
     around: Callable[[Any], Wrapper]  # which a subclass has
+    # Set on classes that are made for one of optimizers: that.
+    _inner_class: Any = None
+
+    def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> Any:
+        """An instance of a class that is saved under the inner optimizer's name."""
+        if cls._inner_class is None and isinstance(inner, keras.optimizers.Optimizer):
+            cls = _named_after(type(inner), cls)  # type: ignore[arg-type]
+        return super().__new__(cls)
 
     def __init__(self, inner: Any) -> None:
         # Not the base's: variables and options are those of `inner`.
@@ -89,6 +101,18 @@ class Wrapper(keras.optimizers.Optimizer):
         if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._inner, name)
+
+
+@lru_cache
+def _named_after(inner: type, wrapper: type[Wrapper]) -> type[Wrapper]:
+    """A subclass of `wrapper` that Keras records under the class `inner` when it saves a model."""
+    members = {"__module__": inner.__module__, "__doc__": wrapper.__doc__, "_inner_class": inner}
+    named = type(inner.__name__, (wrapper,), members)
+    # Keras finds a class that the user has registered by that name. Registering ours under it too
+    # would make Keras load ours.
+    if inner in private.registered_names:
+        private.registered_names[named] = private.registered_names[inner]
+    return named
 
 
 def _forwarding(method: str) -> Callable[..., Any]:

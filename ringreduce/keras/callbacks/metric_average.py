@@ -18,7 +18,7 @@ from ringreduce.keras.mistakes import (
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.probe import names_apart
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.wrappable import wrappers_in
+from ringreduce.keras.wrappable import require_equal, wrappers_in
 from ringreduce.tensorflow.agreement import Difference, refuse
 
 _VALIDATION = "val_"
@@ -142,7 +142,7 @@ class MetricAverage(keras.callbacks.Callback):
         rates = [theirs["rates"] for theirs in gathered]
         refuse(ring, diverged(self.model, rates, ring), "comparison of learning rates")
         for wrapper in wrappers_in(self.model):
-            wrapper.require_equal()
+            require_equal(wrapper)
         warn_of_same_rows([theirs["digest"] for theirs in gathered], ring)
         together = metric_states.combined_results(self.model, training, ring)
         if any(theirs["validated"] for theirs in gathered):

@@ -222,7 +222,7 @@ class Together(Forwarding):
         if ring.size == 1:
             return False
         backs_up = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in self.callbacks)
-        if backs_up and getattr(self.model.optimizer, "has_local_variables", False):
+        if backs_up and getattr(self.model.optimizer, "options", {}).get("local_variables"):
             raise ConfigError(
                 "would back up rank 0's local variables alone: the other ranks' would begin anew "
                 "when the job is started again",

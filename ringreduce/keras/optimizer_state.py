@@ -1,0 +1,96 @@
+"""What is saved beside an inner optimizer's state, in groups of files that plain Keras ignores."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import numpy as np
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.strategies import EveryStep, Running
+
+
+class StrategyState(private.KerasSaveable):
+    """What is equal on all ranks and saved beside the optimizer, of strategies and compressions.
+
+    In Keras's files it is in a group of its own, which plain Keras does not look at. `get` returns
+    arrays by name, and `put` sets what was saved.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[], Mapping[str, np.ndarray]],
+        put: Callable[[dict[str, np.ndarray]], None],
+    ) -> None:
+        self._get, self._put = get, put
+
+    def _obj_type(self) -> str:
+        # By which Keras knows attributes that it need not look at.
+        return "Loss"
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write them."""
+        for name, value in self._get().items():
+            store[name] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read them, if there are some."""
+        if found := {name: np.array(store[name]) for name in store.keys()}:  # noqa: SIM118
+            self._put(found)
+
+
+class OptimizerState:
+    """What a strategy and `PowerSGD` keep for the next step; `saved` is None if that is nothing."""
+
+    def __init__(self, running: Running, low_rank: Any, inner: Any) -> None:
+        self._running, self._low_rank, self._inner = running, low_rank, inner
+        has_state = type(running).state is not Running.state or low_rank is not None
+        self.saved = StrategyState(self._now, self._load) if has_state else None
+
+    def _now(self) -> dict[str, np.ndarray]:
+        found = dict(self._running.state())
+        if self._low_rank is not None:
+            found |= self._low_rank.state(private.trained_variables(self._inner))
+        return found
+
+    def _load(self, state: dict[str, np.ndarray]) -> None:
+        self._running.load(state)
+        if self._low_rank is not None:
+            self._low_rank.load(state, private.trained_variables(self._inner))
+
+    def broadcast(self, ring: Communicator, root: int) -> None:
+        """Give all ranks what rank `root` has. Collective."""
+        if self.saved is None or ring.size == 1:
+            return
+        own = self._now() if ring.rank == root else {}
+        layout = {name: (value.dtype.name, value.shape) for name, value in own.items()}
+        found = {}
+        for name, (dtype, shape) in ring.broadcast_object(layout, root).items():
+            found[name] = np.array(own[name]) if name in own else np.empty(shape, dtype)
+            ring.broadcast(found[name].reshape(-1), root)
+        if ring.rank != root and found:
+            self._load(found)
+
+
+def saved_options(
+    options: Mapping[str, Any], maker: Callable[..., Any], local: Sequence[int]
+) -> StrategyState | None:
+    """`options` that are not `maker`'s defaults, as JSON; `local` variables by their numbers."""
+    defaults = {n: one.default for n, one in inspect.signature(maker).parameters.items()}
+    usual = {**defaults, "strategy": EveryStep()}
+    found = {name: value for name, value in options.items() if value != usual[name]}
+    if local:
+        found["local_variables"] = list(local)
+    if "op" in found:
+        found["op"] = found["op"].name
+    text = json.dumps(found, skipkeys=True, default=_described).encode()
+    state = {"text": np.frombuffer(text, np.uint8)}
+    return StrategyState(lambda: state, lambda _: None) if found else None
+
+
+def _described(value: Any) -> dict[str, Any]:
+    """In a file, what is neither number nor text: ``{"LocalSGD": {"every": 50, "overlap": 0}}``."""
+    return {type(value).__name__: vars(value) if is_dataclass(value) else str(value)}
