@@ -37,6 +37,11 @@ class Spread(NamedTuple):
     pythonpath: str  # with which Python finds the agent
 
     @property
+    def size(self) -> int:
+        """The number of ranks on all hosts."""
+        return sum(share.count for share in self.shares)
+
+    @property
     def is_wide(self) -> bool:
         """Whether rank 0 must be reached from another host."""
         return not all(is_local(share.host.name) for share in self.shares[1:])
