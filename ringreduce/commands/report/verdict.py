@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ringreduce.commands.report.flight_records import Records, clean, shorten
 from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
-from ringreduce.pure.flight import Call, Dump, Frame
+from ringreduce.pure.flight import Dump, Frame
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
 
@@ -61,16 +61,23 @@ def _failed_s(records: Records) -> float:
 
 
 def _facts_of(dump: Dump) -> Facts:
+    """What a rank is in, or was in when it failed, and for how long."""
     failure = dump.failure
+    if failure is None:
+        stood_s = dump.when - dump.since
+        return Facts(dump.rank, dump.calls, dump.operation, dump.nbytes, stood_s)
+    failed = next((call for call in reversed(dump.entries) if call.error is not None), None)
+    if failure.in_call is None:
+        stood_s = max(0.0, failure.when - dump.since)
+    else:
+        stood_s = (failed and failed.seconds) or 0.0
     return Facts(
         rank=dump.rank,
         calls=dump.calls,
-        operation=_call_of(dump),
-        nbytes=_nbytes_of(dump),
-        stood_s=_stood_s(dump),
-        error=None
-        if failure is None
-        else Error(failure.kind, failure.when, failure.peer, failure.origin),
+        operation=failure.in_call,
+        nbytes=failed.nbytes if failed else 0,
+        stood_s=stood_s,
+        error=Error(failure.kind, failure.when, failure.peer, failure.origin),
     )
 
 
@@ -88,10 +95,11 @@ def _own_error(records: Records, finding: Finding) -> str:
 def _odd_call(records: Records, finding: Finding) -> str:
     [rank] = finding.culprits
     dump = records.dumps[rank]
-    amount = f" of {_in_bytes(_nbytes_of(dump))}" if _nbytes_of(dump) else ""
+    facts = _facts_of(dump)
     return (
-        f"rank {rank} is the culprit: it was in {_numbered(_call_of(dump), dump)}{amount}"
-        f"{_location_of(dump)}, unlike all others. {_quoted(records, finding)}"
+        f"rank {rank} is the culprit: it was in {_numbered(facts.operation, dump)}"
+        f"{_amount(facts.nbytes)}{_location_of(dump)}, unlike all others. "
+        f"{_quoted(records, finding)}"
     )
 
 
@@ -129,7 +137,9 @@ def _named(records: Records, finding: Finding) -> str:
 def _behind(records: Records, finding: Finding) -> str:
     [rank] = finding.culprits
     dump = records.dumps[rank]
-    what = "the others have completed that" if _call_of(dump) else "it has not called that"
+    what = (
+        "the others have completed that" if _facts_of(dump).operation else "it has not called that"
+    )
     return (
         f"rank {rank} is the culprit: it {_was(dump)}{_source_of(dump)}, while "
         f"{_waits(records, finding)}; {what}."
@@ -148,8 +158,7 @@ def _out_of_step(records: Records, finding: Finding) -> str:
     for rank in finding.witnesses:
         groups.setdefault(_facts_of(records.dumps[rank]).call, []).append(rank)
     sides = "; ".join(
-        f"{those(ranks, 'are', 'is')} in {clean(operation or '')}"
-        + (f" of {_in_bytes(nbytes)}" if nbytes else "")
+        f"{those(ranks, 'are', 'is')} in {clean(operation or '')}{_amount(nbytes)}"
         for (operation, nbytes), ranks in groups.items()
     )
     number = records.dumps[finding.witnesses[0]].calls
@@ -161,8 +170,8 @@ def _out_of_step(records: Records, finding: Finding) -> str:
 
 
 def _nobody(records: Records, finding: Finding) -> str:
-    longest = max(records.dumps.values(), key=_stood_s)
-    if _stood_s(longest) < _STILL_S and not records.missing and not finding.witnesses:
+    longest = max(records.dumps.values(), key=lambda dump: _facts_of(dump).stood_s)
+    if _facts_of(longest).stood_s < _STILL_S and not records.missing and not finding.witnesses:
         why = f"no rank had stood still for {_STILL_S:g} s, so the job was at work"
         return f"No culprit found: {why}."
     was = f"{_was(longest)}{_source_of(longest)}"
@@ -188,10 +197,11 @@ def _quoted(records: Records, finding: Finding) -> str:
 
 
 def _waits(records: Records, finding: Finding) -> str:
-    ahead = [records.dumps[rank] for rank in finding.witnesses]
+    first = records.dumps[finding.witnesses[0]]
+    longest_s = max(_facts_of(records.dumps[rank]).stood_s for rank in finding.witnesses)
     return (
-        f"{those(finding.witnesses, 'wait', 'waits')} in {_numbered(_call_of(ahead[0]), ahead[0])} "
-        f"for {_seconds(max(map(_stood_s, ahead)))}"
+        f"{those(finding.witnesses, 'wait', 'waits')} in "
+        f"{_numbered(_facts_of(first).operation, first)} for {_seconds(longest_s)}"
     )
 
 
@@ -200,14 +210,9 @@ def _outside(dump: Dump) -> str:
     return "user code" if dump.pending is None else f"{clean(dump.pending)},"
 
 
-def _call_of(dump: Dump) -> str | None:
-    """The call that a rank is in, or was in when it failed; None in user code."""
-    return dump.failure.in_call if dump.failure is not None else dump.operation
-
-
 def state_of(dump: Dump) -> str:
     """What a rank is doing, or did when it failed, and for how long."""
-    for_s = _seconds(_stood_s(dump))
+    for_s = _seconds(_facts_of(dump).stood_s)
     failure = dump.failure
     if failure is None:
         if dump.operation is not None:
@@ -233,28 +238,6 @@ def _raised_at(dump: Dump) -> str:
     return _location(own[-1]) if own else _location_of(dump)
 
 
-def _stood_s(dump: Dump) -> float:
-    """How long a rank has been in its call or in user code, or had been when it failed."""
-    if dump.failure is None:
-        return dump.when - dump.since
-    if dump.failure.in_call is None:
-        return max(0.0, dump.failure.when - dump.since)
-    failed = _failed_call(dump)
-    return (failed and failed.seconds) or 0.0
-
-
-def _nbytes_of(dump: Dump) -> int:
-    """Payload of the call that a rank is in, or was in when it failed."""
-    if dump.failure is None:
-        return dump.nbytes
-    failed = _failed_call(dump)
-    return failed.nbytes if failed else 0
-
-
-def _failed_call(dump: Dump) -> Call | None:
-    return next((call for call in reversed(dump.entries) if call.error is not None), None)
-
-
 def _said(dump: Dump) -> str:
     """A rank's error as a sentence; empty for none."""
     failure = dump.failure
@@ -277,7 +260,7 @@ def _location_of(dump: Dump) -> str:
 def _source_of(dump: Dump) -> str:
     """The source of that line, if the rank is in user code."""
     frame = _main_frame(dump)
-    if frame is None or _call_of(dump) is not None or not frame.text:
+    if frame is None or _facts_of(dump).operation is not None or not frame.text:
         return ""
     return f" ({shorten(frame.text, 60)})"
 
@@ -303,6 +286,8 @@ def _seconds(duration_s: float) -> str:
     return f"{duration_s:.1f} s" if duration_s < 600 else f"{duration_s / 60:.0f} min"
 
 
-def _in_bytes(nbytes: int) -> str:
-    """``80 bytes``, ``4.2 MB``."""
-    return f"{nbytes} bytes" if nbytes < 10_000 else f"{nbytes / 1e6:.3g} MB"
+def _amount(nbytes: int) -> str:
+    """`` of 80 bytes``, `` of 4.2 MB``; empty for none."""
+    if not nbytes:
+        return ""
+    return f" of {nbytes} bytes" if nbytes < 10_000 else f" of {nbytes / 1e6:.3g} MB"
