@@ -109,58 +109,51 @@ class Nodes:
 
     def _admit(self, listener: socket.socket, restart: int, deadline: float) -> Meeting | None:
         """Node 0's side."""
-        node = self._node
-        connected: list[Peer] = []
-        joined: dict[int, Peer] = {}
+        node, peers = self._node, list[Peer]()
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-            stack.callback(_close_all, connected)
+            stack.callback(_close_all, peers)
             selector.register(listener, selectors.EVENT_READ)
-            while len(joined) < node.own.nodes - 1:
+            while len(joined := _joined(peers)) < node.own.nodes - 1:
                 if self._is_unwanted():
                     return None
                 if time.monotonic() >= deadline:
                     raise self._refuse_all(joined, self._missing(joined))
                 self._remind(f"waits at {node.address} for {self._named(joined)}")
                 for key, _ in selector.select(TIMES.poll_s):
-                    if key.fileobj is listener:
-                        try:
-                            end, _ = listener.accept()
-                        except OSError:  # It has left again.
-                            continue
-                        connected.append(Peer(end, node.secret, is_first=True))
-                        selector.register(end, selectors.EVENT_READ, connected[-1])
+                    if key.fileobj is not listener:
+                        self._receive(key.data, peers)
                         continue
-                    self._receive(key.data, joined)
-                for peer in list(connected):
+                    with contextlib.suppress(OSError):  # It has left again.
+                        end, _ = listener.accept()
+                        peers.append(Peer(end, node.secret, is_first=True))
+                        selector.register(end, selectors.EVENT_READ, peers[-1])
+                for peer in list(peers):
                     # A launcher says at once who it is.
                     peer.keep_alive(TIMES.agent_silent_s if peer.join else TIMES.handshake_s)
                     if peer.is_gone:
                         selector.unregister(peer.end)
                         peer.end.close()
-                        connected.remove(peer)
-                        joined = {k: v for k, v in joined.items() if v is not peer}
-            peers = [joined[k] for k in sorted(joined)]
-            connected[:] = [peer for peer in connected if peer not in peers]
-        return self._place(peers, restart)
+                        peers.remove(peer)
+            peers[:] = [peer for peer in peers if peer.join is None]
+        return self._place([joined[k] for k in sorted(joined)], restart)
 
-    def _receive(self, peer: Peer, joined: dict[int, Peer]) -> None:
+    def _receive(self, peer: Peer, peers: Sequence[Peer]) -> None:
         """Take what a launcher, or a stranger, has sent to node 0."""
-        records = peer.read()
+        records, joined = peer.read(), _joined(peers)
         if peer.stranger and not self._has_refused:
             self._has_refused = True
             self._say(f"refused a connection at {self._node.address}: {peer.stranger}")
         for record in records:
             if isinstance(record, Join) and peer.join is None:
-                peer.join = record
                 if record.node in joined or record.node == 0:
                     other = joined[record.node].join if record.node in joined else None
                     host = other.host if other else "this host"
                     peer.send(Refused(f"--node-rank {record.node} is that of {host} already"))
-                    continue
-                if (why := self._differs(record)) is not None:
+                elif (why := self._differs(record)) is not None:
                     peer.send(Refused(why))
                     raise self._refuse_all(joined, why)
-                joined[record.node] = peer
+                else:
+                    peer.join = record
 
     def _differs(self, join: Join) -> str | None:
         own = self._node.own
@@ -276,6 +269,11 @@ def _connect(node: Node) -> Peer | None:
         time.sleep(TIMES.reconnect_s)  # Its launcher may start later.
         return None
     return Peer(end, node.secret, is_first=False)
+
+
+def _joined(peers: Sequence[Peer]) -> dict[int, Peer]:
+    """The launchers that have come, by node."""
+    return {peer.join.node: peer for peer in peers if peer.join is not None}
 
 
 def _close_all(peers: Sequence[Peer]) -> None:
