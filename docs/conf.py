@@ -35,7 +35,8 @@ CONTENTS = {
         "docs/security",
     ],
     "Development": [
-        *("CONTRIBUTING", "docs/architecture", "bench/README", "native/README"),
+        *("CONTRIBUTING", "docs/architecture", "docs/architecture/reasons"),
+        *("docs/architecture/reference", "bench/README", "native/README"),
         *("docs/publishing", "CHANGELOG"),
     ],
 }
