@@ -12,6 +12,7 @@ import atexit
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,6 +182,7 @@ class Session:
 
     @property
     def engine(self) -> Engine:
+        """The background thread, started by its first use. Raises ClosedError after `close`."""
         if self.is_inherited:
             raise forked(self.config)
         with self._life.lock:
@@ -206,8 +208,22 @@ class Session:
         self.is_inherited = True
         self.calls.use_python()
 
+    def blocked_for(self, seconds: float, reducing_s: float | None = None) -> None:
+        """Add time that a training step was blocked by reducing.
+
+        `reducing_s`: how long that took, in any thread; None: the step did it itself.
+        """
+        now, done_s = time.monotonic(), seconds if reducing_s is None else reducing_s
+        self.events.part(SpanKind.BLOCKED, now - seconds, now)
+        self.events.part(SpanKind.REDUCE, now - done_s, now)
+
     def claim(self, claim: Claim) -> None:
-        """Have the neighbours compare a value with theirs; from any thread, without waiting."""
+        """Have the neighbours on the ring compare a value with theirs.
+
+        No collective: from any thread, at any time, without waiting. Its key has at most 1024
+        characters, its value 64 bytes. A difference breaks the ring with a MismatchError. What
+        only one has claimed, or what is still under way when a rank leaves, is not compared.
+        """
         if self._watcher is not None and not self.is_closed:
             self._watcher.post(claim)
 
@@ -233,7 +249,11 @@ class Session:
     # --- Failure --------------------------------------------------------------------------------
 
     def fail(self, error: RingReduceError) -> RingReduceError:
-        """Break the ring with `error` from a layer above; see `Communicator.fail`."""
+        """Break the ring with `error` from a layer above; return the error to raise.
+
+        That is `error`, or what has broken the ring before. Every other rank gets it from its
+        present or next call.
+        """
         if self.is_closed:
             return error
         if not self._fail(error):

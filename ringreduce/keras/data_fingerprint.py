@@ -4,7 +4,7 @@ Unseeded shuffling gives every rank another order, and then some samples are use
 never. Reading ahead to find out would change what is read, so elements are looked at on their way:
 
     dataset -> fingerprint of all so far -> this rank's part
-                `- sometimes `Communicator.claim`: the neighbours compare
+                `- sometimes a `Claim`: the neighbours compare
 
 The last fingerprint stands for all elements before it. It is compared after each of the first 64
 elements, in later passes after the 1st, 2nd, 4th and so on of them; then after every 64th, and
@@ -29,6 +29,7 @@ from ringreduce.keras.arrays import Arrays
 from ringreduce.keras.mistakes import DataWarning, users_frame, warn_at_users_line
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.rows import components, first_rows
+from ringreduce.pure.claims import Claim
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import MismatchError
@@ -193,13 +194,14 @@ class FingerprintedPasses:
         """Claim that of the first `total` elements of a pass; the first `before` were compared."""
         where = f"element {total}" if total == before + 1 else f"elements {before + 1} to {total}"
         often = "" if number == 1 else f" of pass {number}"
-        self._communicator.claim(
+        claim = Claim(
             f"{self._key}, pass {number}, {total}",
             fingerprint.to_bytes(8, "little", signed=True),
             f"and rank {{peer}} read different data: {self._what} ({self._line}) differs in "
             f"{where}{often}, so that samples would be used twice or never",
             self._remedy,
         )
+        self._communicator._session.claim(claim)
 
 
 def targets(element: Any) -> Any:

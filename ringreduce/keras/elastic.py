@@ -174,7 +174,7 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
             try:
                 if not has_ended:
                     state.sync()
-                    if ring.epoch and ring.rank == 0:
+                    if ring._session.membership.epoch and ring.rank == 0:
                         who = ring.config.rank, ring.config.size
                         _log.warning("[%d/%d] goes on from the commit %s", *who, state._where())
                     if state._commits > commits + 1:

@@ -126,7 +126,7 @@ def _longest(count: int, ring: Communicator) -> int | None:
         problem = "no rank has any data"
         remedy = "Look at how the data is divided: rr.shard takes what is not batched."
     if problem:
-        raise ring.fail(ConfigError(problem, remedy=remedy))
+        raise ring._session.fail(ConfigError(problem, remedy=remedy))
     return None if min(counts) < 0 else max(counts)
 
 

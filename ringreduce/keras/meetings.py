@@ -292,14 +292,14 @@ class _Meeting:
         for part, change in zip(self._parts, changes, strict=True):
             part[:] = change.reshape(-1)
         weight = float(own)
-        self.work = self._ring.engine.submit(lambda: self._meet(weight))
+        self.work = self._ring._session.engine.submit(lambda: self._meet(weight))
         return [np.int32(0)]
 
     def end(self) -> list[np.ndarray]:
         work, self.work = self.work, None
         began = time.perf_counter()
         work.wait()
-        self._ring.blocked_for(time.perf_counter() - began, self._took_s)
+        self._ring._session.blocked_for(time.perf_counter() - began, self._took_s)
         found = zip(self._parts, self._shapes, strict=True)
         return [part.reshape(shape).copy() for part, shape in found]
 

@@ -90,7 +90,8 @@ def go_on(
                 raise
             error = another
     seconds = time.monotonic() - began
-    is_said = handover.tell(Reformed(ring.epoch, tuple(ring.members), where, seconds))
+    membership = ring._session.membership
+    is_said = handover.tell(Reformed(membership.epoch, membership.members, where, seconds))
     if gone and not is_said:
         _log.warning(
             "[%d/%d] lost %s %s; %s went on after %.1f s",

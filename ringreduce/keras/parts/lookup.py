@@ -106,7 +106,7 @@ def _refuse_bad(bad: np.ndarray, layers: Sequence[Any], ring: Communicator) -> N
                 remedy="Look at what the model is fed; values that are in no vocabulary need "
                 "a row of their own.",
             )
-            raise ring.fail(error)
+            raise ring._session.fail(error)
 
 
 def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> list[Any]:
