@@ -716,7 +716,7 @@ BREAKAGES = (
     Breakage(
         "plans-of-the-ring-before",
         "ringreduce/tensorflow/plans.py",
-        "        if self._epoch != ring.epoch:\n",
+        "        if self._epoch != epoch:\n",
         "        if False:\n",
         "After a ring was formed anew, ranks differ in which plans they have compared.",
         ("tests/tensorflow/test_bridge_failures.py",),

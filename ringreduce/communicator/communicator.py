@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,17 +21,14 @@ import numpy as np
 
 from ringreduce.communicator import groups
 from ringreduce.communicator.formation import form
-from ringreduce.communicator.lasting import Explainer, Lasting
+from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.moving import MovingCalls
 from ringreduce.communicator.pairs import PairCalls
 from ringreduce.communicator.session import Session
 from ringreduce.communicator.statistics import Statistics
-from ringreduce.engine.engine import Engine
-from ringreduce.pure.claims import Claim
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import aligned, flat_view
-from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
@@ -42,6 +38,7 @@ from ringreduce.vocabulary.worker_environment import parents_ring
 _log = logging.getLogger(__name__)
 
 
+# `tensorflow/` and `keras/` also use its `_session`, which a ring formed anew replaces.
 class Communicator(MovingCalls, PairCalls):
     """One rank's handle on a formed ring; `ringreduce.init` makes the usual one.
 
@@ -108,16 +105,6 @@ class Communicator(MovingCalls, PairCalls):
     def failure(self) -> RingReduceError | None:
         """The error that has broken this communicator; None while it works."""
         return self._session.failure
-
-    @property
-    def epoch(self) -> int:
-        """How often its ring has been formed anew; for integrations."""
-        return self._session.membership.epoch
-
-    @property
-    def engine(self) -> Engine:
-        """The background thread, started by its first use. Raises ClosedError after `close`."""
-        return self._session.engine
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
         """An uninitialized array in registered memory, where there is some.
@@ -263,53 +250,9 @@ class Communicator(MovingCalls, PairCalls):
         group._parent = self
         return group
 
-    def claim(self, key: str, value: bytes, text: str, remedy: str) -> None:
-        """Say that this rank has `value` for `key`, where all ranks should have the same.
-
-        No collective: from any thread, at any time, without waiting. Neighbours on the ring compare
-        what both have claimed; a difference breaks the ring with a MismatchError of `text`, in
-        which ``{peer}`` becomes the other rank, and `remedy`. What only one has claimed, or what is
-        still under way when a rank leaves, is not compared.
-
-        Args:
-            key: up to 1024 characters.
-            value: up to 64 bytes.
-        """
-        self._session.claim(Claim(key, value, text, remedy))
-
-    def fail(self, error: RingReduceError) -> RingReduceError:
-        """Break the ring with `error` from a layer above; return the error to raise.
-
-        That is `error`, or what has broken the ring before. Every other rank gets it from its
-        present or next call.
-        """
-        return self._session.fail(error)
-
-    def explain_with(self, explainer: Explainer) -> None:
-        """Ask `explainer` what it means when ranks are in different calls.
-
-        For integrations, which know what signatures stand for. Called in the thread of the failed
-        call, before the other ranks are notified: every rank then raises the error that it
-        returns, unless that is None. Only a weak reference is kept, also by a ring formed anew.
-        """
-        self._session.lasting.explainers.add(explainer)
-
     def statistics(self) -> Statistics:
         """A snapshot of what this communicator has done so far."""
         return self._session.statistics()
-
-    def blocked_for(self, seconds: float, reducing_s: float | None = None) -> None:
-        """Add time that a training step was blocked by reducing; for integrations.
-
-        `reducing_s`: how long that took, in any thread; None: the step did it itself.
-        """
-        now, done_s = time.monotonic(), seconds if reducing_s is None else reducing_s
-        self._session.events.part(SpanKind.BLOCKED, now - seconds, now)
-        self._session.events.part(SpanKind.REDUCE, now - done_s, now)
-
-    def stepped(self, began_s: float, ended_s: float) -> None:
-        """Record a training step, by `time.monotonic`; for integrations."""
-        self._session.events.part(SpanKind.TRAINING, began_s, ended_s)
 
     def close(self) -> None:
         """Leave the ring and free sockets and threads; calling it again does nothing.

@@ -9,10 +9,13 @@ from ringreduce.vocabulary.errors import MismatchError, RingReduceError
 
 
 class Explainer(Protocol):
-    """Explains a mismatch better than two signatures do; see `Communicator.explain_with`."""
+    """What an integration knows signatures to stand for."""
 
     def explain(self, error: MismatchError) -> RingReduceError | None:
-        """A better error, or None."""
+        """What `error`, of ranks in different calls, means: a better error for all ranks, or None.
+
+        Called in the thread of the failed call, before the other ranks are notified.
+        """
 
 
 class Lasting:
@@ -22,5 +25,4 @@ class Lasting:
         self.events = Events()  # what its calls were
         # The background thread, with the plans of traced steps; None until it is needed.
         self.engine: Engine | None = None
-        # They know what signatures stand for.
         self.explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()

@@ -48,4 +48,4 @@ def refuse(ring: Communicator, found: Difference | None, operation: str) -> None
     error = MismatchError(
         found.text, **ring.config.who, peer=found.peer, operation=operation, remedy=found.remedy
     )
-    raise ring.fail(error)
+    raise ring._session.fail(error)

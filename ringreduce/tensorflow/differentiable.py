@@ -73,7 +73,7 @@ def _numbers_of(ring: Communicator) -> Numbers:
     found = _numbers.get(ring)
     if found is None:
         found = _numbers.setdefault(ring, Numbers())
-        ring.explain_with(found)
+        ring._session.lasting.explainers.add(found)
     return found
 
 

@@ -79,7 +79,7 @@ class NumericsCheck:
             what, **ring.config.who, peer=peer, operation="gradient reduction", remedy=remedy
         )
         if self._mode == "raise":
-            raise ring.fail(error)
+            raise ring._session.fail(error)
         if str(self._bad_steps).rstrip("0") == "1":
             text = "[%d/%d] %s This was bad step %d of this rank."
             _log.warning(text, *ring.config.who.values(), error, self._bad_steps)

@@ -10,6 +10,7 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.pure.encodings import Coding, encoding_of
+from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.low_rank import LowRankReducer
@@ -34,16 +35,17 @@ class AgreedPlans:
     def __init__(self, ring: Communicator, bucket_bytes: int) -> None:
         self.communicator, self._bucket_bytes = ring, bucket_bytes
         self._plans: dict[int, BucketPlan] = {}
-        self._epoch = ring.epoch
+        self._epoch = ring._session.membership.epoch
         self._latest: BucketPlan | None = None
         self._comparing: BucketPlan | None = None
-        ring.explain_with(self)
+        ring._session.lasting.explainers.add(self)
 
     def require(self, plan: BucketPlan) -> None:
         """Compare a plan with every rank's before its first use; on all ranks MismatchError."""
         ring = self.communicator
-        if self._epoch != ring.epoch:
-            self._epoch, self._plans = ring.epoch, {}
+        epoch = ring._session.membership.epoch
+        if self._epoch != epoch:
+            self._epoch, self._plans = epoch, {}
         if plan.signature in self._plans:
             return
         gradients = [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients]
@@ -128,7 +130,8 @@ class BucketReducer:
         """Begin a step: `require` that all ranks have this plan."""
         now = time.monotonic()
         if self._begun_s is not None:
-            self.communicator.stepped(self._begun_s, now)
+            events = self.communicator._session.events
+            events.part(SpanKind.TRAINING, self._begun_s, now)
         self._begun_s = now
         self._agreed.require(self.plan)
         self.numerics.begin_step()

@@ -112,7 +112,7 @@ def _compiled(
                 )
             np.copyto(result, found)
 
-    engine = ring.engine
+    engine = ring._session.engine
     assert engine.native is not None
     number = engine.native.register([Layout(memory, memory.size, spans[:count], spans[count:])])
     engine.serve(number, reduce)

@@ -46,7 +46,7 @@ class PackedRoute:
             memory = None if bucket.in_place else self._communicator.empty(size, np.uint8)
             spans = [(slot.start * each, slot.count * each) for slot in bucket.slots]
             layouts.append(Layout(memory, size, spans))
-        engine = self._communicator.engine
+        engine = self._communicator._session.engine
         assert engine.native is not None
         self._number = engine.native.register(layouts)
         buckets = self._plan.buckets
@@ -76,7 +76,7 @@ class PackedRoute:
         ring, number = self._communicator, self._number
         with order.in_order(ring):
             tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
-        sparse = mean_of_slices(self._reducer, slices, ring.engine.drain)
+        sparse = mean_of_slices(self._reducer, slices, ring._session.engine.drain)
         waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]
         order.done(ring, [mean for part in waited for mean in part])
         return waited, sparse
@@ -120,7 +120,7 @@ class PythonRoute:
         try:
             return [np.int32(len(arrays)), *self._reduced(arrays)]
         finally:
-            self._reducer.communicator.blocked_for(time.perf_counter() - started)
+            self._reducer.communicator._session.blocked_for(time.perf_counter() - started)
 
     def _reduced(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Pack and reduce bucket by bucket; return views."""

@@ -100,7 +100,7 @@ def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) 
                 peer=ring.members[group_rank],
                 remedy="Receive with the shape and dtype of what is sent.",
             )
-            raise ring.fail(error)
+            raise ring._session.fail(error)
         return gradient
 
     what, given = "receive a gradient", tf.convert_to_tensor(number, tf.int64)

@@ -125,7 +125,7 @@ def mean_of_slices(
             return _reduced(reducer, arrays)
         finally:
             now = time.perf_counter()
-            reducer.communicator.blocked_for(now - began, now - drained)
+            reducer.communicator._session.blocked_for(now - began, now - drained)
 
     # Indices and values of each, alternating.
     parts = [tensor for one in slices for tensor in (one.indices, one.values)]
@@ -182,7 +182,7 @@ def _merged(
         text = f"has row {outside} in its gradient of {spec.describe()}"
         remedy = f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed."
         error = ArrayError(text, **ring.config.who, operation="gradient reduction", remedy=remedy)
-        raise ring.fail(error)
+        raise ring._session.fail(error)
     rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
     rising, total = _added(indices.astype(np.int64, copy=False), rows)
     return rising, _narrowed(total, rows.dtype)

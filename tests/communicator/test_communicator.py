@@ -293,7 +293,7 @@ def test_mismatch_tells_both_sides():
 
 def test_bad_argument_to_a_broken_communicator_is_still_a_bad_argument():
     with Communicator(Config()) as comm:
-        comm.fail(MismatchError("differ"))
+        comm._session.fail(MismatchError("differ"))
         with pytest.raises(ArrayError):
             comm.all_reduce([1.0])
 
@@ -301,7 +301,7 @@ def test_bad_argument_to_a_broken_communicator_is_still_a_bad_argument():
 def test_failure_found_by_a_layer_above_reaches_every_rank():
     def work(comm: Communicator) -> int | None:
         if comm.rank == 1:
-            comm.fail(MismatchError("has other gradients", rank=1, size=3))
+            comm._session.fail(MismatchError("has other gradients", rank=1, size=3))
         with pytest.raises(MismatchError, match="has other gradients") as caught:
             comm.barrier()
         return caught.value.origin
@@ -314,7 +314,7 @@ def test_failure_whose_text_is_none_reaches_every_rank():
 
     def work(comm: Communicator) -> None:
         if comm.rank == 1:
-            comm.fail(MismatchError("cannot read \udcff"))
+            comm._session.fail(MismatchError("cannot read \udcff"))
         with pytest.raises(MismatchError, match="cannot read"):
             comm.barrier()
 
@@ -376,7 +376,7 @@ def test_statistics_count_the_bytes_that_the_algorithm_promises(size):
 def test_repr_tells_place_and_state():
     with Communicator(Config()) as comm:
         assert repr(comm) == "<Communicator rank 0 of 1, open>"
-        comm.fail(MismatchError("differ"))
+        comm._session.fail(MismatchError("differ"))
         assert repr(comm) == "<Communicator rank 0 of 1, broken>"
     assert repr(comm) == "<Communicator rank 0 of 1, closed>"
 
@@ -509,7 +509,9 @@ def test_an_abort_after_a_failure_answers_background_work_with_that_failure(monk
     """Two texts would be two errors: that of the call, and that of an op that waits."""
     with ringreduce.Communicator(Config()) as communicator:
         told = []
-        monkeypatch.setattr(communicator.engine, "fail", lambda _, error: told.append(error))
-        first = communicator.fail(ringreduce.ConfigError("found here"))
+        monkeypatch.setattr(
+            communicator._session.engine, "fail", lambda _, error: told.append(error)
+        )
+        first = communicator._session.fail(ringreduce.ConfigError("found here"))
         communicator._session.ring_ended(ringreduce.ConfigError("heard of later"))
         assert told == [first, first]

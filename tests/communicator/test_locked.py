@@ -25,7 +25,7 @@ if RANK in (0, 2):
     read_with_lock(0, ctypes.create_string_buffer(1), 1)
 elif RANK == 3:
     sys.stdin.readline()
-    ring.fail(rr.MismatchError("cannot go on", rank=3, size=4))
+    ring._session.fail(rr.MismatchError("cannot go on", rank=3, size=4))
     say("failed")
 attempt("result", lambda: ring.all_reduce(np.ones(1000)))
 hold()

@@ -438,13 +438,13 @@ def test_a_ring_that_has_not_failed_is_formed_anew_with_or_without_all(on_ranks:
 
 def test_what_was_begun_in_the_old_ring_ends_and_the_engine_goes_on() -> None:
     def work(comm: Communicator) -> None:
-        engine = comm.engine
+        engine = comm._session.engine
         begun = comm.all_reduce(np.ones(3), async_op=True) if comm.rank == 0 else None
         reform(comm, [])
         if begun is not None:
             with pytest.raises(RingReduceError):
                 begun.wait()
-        assert comm.engine is engine
+        assert comm._session.engine is engine
         assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
         assert comm.failure is None
         assert comm.statistics().collectives >= 2
@@ -469,14 +469,14 @@ def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attem
         formed(events)
 
     def work(comm: Communicator) -> None:
-        engine = comm.engine
+        engine = comm._session.engine
         both.wait()  # Else the first ring of the other one might fail.
         monkeypatch.setattr(Events, "formed", fail_once)
         with pytest.raises(OSError, match="no memory"):
             reform(comm, [])
         both.wait()  # Both have closed what they had opened.
         reform(comm, [])
-        assert comm.engine is engine
+        assert comm._session.engine is engine
         assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
 
     ring_of_threads(2, work)
@@ -542,7 +542,7 @@ def test_what_explains_mismatches_does_so_in_the_new_ring_too() -> None:
 
     def work(comm: Communicator) -> None:
         better = Better()
-        comm.explain_with(better)
+        comm._session.lasting.explainers.add(better)
         reform(comm, [])
         with pytest.raises(MismatchError, match="has another variable"):
             comm.all_reduce(np.ones(3 + comm.rank))

@@ -287,7 +287,7 @@ def test_a_ring_that_does_not_form_leaves_a_record(tmp_path: Path) -> None:
 
 def test_an_error_that_a_layer_above_has_found_is_recorded(tmp_path: Path) -> None:
     with Communicator(Config(log_dir=str(tmp_path))) as communicator:
-        communicator.fail(MismatchError("found NaN", rank=0, size=1))
+        communicator._session.fail(MismatchError("found NaN", rank=0, size=1))
     dump = read(tmp_path)
     assert dump.failure is not None
     assert (dump.failure.text, dump.failure.in_call) == ("rank 0 of 1 found NaN.", None)
@@ -465,7 +465,7 @@ def test_a_communicator_made_in_another_thread_hears_no_signal_but_dumps_errors(
     """Python sets handlers in the main thread alone."""
 
     def work(communicator: Communicator) -> None:
-        communicator.fail(RingReduceError("stop"))
+        communicator._session.fail(RingReduceError("stop"))
 
     ring_of_threads(1, work, log_dir=str(tmp_path))
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -195,7 +195,7 @@ def test_work_is_counted_when_it_is_done(ring):
         for _ in range(3):
             pending = comm.all_reduce(np.ones(3), async_op=True)
         pending.wait()
-        comm.engine.drain()
+        comm._session.engine.drain()
         assert comm.statistics().collectives == before + 3
 
     ring(2, work)
@@ -215,9 +215,9 @@ def test_no_thread_is_started_before_there_is_work_for_it(ring):
 
 def test_time_blocked_is_what_the_engine_and_the_caller_have_waited():
     with Communicator(Config()) as comm:
-        comm.blocked_for(2.0)
-        comm.blocked_for(0.5)
-        comm.blocked_for(0.25, 1.0)
+        comm._session.blocked_for(2.0)
+        comm._session.blocked_for(0.5)
+        comm._session.blocked_for(0.25, 1.0)
         comm._session.events.part(SpanKind.REDUCE, 8.0, 12.0)
         assert comm.statistics().waited_s == pytest.approx(2.75, abs=1e-6)
         assert comm.statistics().reducing_s == pytest.approx(7.5, abs=1e-6)
@@ -259,24 +259,24 @@ def test_call_after_work_that_failed_raises_its_error(ring):
 @needs_library
 def test_threads_that_wait_for_buckets_are_told_why_the_ring_broke():
     with Communicator(Config()) as comm:
-        plan = Plan(comm.engine.native, 2)
+        plan = Plan(comm._session.engine.native, 2)
         start(plan.number, 1)
         waiting = in_thread(lambda: wait_for_bucket(plan.number, 1))
         until_it_waits(waiting)
-        comm.fail(MismatchError("has other gradients"))
+        comm._session.fail(MismatchError("has other gradients"))
         assert waiting.result(DEADLINE_S).why == "has other gradients."
 
 
 @needs_library
 def test_threads_that_wait_for_buckets_are_told_though_no_rank_can_be(monkeypatch):
     with Communicator(Config()) as comm:
-        plan = Plan(comm.engine.native, 2)
+        plan = Plan(comm._session.engine.native, 2)
         start(plan.number, 1)
         waiting = in_thread(lambda: wait_for_bucket(plan.number, 1))
         until_it_waits(waiting)
         monkeypatch.setattr(comm._session.collectives, "abort", lambda: failing(OSError("no"))())
         with pytest.raises(OSError, match="no"):
-            comm.fail(MismatchError("has other gradients"))
+            comm._session.fail(MismatchError("has other gradients"))
         assert waiting.result(DEADLINE_S).why == "has other gradients."
 
 

@@ -62,7 +62,7 @@ from ringreduce.vocabulary.config import Config
 from tests.effects.test_handoff import Plan, in_thread, start, until_it_waits, wait
 
 comm = Communicator(Config())
-plan = Plan(comm.engine.native, 2)
+plan = Plan(comm._session.engine.native, 2)
 start(plan.number, 1)
 waiting = in_thread(lambda: wait(plan.number, 1))
 until_it_waits(waiting)
@@ -132,7 +132,7 @@ def test_rank_killed_before_a_bucket_that_runs_in_c_is_named(tmp_path: Path) -> 
     ring = join()
     data = np.ones(1000)
     def bucket():
-        ring.engine.submit(lambda: ring.all_reduce(data, "mean", signature=5)).wait()
+        ring._session.engine.submit(lambda: ring.all_reduce(data, "mean", signature=5)).wait()
     for _ in range(20):
         bucket()
     say("ready", in_c=ring._session.collectives.small.nbytes)

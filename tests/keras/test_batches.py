@@ -15,6 +15,7 @@ from ringreduce.keras import batches
 from ringreduce.keras import shares as rr_shares
 from ringreduce.keras.plan import Plan
 from ringreduce.keras.rows import as_tensor
+from ringreduce.pure.claims import Claim
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
@@ -104,7 +105,8 @@ def test_what_is_random_on_purpose_is_no_difference():
         feed = batches.feed_of([data], Plan(comm, "the data"))
         assert len(list(feed.dataset)) == BATCH // 2
         # Values are compared in their order: one that differed before would be the error.
-        comm.claim("last", bytes([comm.rank]), "differs from {peer} in the last", "Nothing.")
+        last = Claim("last", bytes([comm.rank]), "differs from {peer} in the last", "Nothing.")
+        comm._session.claim(last)
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             comm.barrier()

@@ -202,7 +202,7 @@ def anew(ring, error, stays, in_call=None):
         ring._session.calls.call("barrier", 0, known)
     if ring.rank == 2:
         assert in_call is None or in_call.wait(30)
-        ring.fail(error)
+        ring._session.fail(error)
     failed = None
     while failed is None or (ring.rank == 0 and stays(time.monotonic() - failed)):
         time.sleep(0.01)

@@ -290,7 +290,7 @@ print(
         {
             "rank": RANK,
             "members": list(ring.members),
-            "epoch": ring.epoch,
+            "epoch": ring._session.membership.epoch,
             "uses": [-round(float(n), 3) for n in layer.uses.numpy()],
             "steps": float(layer.steps.numpy()),
             "iterations": int(model.optimizer.iterations.numpy()),

@@ -102,7 +102,7 @@ concrete = tf.function(
     lambda x: made.mean(ring, [x], ["a"])
 ).get_concrete_function(tf.TensorSpec([3], tf.float32))
 concrete(tf.ones(3))
-memory = ring.engine._plans
+memory = ring._session.engine._plans
 assert len(memory) == 1
 made._routes.clear()
 gc.collect()

@@ -225,7 +225,7 @@ def test_no_call_begins_in_c_once_it_needs_a_check():
         assert group is not None
         group.all_reduce(np.ones(3))
         group.barrier()
-        group.fail(ArrayError("something else"))
+        group._session.fail(ArrayError("something else"))
         small = group._session.collectives.small
         assert small is not None
         assert not small.begins_here
@@ -237,7 +237,7 @@ def test_no_call_begins_in_c_once_it_needs_a_check():
 
 def bucket(comm: Communicator, array: np.ndarray, op: ReduceOp, signature: int) -> np.ndarray:
     """Reduce `array` as the engine reduces a bucket: in its thread, with the plan's signature."""
-    reduced: np.ndarray = comm.engine.submit(
+    reduced: np.ndarray = comm._session.engine.submit(
         lambda: comm.all_reduce(array, op, signature=signature)
     ).wait()
     return reduced
@@ -266,7 +266,9 @@ def test_a_call_of_the_program_comes_after_the_buckets_before_it():
             comm.all_reduce(np.ones(3))
             bucket(comm, np.ones(301), ReduceOp.SUM, 5)
         buckets = [
-            comm.engine.submit(lambda: comm.all_reduce(np.ones(301), ReduceOp.SUM, signature=5))
+            comm._session.engine.submit(
+                lambda: comm.all_reduce(np.ones(301), ReduceOp.SUM, signature=5)
+            )
             for _ in range(100)
         ]
         comm.all_reduce(np.ones(3))

@@ -168,7 +168,7 @@ def test_a_broken_ring_ends_what_is_pending_with_its_error() -> None:
     def work(comm: Communicator) -> None:
         if comm.rank == 2:
             comm.barrier()
-            raise comm.fail(PeerLostError("gives up", rank=2, size=3, peer=2))
+            raise comm._session.fail(PeerLostError("gives up", rank=2, size=3, peer=2))
         pending = [comm.recv(np.ones(3), each, async_op=True) for each in (1 - comm.rank, 2)]
         comm.barrier()
         for each in pending:
