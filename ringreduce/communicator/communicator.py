@@ -124,7 +124,8 @@ class Communicator(MovingCalls, PairCalls):
         session = self._session
         found = None if self.closed or nbytes == 0 else session.collectives.empty(nbytes)
         if found is None:
-            if session.shares_memory and nbytes and not self.closed and not self.failure:
+            shares = any(self.rank in host and len(host) > 1 for host in session.hosts)
+            if shares and nbytes and not self.closed and not self.failure:
                 text = "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used"
                 _log.warning(text, self.rank, self.size, nbytes)
             found = aligned(nbytes)

@@ -11,8 +11,8 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ringreduce.bootstrap.rendezvous import Rendezvous
 from ringreduce.collectives.base import Collectives
@@ -23,9 +23,10 @@ from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Joins
 from ringreduce.communicator import reaching
 from ringreduce.communicator.opened_sockets import Announced, OpenedSockets, bind_of, open_sockets
+from ringreduce.communicator.reaching import Layout
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.placement import Placement, place
+from ringreduce.pure.placement import place
 from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.views import Agreement, View
 from ringreduce.transport import descriptors
@@ -95,10 +96,11 @@ class Job:
             self.standby.answering.callback(visits.close)
             visits.answer(view, for_s, has_ended=bool(self.has_ended), is_busy=is_busy)
 
-    def place(self, membership: Membership) -> Placement:
+    def layout(self, membership: Membership) -> Layout:
         """Which members share memory."""
         members = membership.members
-        return place([self.hosts[m] for m in members], [self.domains[m] for m in members])
+        placement = place([self.hosts[m] for m in members], [self.domains[m] for m in members])
+        return Layout(self.security.rank, membership, placement)
 
 
 class Formed(NamedTuple):
@@ -109,7 +111,6 @@ class Formed(NamedTuple):
     control: Control
     transport: str  # ``shm``, ``zmq`` or ``shm+zmq``
     hosts: tuple[tuple[int, ...], ...]  # the ranks of each host, in the order of the ring
-    shares_memory: bool  # whether this rank shares memory with another
     local_rank: int  # as configured, else counted on this host; `local_size` too
     local_size: int
     rendezvous: Rendezvous | None
@@ -159,7 +160,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
             routes=Routes(config.rank, config.size, networks_of),
             agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
         )
-        placement = job.place(membership)
+        placement = job.layout(membership).placement
         if config.transport == "shm" and placement.transport != "shm":
             groups = ", ".join(str(host) for host in placement.hosts)
             raise ConfigError(
@@ -200,7 +201,7 @@ def form_group(
     _reserve(config, membership, job.bind)
     with contextlib.ExitStack() as undo:
         with parent.guarded():
-            transport = job.place(membership).transport
+            transport = job.layout(membership).placement.transport
             opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
         found = parent.exchange((*opened.announced, secrets.token_bytes(MATERIAL_BYTES)))
         by_member = [found[rank] for rank in membership.members]
@@ -246,13 +247,9 @@ def connect(
 
     Raises RendezvousError, on all, if a member cannot reach one that it sends to.
     """
-    placement, where = job.place(membership), dict(zip(membership.members, announced, strict=True))
+    layout, where = job.layout(membership), dict(zip(membership.members, announced, strict=True))
     if job.routes.are_needed:
-        with others.guarded():
-            ring = config, job.routes, membership, placement
-            unreached = reaching.find_ways(*ring, where, check)
-        reaching.refuse_unreached(config, job.hosts, others.exchange(unreached))
-        where = reaching.ways_to(job.routes, where)
+        where = reaching.find_ways(config, job, layout, where, others, check)
     with others.guarded():
         opened.control.connect({rank: each.control for rank, each in where.items()})
         pairs = ZmqPairs(
@@ -265,19 +262,17 @@ def connect(
             routes=job.routes,
             ranks_here=job.ranks_here(config.rank),
         )
-        collectives = _collectives(config, job, membership, placement, opened, where, pairs, check)
+        collectives = _collectives(config, job, layout, opened, where, pairs, check)
         collectives.pairs = pairs
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)
     own, count = (config.local_rank, config.local_size) if is_whole else (None, None)
-    together = placement.hosts[placement.host_of(membership.group_rank(config.rank))]
     return Formed(
         job=job,
         collectives=collectives,
         control=opened.control,
-        transport=placement.transport,
-        hosts=placement.hosts,
-        shares_memory=len(together) > 1,
+        transport=layout.placement.transport,
+        hosts=layout.placement.hosts,
         local_rank=here.index(config.rank) if own is None else own,
         local_size=len(here) if count is None else count,
         rendezvous=others if isinstance(others, Rendezvous) else None,
@@ -288,61 +283,45 @@ def connect(
 def _collectives(
     config: Config,
     job: Job,
-    membership: Membership,
-    placement: Placement,
+    layout: Layout,
     opened: OpenedSockets,
     announced: Mapping[int, Announced],
     pairs: ZmqPairs,
     check: Callable[[], None],
 ) -> Collectives:
     """The collectives of the members as they are placed."""
-    rank, size, link, shared = config.rank, config.size, opened.link, opened.shared
-    group_rank = membership.group_rank(rank)
-    together = placement.hosts[placement.host_of(group_rank)]
+    rank, link, shared = config.rank, opened.link, opened.shared
+    membership, placement, together = layout.membership, layout.placement, layout.together
+    whose: dict[str, Any] = {"membership": membership, "job": job.number}
     host = SharedMemoryCollectives(None)
     if len(together) > 1:
         assert shared is not None
-        members = [membership.members[other] for other in together]
-        names = [announced[member].memory for member in members]
-        here = shared.connect(names, members, rank=rank, size=size, job=job.number, check=check)
-        job.processes.update(here)
-        host = SharedMemoryCollectives(
-            shared,
-            rank=together.index(group_rank),
-            size=len(together),
-            membership=membership,
-            job=job.number,
+        names = [announced[member].memory for member in together]
+        here = shared.connect(
+            names, together, rank=rank, size=config.size, job=job.number, check=check
         )
+        job.processes.update(here)
+        place, count = together.index(rank), len(together)
+        host = SharedMemoryCollectives(shared, rank=place, size=count, **whose)
     elif shared is not None:
         shared.close()
-    if placement.transport == "shm":
-        if link is not None:
-            link.close()
-        return host
-    assert link is not None
     ring: Ring | None = None
-    lane = together.index(group_rank)
-    if lane < placement.lanes:
-        members = [membership.members[other] for other in placement.lane(lane)]
-        addresses = {member: announced[member].address for member in members}
-        part = replace(membership, members=tuple(members))
+    if (lane := layout.lane) is not None:
+        assert link is not None
         link.connect(
-            job=job.number, addresses=addresses, membership=part, ranks_here=job.ranks_here(rank)
-        )
-        ring = Ring(
-            link,
-            rank=members.index(rank),
-            size=len(members),
-            membership=membership,
-            pairs=pairs,
-            places=placement.lane(lane),
             job=job.number,
+            addresses={member: announced[member].address for member in lane.members},
+            membership=lane,
+            ranks_here=job.ranks_here(rank),
         )
-    else:
+        places = tuple(map(membership.group_rank, lane.members))
+        place = lane.group_rank(rank)
+        ring = Ring(link, rank=place, size=lane.size, pairs=pairs, places=places, **whose)
+    elif link is not None:
         link.close()
+    if placement.transport == "shm":
+        return host
     if placement.transport == "zmq":
         assert ring is not None
         return ring
-    return HierarchicalCollectives(
-        host, ring, placement, group_rank, membership=membership, job=job.number
-    )
+    return HierarchicalCollectives(host, ring, placement, membership.group_rank(rank), **whose)

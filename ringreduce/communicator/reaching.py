@@ -1,8 +1,11 @@
-"""Before ranks connect: each finds the addresses at which it reaches those that it sends to."""
+"""Before ranks connect: to which others each sends, and at which addresses it reaches them."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ringreduce.bootstrap.hello import shown
 from ringreduce.communicator.opened_sockets import Announced
@@ -10,9 +13,35 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached, unreached_table
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import channel_distances
-from ringreduce.transport.routes import Routes
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from ringreduce.communicator.formation import Job
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the members of a ring are, as one of them sees it: `rank`, of the job."""
+
+    rank: int
+    membership: Membership
+    placement: Placement
+
+    @property
+    def together(self) -> list[int]:
+        """The members that share memory with it, itself among them."""
+        host = self.placement.host_of(self.membership.group_rank(self.rank))
+        return [self.membership.members[each] for each in self.placement.hosts[host]]
+
+    @property
+    def lane(self) -> Membership | None:
+        """The members of its ring over sockets; None: it sends no data over sockets."""
+        index = self.together.index(self.rank)
+        if self.placement.transport == "shm" or index >= self.placement.lanes:
+            return None
+        members = [self.membership.members[each] for each in self.placement.lane(index)]
+        return replace(self.membership, members=tuple(members))
 
 
 class Exchange(Protocol):
@@ -27,22 +56,31 @@ class Exchange(Protocol):
 
 def find_ways(
     config: Config,
-    routes: Routes,
-    membership: Membership,
-    placement: Placement,
+    job: Job,
+    layout: Layout,
     announced: Mapping[int, Announced],
+    others: Exchange,
     check: Callable[[], None],
-) -> list[tuple[int, str, str]]:
-    """Find out at which addresses this rank reaches the members that it sends to.
+) -> dict[int, Announced]:
+    """What members have `announced`, at the addresses at which this rank reaches them.
 
-    It tries the ports of their control channels, which every rank has; all members must have done
-    so before one connects, since ports are shut then. While this waits it calls `check`. Returns
-    what it could not reach: rank, address, reason.
+    It tries the ports of the control channels, which every rank has, of those that it sends to; all
+    members must have done so before one connects, since ports are shut then. While this waits it
+    calls `check`. Raises RendezvousError, on all ranks, if one has found no way to another.
     """
-    ahead = _ahead(config, membership, placement)
-    peers = {*membership.neighbours(config.rank), *ahead} - {config.rank}
-    tried = {rank: announced[rank].control for rank in peers}
-    return [(each.peer, each.address, each.why) for each in routes.find(tried, check)]
+    with others.guarded():
+        lane = layout.lane
+        distances = () if lane is None else channel_distances(lane.size, config.streams)
+        ahead = [] if lane is None else [lane.ahead(config.rank, each) for each in distances]
+        peers = {*layout.membership.neighbours(config.rank), *ahead} - {config.rank}
+        found = job.routes.find({rank: announced[rank].control for rank in peers}, check)
+        unreached = [(each.peer, each.address, each.why) for each in found]
+    refuse_unreached(config, job.hosts, others.exchange(unreached))
+    lead = job.routes.lead
+    return {
+        rank: Announced(lead(rank, each.address), lead(rank, each.control), each.memory)
+        for rank, each in announced.items()
+    }
 
 
 def refuse_unreached(
@@ -60,24 +98,3 @@ def refuse_unreached(
             "them a range for firewalls), or choose another network by RINGREDUCE_IFACE on all "
             "hosts.",
         )
-
-
-def ways_to(routes: Routes, announced: Mapping[int, Announced]) -> dict[int, Announced]:
-    """What members have announced, at the addresses that this rank has found."""
-    return {
-        rank: Announced(
-            routes.lead(rank, each.address), routes.lead(rank, each.control), each.memory
-        )
-        for rank, each in announced.items()
-    }
-
-
-def _ahead(config: Config, membership: Membership, placement: Placement) -> list[int]:
-    """The members that it sends data to over sockets, the next one first."""
-    group_rank = membership.group_rank(config.rank)
-    lane = placement.hosts[placement.host_of(group_rank)].index(group_rank)
-    if placement.transport == "shm" or lane >= placement.lanes:
-        return []
-    ring = [membership.members[other] for other in placement.lane(lane)]
-    here, distances = ring.index(config.rank), channel_distances(len(ring), config.streams)
-    return [ring[(here + each) % len(ring)] for each in distances]

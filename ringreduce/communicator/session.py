@@ -86,8 +86,8 @@ class Session:
         self._use(SharedMemoryCollectives(None))
         self.job = job
         self.groups: weakref.WeakSet[Session] = weakref.WeakSet()  # closed with this one
-        self.transport, self.shares_memory = "none", False
-        self._hosts: tuple[tuple[int, ...], ...] = ((0,),)
+        self.transport = "none"
+        self.hosts: tuple[tuple[int, ...], ...] = ((0,),)
         self._watcher: Watcher | None = None
         self._has_aborted = False
         self.calls, self.messages = Calls(self), Messages(self)
@@ -133,8 +133,7 @@ class Session:
         self.job = formed.job
         self.job.flight = self._flight
         self._use(formed.collectives)
-        self.transport = formed.transport
-        self.shares_memory, self._hosts = formed.shares_memory, formed.hosts
+        self.transport, self.hosts = formed.transport, formed.hosts
         if self.collectives.small is not None:
             self.calls.use(self.collectives.small)
         self._recorder.transport = formed.transport
@@ -242,7 +241,7 @@ class Session:
             stopped_s=self.events.stopped_s(),
             slow_rank=slow_rank(heartbeats),
             slow_link=slow_link(links),
-            hosts=self._hosts,
+            hosts=self.hosts,
             sent_to_next=links.get(self.config.rank),
         )
 

@@ -6,6 +6,7 @@ import os
 import platform
 import socket as sockets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import zmq
 
 from ringreduce._version import __version__
 from ringreduce.bootstrap import rendezvous
-from ringreduce.communicator import formation, reaching
+from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.opened_sockets import bind_of
 from ringreduce.pure.networks import Unreached
@@ -495,15 +496,16 @@ def test_a_ring_is_shut_at_each_of_its_addresses(monkeypatch):
 
 
 def test_a_group_in_which_a_rank_is_not_reached_fails_on_all_ranks(monkeypatch):
-    find = reaching.find_ways
+    find, calls = routes.Routes.find, Counter()
 
-    def fail(config, routes, membership, *more):
-        if membership.group and config.rank == 1:
-            return [(0, "127.0.0.1:9", "refused")]
-        return find(config, routes, membership, *more)
+    def fail(found, *arguments):
+        calls[found] += 1
+        if calls[found] == 2 and found._rank == 1:
+            return [Unreached(1, 0, "127.0.0.1:9", "refused")]
+        return find(found, *arguments)
 
     monkeypatch.setattr(formation, "own_networks", several_addresses)
-    monkeypatch.setattr(reaching, "find_ways", fail)
+    monkeypatch.setattr(routes.Routes, "find", fail)
 
     def work(comm):
         with pytest.raises(RendezvousError) as caught:
