@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ringreduce.communicator.refusals import again, forked, interrupted
-from ringreduce.pure.payload import flat_view
+from ringreduce.pure.payload import decode, encode_or_refuse, flat_view
 from ringreduce.pure.spans import CODES
+from ringreduce.pure.wire import Kind
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
@@ -109,6 +110,22 @@ class Calls:
                     self._caller.value = 0
         finally:
             self._leave_if_due()
+
+    def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
+        """The objects that all ranks passed, decoded copies, in the order of their places."""
+        who = self._session.config.who
+        gathered = self.objects(kind, value, self._session.uneven.all_gather_object, signature)
+        return [decode(each, who) for each in gathered]
+
+    def objects(
+        self, kind: Kind, value: Any, run: Callable[..., _Result], *arguments: Any
+    ) -> _Result:
+        """Run a collective on the encoded `value`, and only then raise why that cannot be sent."""
+        payload, refusal = encode_or_refuse(value, self._session.config.who)
+        result = self.call(kind.label, payload.size, run, kind, payload, *arguments)
+        if refusal is not None:
+            raise refusal
+        return result
 
     def all_reduce(self, array: np.ndarray, option: ReduceOp | str, signature: int = 0) -> bool:
         """All-reduce `array` by one C function; False: that does not know it, nothing was begun.

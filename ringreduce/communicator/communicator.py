@@ -24,6 +24,7 @@ from ringreduce.communicator.formation import form
 from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.moving import MovingCalls
 from ringreduce.communicator.pairs import PairCalls
+from ringreduce.communicator.refusals import ending_error
 from ringreduce.communicator.session import Session
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.pure.encodings import Coding
@@ -262,7 +263,7 @@ class Communicator(MovingCalls, PairCalls):
         call that runs in another thread or in the engine gets a PeerLostError, and one that has
         not begun a ClosedError. Never raises; takes at most about two seconds.
         """
-        self._session.close()
+        self._session.close(ending_error())
 
     def __enter__(self) -> Communicator:
         """Return the communicator; leaving the block closes it."""
@@ -270,7 +271,7 @@ class Communicator(MovingCalls, PairCalls):
 
     def __exit__(self, kind: object, value: BaseException | None, traceback: object) -> None:
         """Close; the other ranks receive the exception that ended the block, if one did."""
-        self._session.close_with(value)
+        self._session.close(value)
 
     def __repr__(self) -> str:
         """Rank, size and state."""

@@ -42,7 +42,7 @@ class _Parent(NamedTuple):
     def exchange(self, value: Any, why: str = "") -> dict[int, Any]:
         """What each rank of the parent has passed; RendezvousError if one says `why` it failed."""
         parent = self.session
-        told = parent.gather(Kind.SPLIT, [value, why], signature_of("split", "announced"))
+        told = parent.calls.gather(Kind.SPLIT, [value, why], signature_of("split", "announced"))
         for rank, (_, reason) in zip(parent.membership.members, told, strict=True):
             if reason and rank != parent.config.rank:
                 raise RendezvousError(
@@ -67,7 +67,7 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
     """The group that this rank will be in; None for none."""
     membership, job = parent.membership, parent.job
     highest = 0 if job is None else job.highest_group
-    told = parent.gather(Kind.SPLIT, (color, key, highest), signature_of("split"))
+    told = parent.calls.gather(Kind.SPLIT, (color, key, highest), signature_of("split"))
     groups = membership.split([Choice(*each) for each in told])
     if groups and groups[-1].group >= GROUPS_MAX:
         # The same on all ranks, and nothing was formed.

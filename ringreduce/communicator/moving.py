@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator.session import Handle
+from ringreduce.communicator.handle import Handle
 from ringreduce.pure.payload import (
     checked_counts,
     checked_root,
     decode,
     encode,
-    encode_or_refuse,
     encode_refusal,
     flat_view,
 )
@@ -205,13 +204,8 @@ class MovingCalls(Handle):
             64 MiB. The communicator still works.
         """
         root = checked_root(root, self.size, self._config.who)
-        payload, refusal = np.empty(0, np.uint8), None
-        if self.rank == root:
-            payload, refusal = encode_or_refuse(value, self._config.who)
-        arguments = self._session.uneven.broadcast, Kind.BROADCAST_OBJECT, payload, root, 0
-        received = self._session.calls.call("broadcast_object", payload.size, *arguments)
-        if refusal is not None:
-            raise refusal
+        own, run = value if self.rank == root else None, self._session.uneven.broadcast
+        received = self._session.calls.objects(Kind.BROADCAST_OBJECT, own, run, root, 0)
         return value if self.rank == root else decode(received, self._config.who)
 
     def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
@@ -223,7 +217,7 @@ class MovingCalls(Handle):
 
         Raises: as `broadcast_object`.
         """
-        return self._session.gather(Kind.ALL_GATHER_OBJECT, value, signature)
+        return self._session.calls.gather(Kind.ALL_GATHER_OBJECT, value, signature)
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
         """The objects that all ranks passed, in rank order, on rank `root`; None elsewhere.
@@ -235,12 +229,8 @@ class MovingCalls(Handle):
         Raises: as `broadcast_object`; ArrayError only on the rank whose value it is, and on `root`.
         """
         root = checked_root(root, self.size, self._config.who)
-        payload, refusal = encode_or_refuse(value, self._config.who)
-        run = self._session.uneven.gather_object
-        gathered = self._session.calls.call("gather_object", payload.size, run, payload, root)
-        if refusal is not None:
-            raise refusal
-        who = self._config.who
+        run, who = self._session.uneven.gather_object, self._config.who
+        gathered = self._session.calls.objects(Kind.GATHER_OBJECT, value, run, root)
         return [decode(each, who) for each in gathered] if self.rank == root else None
 
     def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator.session import Handle
+from ringreduce.communicator.handle import Handle
 from ringreduce.pure.payload import checked_peer, checked_tag, decode, encode, flat_view
 
 

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
@@ -28,7 +27,7 @@ from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.lifecycle import LifeCycle, State
 from ringreduce.communicator.refusals import again, closed, described, ending_error, forked
 from ringreduce.communicator.send_recv import Messages
-from ringreduce.communicator.statistics import Statistics
+from ringreduce.communicator.statistics import Statistics, statistics
 from ringreduce.communicator.uneven import Uneven
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.recorder import Recorder
@@ -37,15 +36,12 @@ from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.payload import decode, encode_or_refuse
-from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Timeouts
-from ringreduce.pure.wire import Kind
 from ringreduce.transport import inherited
 from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ArrayError, MismatchError, PeerLostError, RingReduceError
+from ringreduce.vocabulary.errors import MismatchError, PeerLostError, RingReduceError
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +106,7 @@ class Session:
         _opened.add(self)
 
     def _open_flight(self, job: Job | None) -> FlightFile:
-        """The flight record of this rank, which is the whole job's."""
+        """This rank's flight record, which holds its groups too."""
         if self.membership.group == 0:
             return FlightFile(self.config, self._recorder)
         if job is None or job.flight is None:
@@ -140,19 +136,15 @@ class Session:
         self.local_rank, self.local_size = formed.local_rank, formed.local_size
         _formed.add(self)
         try:
-            try:
-                self._watcher = Watcher(
-                    formed.control,
-                    self._recorder,
-                    self.collectives,
-                    self,
-                    elsewhere=functools.partial(self._flight.elsewhere, self._recorder),
-                    waiting=self._waiting,
-                    link_timeout_s=self.config.link_timeout_s,
-                )
-            except BaseException:  # No thread could be started, for example.
-                formed.control.close()
-                raise
+            self._watcher = Watcher(
+                formed.control,
+                self._recorder,
+                self.collectives,
+                self,
+                elsewhere=functools.partial(self._flight.elsewhere, self._recorder),
+                waiting=self._waiting,
+                link_timeout_s=self.config.link_timeout_s,
+            )
             # Else a group of one host, whose ranks are known to be connected.
             if formed.rendezvous is not None or formed.link is not None:
                 self.calls.call("barrier", 0, self.collectives.barrier)
@@ -160,11 +152,18 @@ class Session:
             self.events.formed()  # Ranks start at different times, and some compile.
         except BaseException:
             self.leave("", gives_way=True)
+            if self._watcher is None:  # No thread could be started, for example.
+                formed.control.close()
             if self.membership.epoch == 0:  # Else it may be tried again.
                 self._close_standby()
             raise
         finally:
             formed.finish()
+
+    @property
+    def _own_job(self) -> Job | None:
+        """The job, if this is its session and not that of a group."""
+        return None if self.membership.group else self.job
 
     @property
     def failure(self) -> RingReduceError | None:
@@ -193,15 +192,6 @@ class Session:
                 self.calls.keep_to(self.lasting.engine.thread)
             return self.lasting.engine
 
-    def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
-        """The objects that all ranks passed, decoded copies, in the order of their places."""
-        payload, refusal = encode_or_refuse(value, self.config.who)
-        run = self.uneven.all_gather_object
-        gathered = self.calls.call(kind.label, payload.size, run, kind, payload, signature)
-        if refusal is not None:
-            raise refusal
-        return [decode(each, self.config.who) for each in gathered]
-
     def close_inherited(self) -> None:
         """In a child: refuse to work, since its parent is the rank, and has the sockets."""
         self.is_inherited = True
@@ -227,23 +217,9 @@ class Session:
             self._watcher.post(claim)
 
     def statistics(self) -> Statistics:
-        traffic, current = self.collectives.traffic(), self.events.current_call()
-        heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
-        links = {each.rank: each.sent_to_next for each in heartbeats if each.sent_to_next}
-        return Statistics(
-            reducing_s=self.events.seconds(SpanKind.REDUCE),
-            waited_s=self.events.seconds(SpanKind.BLOCKED),
-            collectives=current.calls,
-            seconds=current.seconds,
-            frames_received=traffic.frames_received,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
-            stopped_s=self.events.stopped_s(),
-            slow_rank=slow_rank(heartbeats),
-            slow_link=slow_link(links),
-            hosts=self.hosts,
-            sent_to_next=links.get(self.config.rank),
-        )
+        traffic, watcher = self.collectives.traffic(), self._watcher
+        heartbeats = [] if watcher is None else watcher.heartbeats()
+        return statistics(self.events, traffic, heartbeats, self.hosts, self.config.rank)
 
     # --- Failure --------------------------------------------------------------------------------
 
@@ -289,9 +265,8 @@ class Session:
             engine.fail(self, first)
         # The others may form the ring anew before a call fails here: in user code none does, nor
         # does one whose result is there.
-        job, is_over = self.job, self._life.state >= State.LEAVING
-        trains = not self.membership.group and job is not None and job.has_ended is not None
-        if job is not None and trains and not is_over:
+        job, is_over = self._own_job, self._life.state >= State.LEAVING
+        if job is not None and job.has_ended is not None and not is_over:
             job.answer(self.config, is_busy=True)
         if self._recorder.current_call().operation is None:
             self._record(first)
@@ -319,9 +294,9 @@ class Session:
     def explained(self, error: RingReduceError) -> RingReduceError:
         """A better error for `error` from an integration or the watcher, or `error` itself."""
         if isinstance(error, MismatchError) and error.origin is None:
-            for explainer in list(self.lasting.explainers):
-                if (better := explainer.explain(error)) is not None:
-                    return better
+            explained = (each.explain(error) for each in list(self.lasting.explainers))
+            if (better := next(filter(None, explained), None)) is not None:
+                return better
         return error if self._watcher is None else self._watcher.explain(error)
 
     def message_failed(self, error: RingReduceError) -> RingReduceError:
@@ -354,16 +329,12 @@ class Session:
 
     # --- Leaving --------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Leave, because of the exception that is being handled, if there is one."""
-        self.close_with(ending_error())
-
-    def close_with(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
         self._close_standby()
         if error is None or (isinstance(error, SystemExit) and not error.code):
             # The usual end of a program, unless others still train with it.
-            job = None if self.membership.group else self.job
+            job = self._own_job
             trains = job is not None and job.has_ended is False
             why = "a call of close() in training" if trains else ""
             self.leave(described(error) if error else handover.exiting or why)
@@ -373,8 +344,8 @@ class Session:
         self.leave(described(error))
 
     def _close_standby(self) -> None:
-        if self.job is not None and self.membership.group == 0:
-            self.job.standby.close()
+        if (job := self._own_job) is not None:
+            job.standby.close()
 
     def leave(self, why: str, *, gives_way: bool = False) -> None:
         """Close; `why` describes the exception that makes this rank leave, empty for none.
@@ -419,29 +390,8 @@ class Session:
                 _log.info(text, self.config.rank, self.config.size, self.statistics())
 
 
-class Handle:
-    """What every part of a `Communicator` has: its session, and this rank's number in it."""
-
-    def _use(self, session: Session) -> None:
-        self._session, self._config = session, session.config
-        self._rank, self._size = session.group_rank, session.size
-
-    def _refused(self, problem: str, remedy: str) -> ArrayError:
-        return ArrayError(problem, **self._config.who, remedy=remedy)
-
-    @property
-    def rank(self) -> int:
-        """This process's number in this communicator, 0 to size - 1."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
-
-
 @atexit.register
 def _close_all() -> None:
     """At exit, notify the ranks that wait for this one and release waiting framework threads."""
     for session in list(_opened):
-        session.close()
+        session.close(ending_error())

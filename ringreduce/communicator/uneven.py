@@ -127,9 +127,9 @@ class Uneven:
         self._collectives.broadcast(kind, received, root, signature)
         return received
 
-    def gather_object(self, payload: ndarray, root: int) -> list[ndarray]:
+    def gather_object(self, kind: Kind, payload: ndarray, root: int) -> list[ndarray]:
         """The payloads of all ranks, dtype uint8, in rank order, on `root`; elsewhere empty."""
-        kind, signature = Kind.GATHER_OBJECT, signature_of("root", root)
+        signature = signature_of("root", root)
         lengths = self._gather_counts(kind, payload.size, signature)
         elements = np.zeros((self._size, self._size), np.int64)
         elements[:, root] = checked_lengths(lengths)
