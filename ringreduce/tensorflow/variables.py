@@ -113,8 +113,8 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     are random, faulty memory. Collective: all ranks must call it at the same point of the program,
     with `keras.Variable` or `tf.Variable` in the same order. Leave out what may differ: states of
     random generators, moving averages of normalization layers, which follow each rank's own data,
-    and pieces of tables and layers. Hashes every variable (about 1 GB/s) and sends 8 bytes; more
-    only where something differs.
+    and pieces of tables and layers. Hashes every variable (about 1 GB/s), and sends 512 bytes;
+    more only where something differs.
 
     Raises:
         MismatchError: they differ; on all ranks. The text names the first variable that differs,
@@ -123,24 +123,18 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     ring = communicator or default_communicator()
     if ring.size == 1:
         return
-    own = np.array([_hash_of(variable) for variable in variables], np.int64)
-    # A sum with zeros: one short exchange, where an all-gather makes two.
-    together = np.zeros(ring.size, np.int64)
-    together[ring.rank] = _as_number(hashlib.blake2b(own.tobytes(), digest_size=8))
-    if len(set(ring.all_reduce(together).tolist())) == 1:
-        return
-    # All ranks have seen the difference, so all take part here.
-    gathered = ring.all_gather_object(own.tolist())
-    refuse(ring, _who_differs(variables, gathered, ring.members), "verify_replicas")
+    own = list(map(_hash_of, variables))
+    if len(set(ring.all_gather_object(signature_of(own)))) > 1:
+        # All ranks have seen the difference, so all take part here.
+        found = _who_differs(variables, ring.all_gather_object(own), ring.members)
+        refuse(ring, found, "verify_replicas")
 
 
 def differing(variables: Sequence[Any], ring: Communicator) -> list[Any]:
     """Those of `variables` that not all ranks hold alike; none where numbers differ. Collective."""
-    gathered = ring.all_gather_object([_hash_of(variable) for variable in variables])
-    if len(set(map(len, gathered))) > 1:
-        return []
-    columns = zip(*gathered, strict=True)
-    return [v for v, column in zip(variables, columns, strict=True) if len(set(column)) > 1]
+    gathered = ring.all_gather_object(list(map(_hash_of, variables)))
+    is_alike = len(set(map(len, gathered))) == 1
+    return [variables[number] for number in _unequal(gathered)] if is_alike else []
 
 
 def _who_differs(
@@ -156,9 +150,8 @@ def _who_differs(
             f"{statistics.mode(counts)} on the others",
             "Build the same model and optimizer on every rank.",
         )
-    columns = list(zip(*gathered, strict=True))
-    bad = [number for number, column in enumerate(columns) if len(set(column)) > 1]
-    differing = [members[place] for place in _minority(columns[bad[0]])]
+    bad = _unequal(gathered)
+    differing = [members[place] for place in _minority([each[bad[0]] for each in gathered])]
     variable = variables[bad[0]]
     value = value_of(variable)
     whose = "has its own value" if len(differing) == 1 else "have values of their own"
@@ -166,7 +159,7 @@ def _who_differs(
         differing[0],
         f"found that {named('rank', differing)} {whose} of {path_of(variable)} "
         f"({value.dtype.name} of shape {value.shape} here), and that {len(bad)} of "
-        f"{len(columns)} variables differ",
+        f"{len(variables)} variables differ",
         "Look for code that changes weights on some ranks only: a callback that assigns, a "
         "train_step that updates weights itself and not by model.optimizer, a layer that draws "
         "random numbers for its updates, a checkpoint loaded after the first step; or an "
@@ -177,14 +170,15 @@ def _who_differs(
 
 def _hash_of(variable: Any) -> int:
     value = np.ascontiguousarray(value_of(variable))
-    about = f"{value.dtype.name} {tuple(variable.shape)} ".encode()
     # As bytes, since dtypes such as bfloat16 offer no buffer.
-    digest = hashlib.blake2b(value.reshape(-1).view(np.uint8).data, digest_size=8)
-    return _as_number(hashlib.blake2b(about + digest.digest(), digest_size=8))
+    digest = hashlib.blake2b(value.reshape(-1).view(np.uint8).data, digest_size=8).digest()
+    return signature_of(value.dtype.name, tuple(variable.shape), digest)
 
 
-def _as_number(digest: Any) -> int:
-    return int.from_bytes(digest.digest(), "little", signed=True)
+def _unequal(gathered: Sequence[Sequence[int]]) -> list[int]:
+    """The places at which not all of these, which have one length, have the same number."""
+    columns = enumerate(zip(*gathered, strict=True))
+    return [place for place, column in columns if len(set(column)) > 1]
 
 
 def _minority(values: Sequence[int]) -> list[int]:
