@@ -45,34 +45,25 @@ def all_gather(
     tensor: Any, ring: Communicator, *, counts: Sequence[int] | None = None, of: Any = NONE
 ) -> Any:
     """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
-    value = _as_rows(tensor)
+    value = checked(tensor)
+    if value.shape.rank == 0:
+        value = tf.reshape(value, (1,))
+    known = None if counts is None else list(counts)
+    if known is None and xla.is_compiling() and value.shape[0] is not None:
+        known = [value.shape[0]] * ring.size
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         return ring.all_gather(array, signature=sign("all_gather of tensors"))
 
-    known = _known_counts(value, counts, ring)
     shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
 
     def gradient(upstream: Any, number: Any) -> Any:
         rows = tf.shape(value, out_type=tf.int64)[0]
         each = known or all_gather(rows, ring, of=number)
-        own = _own_rows_of_sum(upstream, each, ring, value.shape, number)
+        own = _own_rows(upstream, ring, ReduceOp.SUM, each, number)
         return tf.ensure_shape(own, value.shape)
 
     return collective(ring, "gather tensors", run, gradient, value, shape, of=of)
-
-
-def _as_rows(tensor: Any) -> Any:
-    """`tensor` as a tensor to gather; one without dimensions counts as one of shape (1,)."""
-    value = checked(tensor)
-    return tf.reshape(value, (1,)) if value.shape.rank == 0 else value
-
-
-def _known_counts(value: Any, counts: Sequence[int] | None, ring: Communicator) -> list[int] | None:
-    """All ranks' `counts` of rows to gather, if they are known before anything runs."""
-    if counts is None and xla.is_compiling() and value.shape[0] is not None:
-        return [value.shape[0]] * ring.size
-    return None if counts is None else list(counts)
 
 
 def broadcast(tensor: Any, ring: Communicator, root: int) -> Any:
@@ -94,22 +85,9 @@ def broadcast(tensor: Any, ring: Communicator, root: int) -> Any:
 def reduce_scatter(tensor: Any, ring: Communicator, op: ReduceOp | str) -> Any:
     """`ringreduce.keras.reduce_scatter`."""
     how, value = reduce_op(op), _with_rows(tensor, ring, "reduce_scatter")
-
-    def run(array: np.ndarray, sign: Sign) -> np.ndarray:
-        bounds = chunk_bounds(array.shape[0], ring.size)
-        return _reduce_rows(ring, array, bounds, how, sign)
-
     rows = value.shape[0] if value.shape.rank else None
     counts = None if rows is None else np.diff(chunk_bounds(rows, ring.size)).tolist()
-    shape = tf.TensorShape([counts and counts[ring.rank]]).concatenate(value.shape[1:])
-
-    def gradient(upstream: Any, number: Any) -> Any:
-        _require_gradient(ring, "reduce_scatter", how)
-        whole = all_gather(upstream, ring, counts=counts, of=number)
-        whole = tf.ensure_shape(whole, value.shape)
-        return whole / ring.size if how is ReduceOp.MEAN else whole
-
-    return collective(ring, "reduce a tensor", run, gradient, value, shape)
+    return _own_rows(value, ring, how, counts)
 
 
 def all_to_all(tensor: Any, ring: Communicator, of: Any = NONE) -> Any:
@@ -161,21 +139,28 @@ def all_to_all_uneven(tensor: Any, ring: Communicator, counts: Any, of: Any = NO
     return collective(ring, what, run, gradient, value, shape, given, more=more, of=of)
 
 
-def _own_rows_of_sum(tensor: Any, counts: Any, ring: Communicator, own: Any, of: Any) -> Any:
-    """This rank's rows, of static shape `own`, of the sum over all; rank r has ``counts[r]``."""
-    known = counts if isinstance(counts, list) else None
+def _own_rows(tensor: Any, ring: Communicator, op: ReduceOp, counts: Any, of: Any = NONE) -> Any:
+    """This rank's rows of the reduced tensor; rank r has ``counts[r]``, a list or a tensor.
 
-    def run(array: np.ndarray, counts: np.ndarray, sign: Sign) -> np.ndarray:
-        bounds = bounds_of(counts.tolist())
-        return _reduce_rows(ring, array, bounds, ReduceOp.SUM, sign)
+    None: rows are not known before it runs; all ranks get the same number, or one more.
+    """
+    known = counts if isinstance(counts, list) else None
+    others = [] if counts is None else [tf.convert_to_tensor(counts, tf.int64)]
+
+    def run(array: np.ndarray, *more: Any) -> np.ndarray:
+        *given, sign = more
+        rows = array.shape[0]
+        bounds = bounds_of(given[0].tolist()) if given else chunk_bounds(rows, ring.size)
+        return _reduce_rows(ring, array, bounds, op, sign)
 
     def gradient(upstream: Any, number: Any) -> Any:
-        return all_gather(upstream, ring, counts=known, of=number)
+        _require_gradient(ring, "reduce_scatter", op)
+        whole = all_gather(upstream, ring, counts=known, of=number)
+        whole = tf.ensure_shape(whole, tensor.shape)
+        return whole / ring.size if op is ReduceOp.MEAN else whole
 
-    shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
-    given = tf.convert_to_tensor(counts, tf.int64)
-    what = "reduce a tensor"
-    return collective(ring, what, run, gradient, tensor, shape, given, of=of)
+    shape = tf.TensorShape([known and known[ring.rank]]).concatenate(tensor.shape[1:])
+    return collective(ring, "reduce a tensor", run, gradient, tensor, shape, *others, of=of)
 
 
 def _reduce_rows(
