@@ -27,7 +27,7 @@ def are_available() -> bool:
     """Whether this process has the ops; the first call registers them."""
     if native.library() is None:
         return False
-    why = _registered("rr_tensorflow_register", ("framework",))
+    why = register("rr_tensorflow_register", ("framework",))
     if why is not None:
         _log.warning("gradients go through Python, since the native ops cannot be used: %s", why)
     return why is None
@@ -51,29 +51,18 @@ def _op(name: str, plan: int, bucket: int, gradients: Sequence[Any], **more: Any
         return private.apply_op(name, gradients=list(gradients), plan=plan, bucket=bucket, **more)
 
 
-def custom_calls_missing() -> str | None:
-    """Register the custom calls; None if that worked, else the reason it did not."""
-    try:
-        futures_at = native.xla_futures_at(tf.sysconfig.get_include())
-    except (OSError, ValueError) as error:
-        return f"the order of the functions in XLA's table is not known: {error}"
-    # Up to TensorFlow 2.19 only the second exports XLA's interface.
-    return _registered("rr_xla_register", ("framework", "cc"), ctypes.c_int(futures_at))
-
-
-def _registered(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_int) -> str | None:
+def register(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_int) -> str | None:
     """Call `function` of the native library to register with TensorFlow; None, or why it failed."""
     # With the path of one of TensorFlow's libraries, and memory for the reason; 0: it succeeded.
     library = native.library()
-    if library is None:
-        return native.why_missing()
+    assert library is not None
     types = [ctypes.c_char_p, *map(type, arguments), ctypes.c_char_p]
-    register = native.declare(library, function, ctypes.c_int, types)
+    call = native.declare(library, function, ctypes.c_int, types)
     why = ctypes.create_string_buffer(_WHY_BYTES)
     folder = tf.sysconfig.get_lib()
     for name in libraries:
         # The version follows the suffix on Linux, and precedes it elsewhere.
         for path in sorted(glob.glob(os.path.join(folder, f"libtensorflow_{name}.*"))):
-            if register(os.fsencode(path), *arguments, why) == 0:
+            if call(os.fsencode(path), *arguments, why) == 0:
                 return None
     return why.value.decode(errors="replace") or f"no libtensorflow_{libraries[0]} in {folder}"

@@ -4,6 +4,7 @@ TensorFlow's op `XlaCallModule` adds a call to a graph as a module of StableHLO,
 language. Ordering tokens, int32 scalars that go in and come out, fix the order of calls.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -46,12 +47,17 @@ def compiled_alike(gradient: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def why_not() -> str | None:
     """Why this process has no custom calls, or None. The first call registers them."""
-    if native.library() is not None and tf.config.get_visible_devices("GPU"):
+    if native.library() is None:
+        return native.why_missing()
+    if tf.config.get_visible_devices("GPU"):
         return "XLA compiles for the GPU here, where the ring cannot be called from."
-    why = ops.custom_calls_missing()
-    if why is None or native.library() is None:
-        return why
-    return f"XLA cannot call the ring: {why}."
+    try:
+        futures_at = ctypes.c_int(native.xla_futures_at(tf.sysconfig.get_include()))
+        # Up to TensorFlow 2.19 only the second library exports XLA's interface.
+        why = ops.register("rr_xla_register", ("framework", "cc"), futures_at)
+    except (OSError, ValueError) as error:
+        why = f"the order of the functions in XLA's table is not known: {error}"
+    return None if why is None else f"XLA cannot call the ring: {why}."
 
 
 def start(
