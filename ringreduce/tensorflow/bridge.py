@@ -1,6 +1,6 @@
 """Averages the gradients of a step over all ranks, by routes with bit-equal results.
 
-Which one: `GradientBridge._route`; what they do: `ringreduce.tensorflow.routes`.
+Which one: `GradientBridge._routed`; what they do: `ringreduce.tensorflow.routes`.
 """
 
 import logging
@@ -57,7 +57,7 @@ class GradientBridge:
         # The plans are for the communicator that was used last.
         self._agreed: AgreedPlans | None = None
         # The keys hold the gradients' paths, which errors name; a signature would not.
-        self._routes: dict[tuple[Any, ...], tuple[BucketPlan, _Route]] = {}
+        self._routes: dict[tuple[Any, ...], _Route] = {}
 
     # AutoGraph must not convert this: it is Python that runs while tracing, or as an op.
     def mean(
@@ -83,10 +83,8 @@ class GradientBridge:
         failures.watch(ring)
         given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
         encoded = [self._codec.encoded(g) if isinstance(g, tf.IndexedSlices) else g for g in given]
-        plan, route = self._routed(ring, encoded, paths, variables)
-        present, sparse = ([encoded[i] for i in each] for each in (plan.present, plan.sparse))
-        dense, sparse = route.mean(present, sparse)
-        means = dict(zip((*plan.present, *plan.sparse), (*dense, *sparse), strict=True))
+        route = self._routed(ring, encoded, paths, variables)
+        means = route.mean(encoded)
         return [None if g is None else tf.cast(means[i], g.dtype) for i, g in enumerate(given)]
 
     def own(self, gradient: Any) -> Any:
@@ -99,8 +97,8 @@ class GradientBridge:
         gradients: Sequence[Any],
         paths: Sequence[str],
         variables: Sequence[Any],
-    ) -> tuple[BucketPlan, _Route]:
-        """The plan for these gradients and their route; each is made once."""
+    ) -> _Route:
+        """The route of these gradients, made once."""
         kept = self._residuals if self.low_rank is None else self.low_rank.residuals
         if self._agreed is None or self._agreed.communicator is not ring:
             self._agreed = AgreedPlans(ring, self._bucket_bytes)
@@ -121,17 +119,12 @@ class GradientBridge:
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
             thin = None if self.low_rank is None else LowRankReducer(self.low_rank, plan, variables)
             reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)
-            present = [gradients[index] for index in plan.present]
-            self._routes[key] = plan, self._route(way, reducer, present)
+            # What the kernels are registered for (native/src/tf_ops.c).
+            can_pack = all(gradients[number].dtype.is_floating for number in plan.present)
+            is_native = way == "graph" and can_pack and ops.are_available()
+            is_packed = plan.present and (is_native or way == "XLA")
+            self._routes[key] = PackedRoute(reducer) if is_packed else PythonRoute(reducer)
         return self._routes[key]
-
-    def _route(self, way: str, reducer: BucketReducer, present: Sequence[Any]) -> _Route:
-        # What the kernels are registered for (native/src/tf_ops.c).
-        can_pack = all(gradient.dtype.is_floating for gradient in present)
-        is_native = way == "graph" and can_pack and ops.are_available()
-        if present and (is_native or way == "XLA"):
-            return PackedRoute(reducer, present)
-        return PythonRoute(reducer)
 
     def _plan(
         self, specs: tuple[GradientSpec, ...], gradients: Sequence[Any], compiled_over: str | None

@@ -16,6 +16,7 @@ would run one after the other, and each that blocks holds a thread that another 
 are views of a bucket's memory, which TensorFlow then owns. Sparse gradients come after it.
 """
 
+import itertools
 import time
 import weakref
 from collections.abc import Sequence
@@ -30,61 +31,62 @@ from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.sparse import mean_of_slices
+from ringreduce.vocabulary.types import dtype_named
+
+# Those of each bucket's slots, and of sparse gradients by their numbers.
+_Means = tuple[list[list[Any]], dict[int, Any]]
 
 
 class PackedRoute:
     """The route of one plan; its buckets are registered with the engine as long as it lives."""
 
-    def __init__(self, reducer: BucketReducer, present: Sequence[Any]) -> None:
+    def __init__(self, reducer: BucketReducer) -> None:
         self._reducer = reducer
-        self._plan, self._communicator = reducer.plan, reducer.communicator
-        dtypes = {g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in present}
+        ring, buckets = reducer.communicator, reducer.plan.buckets
+        dtypes = [dtype_named(bucket.dtype) for bucket in buckets]
         layouts: list[Layout] = []
-        for bucket in self._plan.buckets:
-            each = dtypes[bucket.dtype].itemsize
-            size = bucket.count * each
-            memory = None if bucket.in_place else self._communicator.empty(size, np.uint8)
+        for bucket, dtype in zip(buckets, dtypes, strict=True):
+            each = dtype.itemsize
+            memory = None if bucket.in_place else ring.empty(bucket.count * each, np.uint8)
             spans = [(slot.start * each, slot.count * each) for slot in bucket.slots]
-            layouts.append(Layout(memory, size, spans))
-        engine = self._communicator._session.engine
-        assert engine.native is not None
-        self._number = engine.native.register(layouts)
-        buckets = self._plan.buckets
+            layouts.append(Layout(memory, bucket.count * each, spans))
 
         def reduce(item: BucketItem) -> None:
             layout = layouts[item.bucket]
             whole = item.view(layout.nbytes) if layout.memory is None else layout.memory
             if item.bucket == 0:
                 reducer.begin_step()
-            reducer.reduce(item.bucket, whole.view(dtypes[buckets[item.bucket].dtype]))
+            reducer.reduce(item.bucket, whole.view(dtypes[item.bucket]))
 
+        engine = ring._session.engine
+        assert engine.native is not None
+        self._number = engine.native.register(layouts)
         engine.serve(self._number, reduce)
         weakref.finalize(self, engine.forget, self._number).atexit = False
 
-    def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients and of its sparse ones, in their order."""
-        plan = self._plan
-        by_gradient = dict(zip(plan.present, dense, strict=True))
-        parts = [[by_gradient[slot.gradient] for slot in b.slots] for b in plan.buckets]
+    def mean(self, gradients: Sequence[Any]) -> dict[int, Any]:
+        """The mean of each of the plan's gradients, by its number."""
+        buckets = self._reducer.plan.buckets
+        parts = [[gradients[slot.gradient] for slot in bucket.slots] for bucket in buckets]
         way = self._compiled if xla.is_compiling() else self._in_graph
-        waited, sparse = way(parts, slices)
-        gradients = [slot.gradient for bucket in plan.buckets for slot in bucket.slots]
-        means = dict(zip(gradients, [mean for part in waited for mean in part], strict=True))
-        return [means[index] for index in plan.present], sparse
+        waited, sparse = way(parts, gradients)
+        numbers = [slot.gradient for bucket in buckets for slot in bucket.slots]
+        return sparse | dict(zip(numbers, itertools.chain(*waited), strict=True))
 
-    def _in_graph(self, parts: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        ring, number = self._communicator, self._number
+    def _in_graph(self, parts: Sequence[Any], gradients: Sequence[Any]) -> _Means:
+        ring, number = self._reducer.communicator, self._number
         with order.in_order(ring):
             tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
-        sparse = mean_of_slices(self._reducer, slices, ring._session.engine.drain)
+        sparse = mean_of_slices(self._reducer, gradients)
         waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]
-        order.done(ring, [mean for part in waited for mean in part])
+        order.done(ring, list(itertools.chain(*waited)))
         return waited, sparse
 
-    def _compiled(self, parts: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        assert not slices
-        number, after = self._number, order.token(self._communicator)
-        buckets = enumerate(zip(parts, self._plan.buckets, strict=True))
+    def _compiled(self, parts: Sequence[Any], _: Sequence[Any]) -> _Means:
+        ring, plan, number = self._reducer.communicator, self._reducer.plan, self._number
+        assert not plan.sparse
+        after = order.token(ring)
+        buckets = enumerate(zip(parts, plan.buckets, strict=True))
         started = [xla.start(number, i, part, after, b.in_place) for i, (part, b) in buckets]
         tokens = [token for *_, token in started]
         waited: list[list[Any]] = []
@@ -97,8 +99,8 @@ class PackedRoute:
             *means, token = xla.wait(number, place, likes, before, kept, last)
             waited.append(means)
             over.append(token)
-        order.follow(self._communicator, over[-1])
-        return waited, []
+        order.follow(ring, over[-1])
+        return waited, {}
 
 
 class PythonRoute:
@@ -107,13 +109,15 @@ class PythonRoute:
     def __init__(self, reducer: BucketReducer) -> None:
         self._reducer = reducer
 
-    def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients and of its sparse ones, in their order."""
+    def mean(self, gradients: Sequence[Any]) -> dict[int, Any]:
+        """The mean of each of the plan's gradients, by its number."""
+        present = self._reducer.plan.present
+        dense = [gradients[number] for number in present]
         # One more result than means, so that ranks without gradients are compared too.
         results = [((), tf.int32), *((gradient.shape, gradient.dtype) for gradient in dense)]
         ring = self._reducer.communicator
         _, *means = call(ring, "reduce gradients", self._run, dense, results)
-        return means, mean_of_slices(self._reducer, slices)
+        return dict(zip(present, means, strict=True)) | mean_of_slices(self._reducer, gradients)
 
     def _run(self, *arrays: np.ndarray) -> list[Any]:
         started = time.perf_counter()

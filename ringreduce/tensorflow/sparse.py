@@ -103,36 +103,35 @@ def merged(gradient: Any) -> Any:
     return tf.IndexedSlices(tf.cast(rows, values.dtype), rising, gradient.dense_shape)
 
 
-def mean_of_slices(
-    reducer: BucketReducer,
-    slices: Sequence[tf.IndexedSlices],
-    drain: Callable[[], None] = lambda: None,
-) -> list[tf.IndexedSlices]:
-    """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
+def mean_of_slices(reducer: BucketReducer, gradients: Sequence[Any]) -> dict[int, tf.IndexedSlices]:
+    """The means of the sparse ones of a step's `gradients`, by their numbers.
 
-    `reducer` is that of the whole step, `drain` waits for what is reduced before. `slices` are of a
-    float dtype, with any indices; those of the means are rising and unique. Whether they are all of
-    the table's rows may change from step to step. ArrayError, on all ranks, if one is outside.
+    In a graph this adds the op that makes them. The gradients are of a float dtype, with any
+    indices; those of the means are rising and unique. Whether they are all of the table's rows may
+    change from step to step. ArrayError, on all ranks, if one is outside.
     """
-    if not slices:
-        return []
+    ring, numbers = reducer.communicator, reducer.plan.sparse
+    if not numbers:
+        return {}
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         began = time.perf_counter()
-        drain()
+        if (engine := ring._session.lasting.engine) is not None:
+            engine.drain()  # of the buckets, which come before
         drained = time.perf_counter()
         try:
             return _reduced(reducer, arrays)
         finally:
             now = time.perf_counter()
-            reducer.communicator._session.blocked_for(now - began, now - drained)
+            ring._session.blocked_for(now - began, now - drained)
 
+    slices = [gradients[number] for number in numbers]
     # Indices and values of each, alternating.
     parts = [tensor for one in slices for tensor in (one.indices, one.values)]
     results = [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
-    means = call(reducer.communicator, "reduce gradients", run, parts, results)
-    by_table = zip(means[1::2], means[::2], slices, strict=True)
-    return [tf.IndexedSlices(*found, one.dense_shape) for *found, one in by_table]
+    means = call(ring, "reduce gradients", run, parts, results)
+    by_table = zip(numbers, means[1::2], means[::2], slices, strict=True)
+    return {number: tf.IndexedSlices(*found, one.dense_shape) for number, *found, one in by_table}
 
 
 def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
