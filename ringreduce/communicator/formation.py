@@ -27,10 +27,8 @@ from ringreduce.communicator.reaching import Layout
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.placement import place
-from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.views import Agreement, View
-from ringreduce.transport import descriptors
-from ringreduce.transport.control import CONTROL_CHANNELS, Control
+from ringreduce.transport.control import Control
 from ringreduce.transport.interfaces import await_name, own_networks
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.routes import Routes
@@ -131,7 +129,6 @@ def form(config: Config, waiting: Waiting) -> Formed:
     membership, security = whole(config.size), Security.of(config)
     networks = own_networks(config)
     bind = bind_of(config, networks)
-    _reserve(config, membership, bind)
     with contextlib.ExitStack() as undo:  # What closes them after an error.
         opened = open_sockets(config, membership, security, bind, waiting, undo)
         standby = Standby(bind, rank=config.rank, size=config.size)
@@ -198,7 +195,6 @@ def form_group(
     what it needs, or reach another.
     """
     security = job.security.for_group(membership)
-    _reserve(config, membership, job.bind)
     with contextlib.ExitStack() as undo:
         with parent.guarded():
             transport = job.layout(membership).placement.transport
@@ -222,13 +218,6 @@ def take_no_part(config: Config, job: Job, parent: reaching.Exchange) -> None:
     if job.routes.are_needed:
         reaching.refuse_unreached(config, job.hosts, parent.exchange(()))
     parent.exchange(None)
-
-
-def _reserve(config: Config, membership: Membership, bind: Bind) -> None:
-    """Make room for the sockets of a ring."""
-    channels = len(channel_distances(membership.size, config.streams)) + CONTROL_CHANNELS
-    count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
-    descriptors.reserve(count, **config.who)
 
 
 def connect(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ringreduce.effects.native import library
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.schedule import channel_distances
+from ringreduce.transport import descriptors
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.interfaces import hosts_of
 from ringreduce.transport.listening import Bind
@@ -76,7 +77,10 @@ def open_sockets(
     undo: contextlib.ExitStack,
     transport: str = "shm+zmq",
 ) -> OpenedSockets:
-    """Open memory and sockets, as far as `transport` needs them."""
+    """Open memory and sockets, as far as `transport` needs them, once there is room for them."""
+    channels = len(channel_distances(membership.size, config.streams)) + CONTROL_CHANNELS
+    count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
+    descriptors.reserve(count, **config.who)
     shared = _shared_memory(config, waiting) if "shm" in transport else None
     if shared is not None:
         undo.callback(shared.close)

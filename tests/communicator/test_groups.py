@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import ringreduce
 from ringreduce.communicator import opened_sockets
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport import descriptors
 from tests.rings import SOON_S, Ring
 from tests.scope import in_full
 
@@ -317,13 +319,17 @@ def test_more_groups_than_there_are_numbers_for_are_refused_on_all_ranks() -> No
     ring_of_threads(2, work)
 
 
-def test_a_rank_that_cannot_open_its_ports_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    usable, failing = opened_sockets.Control, threading.local()
+@pytest.mark.parametrize("module", [opened_sockets, descriptors], ids=["ports", "open files"])
+def test_a_rank_that_cannot_open_its_ports_is_named_on_all(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    name, failing = "Control" if module is opened_sockets else "reserve", threading.local()
+    usable = getattr(module, name)
 
-    def refused(**options: Any) -> Any:
+    def refused(*arguments: Any, **options: Any) -> Any:
         if getattr(failing, "now", False):
             raise OSError("no port is left")
-        return usable(**options)
+        return usable(*arguments, **options)
 
     def work(comm: Communicator) -> str:
         failing.now = comm.rank == 1
@@ -333,7 +339,7 @@ def test_a_rank_that_cannot_open_its_ports_is_named_on_all(monkeypatch: pytest.M
         comm.barrier()
         return str(caught.value)
 
-    monkeypatch.setattr(opened_sockets, "Control", refused)
+    monkeypatch.setattr(module, name, refused)
     texts = ring_of_threads(3, work)
     assert texts[1] == "no port is left"
     for text in (texts[0], texts[2]):
