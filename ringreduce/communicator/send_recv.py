@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -42,8 +42,8 @@ class _Direction:
         self.peer = session.membership.members[group_rank]
         self.lock = threading.Lock()
         self.caller: int | None = None  # the thread of that call; None while none runs
-        # The call, if it runs in the thread that made it, and not in C.
-        self.pending: Pending | None = None
+        # The tag of that call, if it runs in the thread that made it, and not in C.
+        self.tag: int | None = None
         # Why this rank leaves after it, as for `Session`; None: it stays.
         self.leaves_with: str | None = None
         # The thread for calls in the background, once there was one.
@@ -53,19 +53,17 @@ class _Direction:
         self.end: ShmEnd | None = None
         self._pairs, self._place = session.collectives.pairs_with(group_rank)
         self._pass = self._pairs.send if sends else self._pairs.recv
-        self.described = lru_cache(_KEPT)(self._describe)
+        self.header = lru_cache(_KEPT)(self._make_header)
 
     def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
-        header, _ = self.described(kind, flat.dtype, flat.size, tag)
-        self._pass(self._place, header, flat)
+        self._pass(self._place, self.header(kind, flat.dtype, flat.size, tag), flat)
 
     def transfer_in_c(self, small: SmallCalls, array: np.ndarray, tag: int) -> bool:
         """Send `array`, or receive into it; False: C does not know it, and nothing was begun."""
         done = small.run(array, tag)
         if done is False:
-            flat = array.reshape(-1)
-            self.pending = self.described(Kind.SEND, flat.dtype, flat.size, tag).pending
-            self.transfer(Kind.SEND, tag, flat)
+            self.tag = tag
+            self.transfer(Kind.SEND, tag, array.reshape(-1))
         return done is not None
 
     def teach(self, tag: int, flat: np.ndarray) -> None:
@@ -75,8 +73,7 @@ class _Direction:
             self.end = self._pairs.end(self._place, is_sending=self._sends)
         if self.end is not None:
             with self.lock:
-                header = self.described(Kind.SEND, flat.dtype, flat.size, tag).header
-                self.end.teach(header, flat, tag)
+                self.end.teach(self.header(Kind.SEND, flat.dtype, flat.size, tag), flat, tag)
 
     def traced(self, run: Callable[..., _Result], *arguments: Any) -> _Result:
         """The result of a call, recorded unless C does not know it."""
@@ -91,15 +88,15 @@ class _Direction:
 
     def waits_in(self) -> Pending | None:
         """The call that a thread of the program waits in; from any thread."""
-        if self.pending is not None or self.end is None or self.end.small is None:
-            return self.pending
-        running = self.end.small.running
-        return None if running is None else Pending(self._sends, self.peer, running)
+        tag = self.tag
+        if tag is None and self.end is not None and self.end.small is not None:
+            tag = self.end.small.running
+        return None if tag is None else Pending(self._sends, self.peer, tag)
 
-    def _describe(self, kind: Kind, dtype: np.dtype, count: int, tag: int) -> _Described:
+    def _make_header(self, kind: Kind, dtype: np.dtype, count: int, tag: int) -> Header:
         session = self._session
         assert session.job is not None
-        header = Header(
+        return Header(
             kind=kind,
             job=session.job.number,
             rank=session.group_rank if self._sends else self._group_rank,
@@ -109,7 +106,6 @@ class _Direction:
             count=count,
             signature=tag,
         )
-        return _Described(header, Pending(self._sends, self.peer, tag))
 
     def background(self) -> Executor:
         if self.executor is None:
@@ -125,11 +121,6 @@ class _Direction:
         if self.caller != threading.get_ident():
             with self.lock:
                 pass
-
-
-class _Described(NamedTuple):
-    header: Header
-    pending: Pending
 
 
 class Messages:
@@ -153,8 +144,7 @@ class Messages:
         is_usual = type(array) is np.ndarray and array.flags.carray
         if not is_usual or type(tag) is not int or not 0 <= tag <= TAG_MAX:
             return False
-        pending = direction.described(Kind.SEND, array.dtype, array.size, tag).pending
-        self._call(direction, pending, direction.transfer, Kind.SEND, tag, array)
+        self._call(direction, tag, direction.transfer, Kind.SEND, tag, array)
         return True
 
     def array(
@@ -172,8 +162,7 @@ class Messages:
             with self._lock:
                 executor = direction.background()
             return executor.submit(run)
-        pending = direction.described(Kind.SEND, flat.dtype, flat.size, tag).pending
-        self._call(direction, pending, direction.transfer, Kind.SEND, tag, flat)
+        self._call(direction, tag, direction.transfer, Kind.SEND, tag, flat)
         if direction.executor is None:
             direction.teach(tag, flat)
         return result
@@ -190,17 +179,16 @@ class Messages:
             direction.transfer(kind, tag, found)
             return found
 
-        pending = direction.described(kind, payload.dtype, payload.size, tag).pending
-        return self._call(direction, pending, run)
+        return self._call(direction, tag, run)
 
     def _call(
         self,
         direction: _Direction,
-        pending: Pending | None,
+        tag: int | None,
         run: Callable[..., _Result],
         *arguments: Any,
     ) -> _Result:
-        """Run a call, after all of its direction; `pending` is None in the background."""
+        """Run a call, after all of its direction; `tag` is None in the background, or in C."""
         session = self._session
         if direction.caller == threading.get_ident():
             raise MismatchError(
@@ -209,12 +197,12 @@ class Messages:
                 peer=direction.peer,
                 remedy="Note in the handler that it has run, and send afterwards.",
             )
-        if pending is not None and direction.executor is not None:
+        if tag is not None and direction.executor is not None:
             direction.executor.drain()
         try:
             with direction.lock:
                 session.check()
-                direction.caller, direction.pending = threading.get_ident(), pending
+                direction.caller, direction.tag = threading.get_ident(), tag
                 try:
                     if session.events.is_traced:
                         return direction.traced(run, *arguments)
@@ -230,7 +218,7 @@ class Messages:
                     session.message_failed(interrupted(session.config, error, "a send or recv"))
                     raise
                 finally:
-                    direction.pending = direction.caller = None
+                    direction.tag = direction.caller = None
         finally:
             if direction.leaves_with is not None:
                 # Without the lock, for which it waits.

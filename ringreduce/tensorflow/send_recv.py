@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure.payload import checked_peer, checked_tag
 from ringreduce.tensorflow.differentiable import Numbers, Sign, checked, collective
 from ringreduce.vocabulary.errors import ConfigError, MismatchError
 from ringreduce.vocabulary.types import dtype_named
@@ -39,7 +38,7 @@ _lock = threading.Lock()
 
 def send(tensor: Any, ring: Communicator, to: int, tag: int) -> Any:
     """`ringreduce.keras.send`."""
-    group_rank, given_tag = _checked(ring, to, tag)
+    group_rank, given_tag = ring._checked(to, tag)
     value = checked(tensor)
 
     def run(array: np.ndarray, _: Sign) -> Any:
@@ -55,7 +54,7 @@ def send(tensor: Any, ring: Communicator, to: int, tag: int) -> Any:
 
 def receive(like: Any, ring: Communicator, source: int, tag: int) -> Any:
     """`ringreduce.keras.recv`."""
-    group_rank, given_tag = _checked(ring, source, tag)
+    group_rank, given_tag = ring._checked(source, tag)
     value = checked(like)
 
     def run(array: np.ndarray, _: np.ndarray, __: Sign) -> Any:
@@ -105,11 +104,6 @@ def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) 
 
     what, given = "receive a gradient", tf.convert_to_tensor(number, tf.int64)
     return collective(ring, what, run, _refused, like, like.shape, given, of=number)
-
-
-def _checked(ring: Communicator, peer: int, tag: int) -> tuple[int, int]:
-    who = ring.config.who
-    return checked_peer(peer, ring.rank, ring.size, who), checked_tag(tag, who)
 
 
 def _peer(ring: Communicator, group_rank: int) -> _Peer:
