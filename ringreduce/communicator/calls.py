@@ -102,8 +102,7 @@ class Calls:
                 try:
                     # From here on a signal handler that closes the session leaves it to this call.
                     self._caller.value = threading.get_ident()
-                    if not session.is_working:
-                        session.refuse()
+                    session.check()
                     session.events.begin(CODES[name], nbytes)
                     return self._finish(run, *arguments)
                 finally:

@@ -315,12 +315,9 @@ class Session:
         if self.is_inherited:
             raise forked(self.config)
         if not self._life.is_working:
-            self.refuse()
-
-    def refuse(self) -> None:
-        if self.failure is None or self.is_closed:
-            raise closed(self.config)
-        raise again(self.failure)
+            if self.failure is None or self.is_closed:
+                raise closed(self.config)
+            raise again(self.failure)
 
     def _record(self, error: BaseException) -> None:
         """Record `error` in memory and, with a `log_dir`, on disk; from any thread."""
