@@ -37,7 +37,7 @@ class CommitPoint:
 
     def passed(self, means: Sequence[Any], update: _Update) -> None:
         """Call `update` with `means` once all have come; later where XLA compiles the step."""
-        if not tf.executing_eagerly() and xla.is_compiling():
+        if xla.is_compiling():
             self._later.append((list(means), update))
             return
         gate = []

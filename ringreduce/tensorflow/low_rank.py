@@ -10,6 +10,7 @@ Every rank does this with its own gradients, on one host or many; what travels i
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,13 +166,10 @@ class LowRankReducer:
 
     def _found_in(self, bucket: Bucket, plan: BucketPlan, variables: Sequence[Any]) -> Any:
         for slot in bucket.slots:
-            shape = self._kept.settings.shape_of(plan.gradients[slot.gradient])
+            number = slot.gradient
+            shape = self._kept.settings.shape_of(plan.gradients[number])
             if shape is not None:
-                number, columns = slot.gradient, shape[1]
-
-                def across(number: int = number, columns: int = columns) -> np.ndarray:
-                    return self._kept.across(variables[number], columns, number)
-
+                across = partial(self._kept.across, variables[number], shape[1], number)
                 yield _Matrix(slot.start, shape, across)
 
 

@@ -37,8 +37,6 @@ class _Latest:
 
 def token(ring: Communicator) -> Any:
     """The token of the collective that was traced last, on which the next one is to depend."""
-    if tf.executing_eagerly():
-        return tf.constant(0, tf.int32)
     latest = _latest(tf.compat.v1.get_default_graph(), ring)
     # Functions, loops and conditions with collectives in them, since the latest token.
     others = [op for op in latest.handle.consumers() if op.name not in latest.seen]
@@ -52,8 +50,6 @@ def token(ring: Communicator) -> Any:
 
 def follow(ring: Communicator, token: Any) -> None:
     """Make the next collective depend on `token`."""
-    if tf.executing_eagerly():
-        return
     latest = _latest(tf.compat.v1.get_default_graph(), ring)
     with tf.control_dependencies(latest.written), tf.device("CPU:0"):
         written = tf.raw_ops.AssignVariableOp(resource=latest.handle, value=token)
