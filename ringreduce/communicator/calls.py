@@ -38,8 +38,6 @@ class Calls:
         self.lock = threading.RLock()
         # The thread that is in a call, 0 for none; C writes it too.
         self._caller = ctypes.c_uint64()
-        # Why this rank leaves the ring after the call that runs; None: it stays.
-        self._leaves_with: str | None = None
         self._small: SmallCalls | None = None  # all-reduces wholly in C, once there are some
         self._in_c: Callable[[np.ndarray, Any], bool | None] = lambda *_: None
         self._end_in_c: Callable[[], None] = lambda: None
@@ -108,7 +106,7 @@ class Calls:
                 finally:
                     self._caller.value = 0
         finally:
-            self._leave_if_due()
+            session.leave_if_due()
 
     def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
@@ -145,7 +143,7 @@ class Calls:
         except BaseException as error:
             self._interrupted(error)
             raise
-        self._leave_if_due()
+        self._session.leave_if_due()
         return True
 
     def _interrupted(self, error: BaseException) -> None:
@@ -160,7 +158,7 @@ class Calls:
                     error = interrupted(session.config, error, "a collective")
                 session.broke(error)
             self._end_in_c()
-        self._leave_if_due()
+        self._session.leave_if_due()
 
     def teach(
         self, array: np.ndarray, option: ReduceOp | str, op: ReduceOp, signature: int
@@ -178,22 +176,6 @@ class Calls:
         """
         is_ours = threading.get_ident() == self._engine_thread
         return self._signed(option, signature) if is_ours else None
-
-    def leaves_later(self, why: str) -> bool:
-        """Have the call that this thread is in leave when it ends; False: it is in none."""
-        if self.caller != threading.get_ident():
-            return False
-        self._leaves_with = why
-        return True
-
-    def _leave_if_due(self) -> None:
-        """Leave if a signal handler wanted that in a call that has ended.
-
-        Without the lock: leaving waits for the engine, which may be waiting for the lock.
-        """
-        if self._leaves_with is not None and self.caller is None:
-            why, self._leaves_with = self._leaves_with, None
-            self._session.leave(why)
 
     def _finish(self, run: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run a recorded collective, or its rest; what has ended the session meanwhile ends it."""

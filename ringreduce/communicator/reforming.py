@@ -2,7 +2,7 @@
 
 They meet at their standby ports, agree which of them go on (`ringreduce.pure.views`), and form the
 ring as a group is formed, with these ports instead of a parent. The new ring is a session of its
-own: new links, keys, watcher and engine, in the next epoch. What stays is the job: its number, the
+own: new links, keys and watcher, in the next epoch. What stays is the job: its number, the
 ranks' own numbers and key pairs, and the standby ports. Arrays that were registered in the old ring
 are ordinary memory from its failure on.
 """

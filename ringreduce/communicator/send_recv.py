@@ -44,8 +44,6 @@ class _Direction:
         self.caller: int | None = None  # the thread of that call; None while none runs
         # The tag of that call, if it runs in the thread that made it, and not in C.
         self.tag: int | None = None
-        # Why this rank leaves after it, as for `Session`; None: it stays.
-        self.leaves_with: str | None = None
         # The thread for calls in the background, once there was one.
         self.executor: Executor | None = None
         self.was_used = False  # arrays went this way before, one at a time
@@ -220,10 +218,7 @@ class Messages:
                 finally:
                     direction.tag = direction.caller = None
         finally:
-            if direction.leaves_with is not None:
-                # Without the lock, for which it waits.
-                why, direction.leaves_with = direction.leaves_with, None
-                session.leave(why)
+            session.leave_if_due()
 
     def _direction(self, sends: bool, group_rank: int) -> _Direction:
         found = self._directions.get((sends, group_rank))
@@ -240,12 +235,10 @@ class Messages:
                 return pending
         return None
 
-    def leaves_later(self, why: str) -> bool:
-        for direction in list(self._directions.values()):
-            if direction.caller == threading.get_ident():
-                direction.leaves_with = why
-                return True
-        return False
+    @property
+    def callers(self) -> list[int | None]:
+        """The threads that are in a send or recv."""
+        return [direction.caller for direction in list(self._directions.values())]
 
     def close(self) -> None:
         """End all threads; calls that run have been interrupted."""

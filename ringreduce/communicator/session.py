@@ -1,9 +1,8 @@
 """One rank's part of a ring, from forming it to leaving it: state, calls, failure, threads.
 
-A `Communicator` is the user's handle on a session. `ringreduce.communicator.lifecycle` has the
-states. Threads: a call runs in the caller's thread or in the engine's
-(`ringreduce.engine.engine`); the watcher's (`ringreduce.engine.watch`) notices what happens
-elsewhere. All end when the session is closed.
+A `Communicator` is the user's handle on a session; `ringreduce.communicator.lifecycle` has the
+states. A call runs in the caller's thread or in the engine's (`ringreduce.engine.engine`); the
+watcher's (`ringreduce.engine.watch`) notices what happens elsewhere. All end when it is closed.
 """
 
 from __future__ import annotations
@@ -86,6 +85,8 @@ class Session:
         self.hosts: tuple[tuple[int, ...], ...] = ((0,),)
         self._watcher: Watcher | None = None
         self._has_aborted = False
+        # The thread that leaves after the call in which it is, and why.
+        self._leaves_later: tuple[int, str] | None = None
         self.calls, self.messages = Calls(self), Messages(self)
         self._recorder.pending = self.messages.pending
         inherited.watch(self)
@@ -221,13 +222,10 @@ class Session:
         heartbeats = [] if watcher is None else watcher.heartbeats()
         return statistics(self.events, traffic, heartbeats, self.hosts, self.config.rank)
 
-    # --- Failure --------------------------------------------------------------------------------
-
     def fail(self, error: RingReduceError) -> RingReduceError:
-        """Break the ring with `error` from a layer above; return the error to raise.
+        """Break the ring with `error` from a layer above; return it, or what has broken it before.
 
-        That is `error`, or what has broken the ring before. Every other rank gets it from its
-        present or next call.
+        Every other rank gets that from its present or next call.
         """
         if self.is_closed:
             return error
@@ -324,8 +322,6 @@ class Session:
         self._recorder.fail(error)
         self._flight.dump(described(error))
 
-    # --- Leaving --------------------------------------------------------------------------------
-
     def close(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
         self._close_standby()
@@ -358,8 +354,9 @@ class Session:
             self.calls.use_python()
             engine = self.lasting.engine
         self._waiting.interrupt()
-        # In a signal handler the interrupted call still uses what would be freed here.
-        if self.calls.leaves_later(why) or self.messages.leaves_later(why):
+        if threading.get_ident() in (self.calls.caller, *self.messages.callers):
+            # In a signal handler the interrupted call still uses what would be freed here.
+            self._leaves_later = threading.get_ident(), why
             return
         if engine is not None:
             who = f"rank {self.config.rank} of {self.config.size}"
@@ -385,6 +382,12 @@ class Session:
             if self.size > 1:
                 text = "[%d/%d] ring closed after %s"
                 _log.info(text, self.config.rank, self.config.size, self.statistics())
+
+    def leave_if_due(self) -> None:
+        """Leave after a call in which a signal handler wanted that; call it without locks."""
+        if self._leaves_later is not None and self._leaves_later[0] == threading.get_ident():
+            (_, why), self._leaves_later = self._leaves_later, None
+            self.leave(why)
 
 
 @atexit.register
