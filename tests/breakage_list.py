@@ -524,7 +524,7 @@ BREAKAGES = (
     Breakage(
         "reforming-without-ranks-in-callbacks",
         "ringreduce/communicator/session.py",
-        "            job.answer(self.config, is_busy=True)\n",
+        "            job.answer(is_busy=True)\n",
         "            pass\n",
         "A rank whose connection was reset while it writes a checkpoint for long is killed.",
         ("tests/keras/test_elastic_loops.py",),

@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 class Job:
     """What a rank knows of all ranks of its job since they have met; shared by its sessions."""
 
+    config: Config
     number: int  # 64 random bits in the header of every frame
     security: Security
     # hosts, domains: by rank, the name of its host, and of the memory that it can share.
@@ -69,8 +70,9 @@ class Job:
     # This rank's flight record; None until the job's session has it.
     flight: FlightFile | None = None
 
-    def ranks_here(self, rank: int) -> int:
-        return self.hosts.count(self.hosts[rank])
+    @property
+    def ranks_here(self) -> int:
+        return self.hosts.count(self.hosts[self.config.rank])
 
     def visits(self) -> Visits:
         """Open this rank's standby port, for all ranks that there were at the beginning."""
@@ -78,7 +80,7 @@ class Job:
         ways = {each: self.routes.ways(each, self.standbys[each]) for each in others}
         return Visits(self.standby, self.security, self.number, ways)
 
-    def answer(self, config: Config, *, is_busy: bool = False) -> None:
+    def answer(self, *, is_busy: bool = False) -> None:
         """From now on tell others that form the ring anew what holds for this rank.
 
         It has ended, or left them out; or, if it `is_busy`, it will come.
@@ -89,7 +91,7 @@ class Job:
             if self.standby.is_closed or self.standby.is_in_use or not is_wanted:
                 return
             for_s = TIMES.told_s if self.has_ended else math.inf
-            for_s = config.busy_timeout_s if is_busy else for_s
+            for_s = self.config.busy_timeout_s if is_busy else for_s
             visits, view = self.visits(), self.agreement.view
             self.standby.answering.callback(visits.close)
             visits.answer(view, for_s, has_ended=bool(self.has_ended), is_busy=is_busy)
@@ -98,7 +100,7 @@ class Job:
         """Which members share memory."""
         members = membership.members
         placement = place([self.hosts[m] for m in members], [self.domains[m] for m in members])
-        return Layout(self.security.rank, membership, placement)
+        return Layout(self.config.rank, membership, placement)
 
 
 class Formed(NamedTuple):
@@ -147,6 +149,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
         security.learn([each.key for each in members], table.material, table.job)
         networks_of = {rank: each.networks for rank, each in enumerate(members)}
         job = Job(
+            config,
             table.job,
             security,
             hosts=tuple(each.host for each in members),
@@ -157,7 +160,8 @@ def form(config: Config, waiting: Waiting) -> Formed:
             routes=Routes(config.rank, config.size, networks_of),
             agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
         )
-        placement = job.layout(membership).placement
+        layout = job.layout(membership)
+        placement = layout.placement
         if config.transport == "shm" and placement.transport != "shm":
             groups = ", ".join(str(host) for host in placement.hosts)
             raise ConfigError(
@@ -166,20 +170,18 @@ def form(config: Config, waiting: Waiting) -> Formed:
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
         announced = [Announced(each.address, each.control, each.memory) for each in members]
-        formed = connect(config, job, membership, opened, announced, rendezvous)
+        formed = connect(job, layout, opened, announced, rendezvous)
         undo.pop_all()
-    has_sockets = formed.transport != "shm"
     _log.info(
         "[%d/%d] ring formed over %s%s: %s",
-        *(config.rank, config.size, formed.transport),
-        f", encryption: {security.encryption}" if has_sockets else "",
+        *(config.rank, config.size, placement.transport),
+        f", encryption: {security.encryption}" if placement.transport != "shm" else "",
         " | ".join(map(str, placement.hosts)),
     )
     return formed
 
 
 def form_group(
-    config: Config,
     job: Job,
     membership: Membership,
     parent: reaching.Exchange,
@@ -194,10 +196,11 @@ def form_group(
     Raises as `Communicator`; RendezvousError, on all ranks of the parent, if a rank could not open
     what it needs, or reach another.
     """
+    config, layout = job.config, job.layout(membership)
     security = job.security.for_group(membership)
     with contextlib.ExitStack() as undo:
         with parent.guarded():
-            transport = job.layout(membership).placement.transport
+            transport = layout.placement.transport
             opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
         found = parent.exchange((*opened.announced, secrets.token_bytes(MATERIAL_BYTES)))
         by_member = [found[rank] for rank in membership.members]
@@ -205,25 +208,24 @@ def form_group(
         drawn = b"".join(material for *_, material in by_member)
         security.start_session(hashlib.blake2b(drawn, digest_size=MATERIAL_BYTES).digest())
         announced = [Announced(*each) for *each, _ in by_member]
-        formed = connect(config, job, membership, opened, announced, parent, check)
+        formed = connect(job, layout, opened, announced, parent, check)
         # The parent's watchers see at once who dies, those of the group once they are connected.
         parent.exchange(None)
         undo.pop_all()
     return formed
 
 
-def take_no_part(config: Config, job: Job, parent: reaching.Exchange) -> None:
+def take_no_part(job: Job, parent: reaching.Exchange) -> None:
     """Let other ranks form groups; see `form_group`."""
     parent.exchange(None)
     if job.routes.are_needed:
-        reaching.refuse_unreached(config, job.hosts, parent.exchange(()))
+        reaching.refuse_unreached(job, parent.exchange(()))
     parent.exchange(None)
 
 
 def connect(
-    config: Config,
     job: Job,
-    membership: Membership,
+    layout: Layout,
     opened: OpenedSockets,
     announced: Sequence[Announced],
     others: reaching.Exchange,
@@ -236,9 +238,10 @@ def connect(
 
     Raises RendezvousError, on all, if a member cannot reach one that it sends to.
     """
-    layout, where = job.layout(membership), dict(zip(membership.members, announced, strict=True))
+    config, membership = job.config, layout.membership
+    where = dict(zip(membership.members, announced, strict=True))
     if job.routes.are_needed:
-        where = reaching.find_ways(config, job, layout, where, others, check)
+        where = reaching.find_ways(job, layout, where, others, check)
     with others.guarded():
         opened.control.connect({rank: each.control for rank, each in where.items()})
         pairs = ZmqPairs(
@@ -249,9 +252,9 @@ def connect(
             membership=membership,
             job=job.number,
             routes=job.routes,
-            ranks_here=job.ranks_here(config.rank),
+            ranks_here=job.ranks_here,
         )
-        collectives = _collectives(config, job, layout, opened, where, pairs, check)
+        collectives = _collectives(job, layout, opened, where, pairs, check)
         collectives.pairs = pairs
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)
@@ -270,7 +273,6 @@ def connect(
 
 
 def _collectives(
-    config: Config,
     job: Job,
     layout: Layout,
     opened: OpenedSockets,
@@ -279,7 +281,7 @@ def _collectives(
     check: Callable[[], None],
 ) -> Collectives:
     """The collectives of the members as they are placed."""
-    rank, link, shared = config.rank, opened.link, opened.shared
+    rank, link, shared = layout.rank, opened.link, opened.shared
     membership, placement, together = layout.membership, layout.placement, layout.together
     whose: dict[str, Any] = {"membership": membership, "job": job.number}
     host = SharedMemoryCollectives(None)
@@ -287,7 +289,7 @@ def _collectives(
         assert shared is not None
         names = [announced[member].memory for member in together]
         here = shared.connect(
-            names, together, rank=rank, size=config.size, job=job.number, check=check
+            names, together, rank=rank, size=job.config.size, job=job.number, check=check
         )
         job.processes.update(here)
         place, count = together.index(rank), len(together)
@@ -301,7 +303,7 @@ def _collectives(
             job=job.number,
             addresses={member: announced[member].address for member in lane.members},
             membership=lane,
-            ranks_here=job.ranks_here(rank),
+            ranks_here=job.ranks_here,
         )
         places = tuple(map(membership.group_rank, lane.members))
         place = lane.group_rank(rank)

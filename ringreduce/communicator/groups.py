@@ -23,10 +23,10 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
     form = None
     if own is not None and own.size > 1:
         assert job is not None
-        form = functools.partial(form_group, config, job, own, _Parent(parent), parent.check)
+        form = functools.partial(form_group, job, own, _Parent(parent), parent.check)
     elif membership.size > 1:
         assert job is not None
-        take_no_part(config, job, _Parent(parent))
+        take_no_part(job, _Parent(parent))
     if own is None:
         return None
     group = Session(config, own, job, form, Lasting())

@@ -13,7 +13,6 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached, unreached_table
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import channel_distances
-from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RendezvousError
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ class Exchange(Protocol):
 
 
 def find_ways(
-    config: Config,
     job: Job,
     layout: Layout,
     announced: Mapping[int, Announced],
@@ -70,12 +68,12 @@ def find_ways(
     """
     with others.guarded():
         lane = layout.lane
-        distances = () if lane is None else channel_distances(lane.size, config.streams)
-        ahead = [] if lane is None else [lane.ahead(config.rank, each) for each in distances]
-        peers = {*layout.membership.neighbours(config.rank), *ahead} - {config.rank}
+        distances = () if lane is None else channel_distances(lane.size, job.config.streams)
+        ahead = [] if lane is None else [lane.ahead(layout.rank, each) for each in distances]
+        peers = {*layout.membership.neighbours(layout.rank), *ahead} - {layout.rank}
         found = job.routes.find({rank: announced[rank].control for rank in peers}, check)
         unreached = [(each.peer, each.address, each.why) for each in found]
-    refuse_unreached(config, job.hosts, others.exchange(unreached))
+    refuse_unreached(job, others.exchange(unreached))
     lead = job.routes.lead
     return {
         rank: Announced(lead(rank, each.address), lead(rank, each.control), each.memory)
@@ -83,16 +81,14 @@ def find_ways(
     }
 
 
-def refuse_unreached(
-    config: Config, hosts: Sequence[str], found: Mapping[int, Sequence[tuple[int, str, str]]]
-) -> None:
+def refuse_unreached(job: Job, found: Mapping[int, Sequence[tuple[int, str, str]]]) -> None:
     """Raise the same RendezvousError on all ranks if one has found no way to another."""
     failed = [Unreached(rank, *each) for rank, theirs in found.items() for each in theirs]
     if failed:
-        table = unreached_table(failed, dict(enumerate(map(shown, hosts))))
+        table = unreached_table(failed, dict(enumerate(map(shown, job.hosts))))
         raise RendezvousError(
             f"cannot form the ring, since ranks cannot reach each other:\n{table}\n",
-            **config.who,
+            **job.config.who,
             peer=failed[0].peer,
             remedy="Let these hosts connect to each other at these ports (RINGREDUCE_PORTS gives "
             "them a range for firewalls), or choose another network by RINGREDUCE_IFACE on all "

@@ -30,7 +30,7 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.unix import end_process, is_stopped
-from ringreduce.vocabulary.config import TIMES, Config
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     ClosedError,
     ConfigError,
@@ -90,12 +90,12 @@ def reform(
         communicator._use(Session(config, alone, None, None, old.lasting))
         return
     for attempts_left in reversed(range(_ATTEMPTS)):
-        with Survivors(config, job, without, at_end) as survivors:
+        with Survivors(job, without, at_end) as survivors:
             view = survivors.agree()
             membership = Membership(view.members, 0, view.number)
             # Ways that were found before may be what has failed.
             routes = Routes(config.rank, config.size, job.routes.networks)
-            how = config, replace(job, routes=routes), membership, survivors, survivors.check
+            how = replace(job, routes=routes), membership, survivors, survivors.check
             form = functools.partial(formation.form_group, *how) if len(view.members) > 1 else None
             try:
                 session = Session(config, membership, job, form, old.lasting)
@@ -122,7 +122,7 @@ def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
     job = communicator._session.job
     if job is not None and all(job.standbys):
         job.has_ended = has_ended
-        job.answer(communicator.config)
+        job.answer()
 
 
 class Survivors:
@@ -132,15 +132,13 @@ class Survivors:
     open as long as this is, and longer if a rank was left out that may wake, to tell it so.
     """
 
-    def __init__(
-        self, config: Config, job: formation.Job, without: Collection[int], at_end: bool = False
-    ) -> None:
+    def __init__(self, job: formation.Job, without: Collection[int], at_end: bool = False) -> None:
         with job.standby.lock:
             job.standby.answering.close()
             job.standby.is_in_use = True
-        self._config, self._job, self._without, self._at_end = config, job, without, at_end
-        self._rank, self._who = config.rank, config.who
-        self._others = [each for each in job.agreement.view.members if each != config.rank]
+        self._config, self._job, self._without, self._at_end = job.config, job, without, at_end
+        self._rank, self._who = job.config.rank, job.config.who
+        self._others = [each for each in job.agreement.view.members if each != self._rank]
         self._visits = job.visits()
         self._deadline = math.inf  # until the ranks are agreed on
         self._dead: frozenset[int] = frozenset()

@@ -265,7 +265,7 @@ class Session:
         # does one whose result is there.
         job, is_over = self._own_job, self._life.state >= State.LEAVING
         if job is not None and job.has_ended is not None and not is_over:
-            job.answer(self.config, is_busy=True)
+            job.answer(is_busy=True)
         if self._recorder.current_call().operation is None:
             self._record(first)
 

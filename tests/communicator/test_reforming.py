@@ -277,7 +277,7 @@ def test_a_rank_in_a_working_ring_takes_no_part_in_a_choice_and_has_not_ended() 
         if comm.config.rank == 0:
             job = comm._session.job
             assert job is not None
-            with Survivors(comm.config, job, [], at_end=True) as survivors:
+            with Survivors(job, [], at_end=True) as survivors:
                 survivors._take(propose(job.agreement, [0]))
                 for _ in range(20):
                     survivors._receive(0.02)
