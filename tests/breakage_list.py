@@ -1175,8 +1175,8 @@ BREAKAGES = (
     Breakage(
         "gradients-of-messages-swapped",
         "ringreduce/tensorflow/send_recv.py",
-        "kept[found].append(",
-        "kept[int(number)].append(",
+        "early[found].append(",
+        "early[int(number)].append(",
         "Of two tensors between two ranks, each gets the gradient of the other.",
         ("tests/keras/test_groups.py",),
     ),

@@ -7,7 +7,6 @@ collective alone, since TensorFlow may run several gradients in any order.
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import xla
 from ringreduce.tensorflow.control_flow import is_in_loop
+from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import DTYPE_NAMES
@@ -66,17 +66,6 @@ class Numbers:
         )
 
 
-_numbers: weakref.WeakKeyDictionary[Communicator, Numbers] = weakref.WeakKeyDictionary()
-
-
-def _numbers_of(ring: Communicator) -> Numbers:
-    found = _numbers.get(ring)
-    if found is None:
-        found = _numbers.setdefault(ring, Numbers())
-        ring._session.lasting.explainers.add(found)
-    return found
-
-
 def collective(
     ring: Communicator,
     what: str,
@@ -102,7 +91,9 @@ def collective(
     """
     if ring.size == 1 and not more:
         return tf.identity(value)
-    numbers = numbers or _numbers_of(ring)
+    if numbers is None:
+        numbers = kept(ring, Numbers)
+        ring._session.lasting.explainers.add(numbers)
 
     def numbered(*arrays: np.ndarray) -> tuple[Any, ...]:
         *given, origin = arrays

@@ -15,5 +15,5 @@ def kept(owner: Any, kind: type[Kept]) -> Kept:
     # Not by setattr, which Keras tracks.
     table = vars(owner).setdefault(_NAME, {})
     if kind not in table:
-        table[kind] = kind()
+        table.setdefault(kind, kind())  # Another thread may have made one.
     return table[kind]  # type: ignore[no-any-return]

@@ -18,9 +18,8 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import private
+from ringreduce.tensorflow.kept import kept
 
-# Handles of variables. Each, 4 bytes, lives as long as the process: any graph may refer to it.
-_variables: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 # Attribute of a graph: its latest tokens, by communicator. A dictionary by graph would keep all
 # graphs alive, since tokens refer to them.
@@ -73,19 +72,19 @@ def _latest(graph: Any, ring: Communicator) -> _Latest:
         setattr(graph, _LATEST, weakref.WeakKeyDictionary())
     by_communicator = getattr(graph, _LATEST)
     if ring not in by_communicator:
-        handle = private.capture_once(graph, _variable(ring))
+        handle = private.capture_once(graph, kept(ring, _Variable).handle)
         by_communicator[ring] = _Latest(handle)
     found: _Latest = by_communicator[ring]
     return found
 
 
-def _variable(ring: Communicator) -> Any:
-    if ring not in _variables:
+class _Variable:
+    """That of a communicator; 4 bytes, as long as the process lives: any graph may refer to it."""
+
+    def __init__(self) -> None:
         # Ops, not a `tf.Variable`: a function may create one of those only in its first trace, and
         # TensorFlow would ask for its gradient.
         with tf.init_scope(), tf.device("CPU:0"):
             name = f"ordering token of ringreduce {next(_numbers)}"
-            handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=(), shared_name=name)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
-            _variables.setdefault(ring, handle)
-    return _variables[ring]
+            self.handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=(), shared_name=name)
+            tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.constant(0))

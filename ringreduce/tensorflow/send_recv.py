@@ -6,7 +6,6 @@ gradient travels with the number of its tensor, and one that comes too early is 
 """
 
 import threading
-import weakref
 from collections import defaultdict, deque
 from typing import Any
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow.differentiable import Numbers, Sign, checked, collective
+from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import ConfigError, MismatchError
 from ringreduce.vocabulary.types import dtype_named
 
@@ -30,8 +30,13 @@ class _Peer:
         self.gradients: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
 
 
-_peers: weakref.WeakKeyDictionary[Communicator, defaultdict[int, _Peer]]
-_peers = weakref.WeakKeyDictionary()
+class _Peers(dict[int, _Peer]):
+    """By their ranks in the communicator."""
+
+    def __missing__(self, group_rank: int) -> _Peer:
+        return self.setdefault(group_rank, _Peer())
+
+
 _anchors: list[Any] = []
 _lock = threading.Lock()
 
@@ -48,7 +53,7 @@ def send(tensor: Any, ring: Communicator, to: int, tag: int) -> Any:
     def gradient(_: Any, number: Any) -> Any:
         return _gradient_from(group_rank, value, ring, number)
 
-    numbers = _peer(ring, group_rank).sent
+    numbers = kept(ring, _Peers)[group_rank].sent
     return collective(ring, "send a tensor", run, gradient, value, (), numbers=numbers)
 
 
@@ -64,7 +69,7 @@ def receive(like: Any, ring: Communicator, source: int, tag: int) -> Any:
         # Zeros, which come after the send.
         return tf.zeros_like(upstream) * _gradient_to(group_rank, upstream, ring, number)
 
-    what, shape, numbers = "receive a tensor", value.shape, _peer(ring, group_rank).received
+    what, shape, numbers = "receive a tensor", value.shape, kept(ring, _Peers)[group_rank].received
     return collective(ring, what, run, gradient, value, shape, _anchor(), numbers=numbers)
 
 
@@ -83,14 +88,14 @@ def _gradient_to(group_rank: int, gradient: Any, ring: Communicator, number: Any
 
 def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) -> Any:
     """The gradient of the tensor `like`, which has that number."""
-    kept = _peer(ring, group_rank).gradients
+    early = kept(ring, _Peers)[group_rank].gradients
 
     def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
-        while not kept[int(number)]:
+        while not early[int(number)]:
             found, dtype, shape = ring.recv_object(group_rank, tag=_GRADIENT)
             gradient = np.empty(shape, dtype_named(dtype))
-            kept[found].append(ring.recv(gradient, group_rank, tag=_GRADIENT))
-        gradient = kept[int(number)].popleft()
+            early[found].append(ring.recv(gradient, group_rank, tag=_GRADIENT))
+        gradient = early[int(number)].popleft()
         if (gradient.shape, gradient.dtype) != (array.shape, array.dtype):
             error = MismatchError(
                 f"sent a tensor of {array.dtype.name} {array.shape}, and received a gradient "
@@ -104,11 +109,6 @@ def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) 
 
     what, given = "receive a gradient", tf.convert_to_tensor(number, tf.int64)
     return collective(ring, what, run, _refused, like, like.shape, given, of=number)
-
-
-def _peer(ring: Communicator, group_rank: int) -> _Peer:
-    with _lock:
-        return _peers.setdefault(ring, defaultdict(_Peer))[group_rank]
 
 
 def _anchor() -> Any:
