@@ -221,6 +221,7 @@ class Survivors:
             _log.info("[%d/%d] goes on without %s", *where, self._described(left))
             job.has_left_out |= not left <= self._dead
         job.agreement = Agreement(self._rank, chosen)
+        self._told.clear()  # Of an attempt before this one, which others may still be in.
         self._deadline = time.monotonic() + self._config.join_timeout_s
         return chosen
 

@@ -27,6 +27,7 @@ from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
     ClosedError,
     MismatchError,
+    PeerError,
     RendezvousError,
     RingReduceError,
 )
@@ -157,6 +158,31 @@ def test_ranks_that_die_while_they_agree_are_left_out(tmp_path: Path) -> None:
             assert ring.workers[rank].wait(10) == -signal.SIGKILL
         for rank in (4, 5):
             assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
+
+
+def test_values_of_an_attempt_that_failed_are_not_taken_for_those_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 agrees on the next ring while rank 1 still says where it listened for this one."""
+    passed: dict[tuple[int, int], Any] = {}
+    received: dict[tuple[int, int], Any] = {}
+    real = Survivors.exchange
+
+    def exchange(survivors: Survivors, value: Any) -> dict[int, Any]:
+        view, rank = survivors._job.agreement.view.number, survivors._rank
+        passed.setdefault((view, rank), value)
+        found = real(survivors, value)
+        received.setdefault((view, rank), found[1 - rank])
+        while view == 1:
+            survivors.check(TIMES.poll_s)
+            if rank == 0:
+                raise PeerError("gives up", rank=0)
+        return found
+
+    monkeypatch.setattr(Survivors, "exchange", exchange)
+    ring_of_threads(2, reform)
+    assert tuple(received[2, 0]) == passed[2, 1]
+    assert tuple(received[2, 1]) == passed[2, 0]
 
 
 BROKEN = """
