@@ -1664,8 +1664,8 @@ BREAKAGES = (
     Breakage(
         "shm-waits-without-check",
         "ringreduce/transport/unix.py",
-        "                    check()\n                    if time",
-        "                    if time",
+        "                check()\n                if time",
+        "                if time",
         "A ring formed anew may wait for its time limit, since a rank that waits answers nobody.",
         ("tests/transport/test_unix.py",),
     ),

@@ -13,7 +13,7 @@ from ringreduce.vocabulary.errors import ConfigError
 # Of a pair of sockets: the two, two monitors with two ends each, two connections, an attempt at
 # each address before; and listeners.
 _PER_CHANNEL = 8 + OFFERED_MAX
-# A connection at the rendezvous; one connection, a segment and a spare within the host.
+# A connection at the rendezvous; two connections and a segment within the host.
 _PER_RANK = 4
 # Contexts, their threads, the authenticator, the rendezvous, and what the program opens meanwhile.
 _ALWAYS = 64

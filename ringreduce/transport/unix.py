@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import TIMES
@@ -46,7 +46,9 @@ class Mesh:
         except OSError:
             self._listener.close()
             raise
-        self._connections: dict[int, socket.socket] = {}
+        # To the others, and from them by index.
+        self._outgoing: list[socket.socket] = []
+        self._incoming: dict[int, socket.socket] = {}
         self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected
         self._poll = select.poll()
         self._gone: set[int] = set()
@@ -66,44 +68,40 @@ class Mesh:
         timeout_s: float,
         check: Callable[[], None],
     ) -> dict[int, int]:
-        """Connect with all others and swap segments; return their descriptors, by index.
+        """Send this rank's segment to all others; return the descriptors of theirs, by index.
 
-        Each rank connects to the ranks before it and accepts those after it. `names` and `members`
-        are the listening name and the rank of each, `index` is this rank's. All must know `job`.
-        `descriptor` is this rank's own segment, `size` the job's. While it waits it calls `check`,
-        which may raise.
+        Each rank connects to every other one. `names` and `members` are the listening name and the
+        rank of each, `index` is this rank's. All must know `job`. `descriptor` is this rank's own
+        segment, `size` the job's. While it waits it calls `check`, which may raise.
 
         Raises RendezvousError if a rank did not connect within `timeout_s`, or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]
-        self._later, self._job = {members[each]: each for each in range(index + 1, len(names))}, job
-        self._own = [_HELLO.pack(_MAGIC, job, rank)], [descriptor]
+        others = [place for place in range(len(names)) if place != index]
         descriptors: dict[int, int] = {}
+        arriving = select.poll()
+        arriving.register(self._listener, select.POLLIN)
         try:
-            for other in range(index):
+            for other in others:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._connections[other] = connection
+                self._outgoing.append(connection)
                 connection.connect(f"\0{names[other]}")
                 if not _is_ours(connection):  # Before it gets our memory.
                     raise ConnectionError("another user's process listens in its place")
-                socket.send_fds(connection, *self._own)
-            while len(self._connections) < len(names) - 1:
+                socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
+                arriving.register(connection, select.POLLIN)
+            while len(descriptors) < len(others):
                 check()
-                self._accept(descriptors, deadline)
-            for other in range(index):
-                # While it waits, others may need what `check` does.
-                while not _is_readable(connection := self._connections[other]):
-                    check()
-                    if time.monotonic() > deadline:
-                        raise TimeoutError("it does not answer")
-                answer = self._receive(connection)
-                if answer is None:
-                    raise ConnectionError("it does not answer as one of this job")
-                descriptors[other] = answer[1]
+                if time.monotonic() > deadline:
+                    raise TimeoutError("no connection came in time")
+                ready = [each for each, _ in arriving.poll(milliseconds(TIMES.poll_s))]
+                if self._listener.fileno() in ready:
+                    self._accept(descriptors, {members[other]: other for other in others}, job)
+                elif ready:  # Nothing is sent that way, so it has ended.
+                    raise ConnectionError("a rank has ended, or does not know this job")
         except (OSError, RingReduceError) as error:
-            there = index, *descriptors
-            missing = [members[place] for place in range(len(names)) if place not in there]
+            missing = [members[other] for other in others if other not in descriptors]
             for received in descriptors.values():
                 os.close(received)
             if isinstance(error, RingReduceError):
@@ -117,83 +115,47 @@ class Mesh:
                 "values on each; or use RINGREDUCE_TRANSPORT=zmq.",
             ) from error
         self._listener.close()
-        for other, connection in self._connections.items():
+        for other, connection in self._incoming.items():
             if (process := _identified(_credentials(connection)[0])) is not None:
                 self.processes[members[other]] = process
-            connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
         return descriptors
 
-    def _accept(self, descriptors: dict[int, int], deadline: float) -> None:
-        """Accept one connection, if one comes soon, and from a rank after this one."""
-        left_s = deadline - time.monotonic()
-        self._listener.settimeout(max(0.001, min(left_s, TIMES.poll_s)))
-        try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            if left_s > TIMES.poll_s:
-                return
-            raise
+    def _accept(self, descriptors: dict[int, int], due: Mapping[int, int], job: int) -> None:
+        """Accept a connection, if it is from one of the ranks `due`, which have these indices."""
+        connection, _ = self._listener.accept()
         connection.settimeout(TIMES.hello_s)
-        try:
-            answer = self._receive(connection) if _is_ours(connection) else None
+        with contextlib.suppress(OSError):  # A stranger, or lost: the right one may still come.
+            answer = _receive(connection, job) if _is_ours(connection) else None
             if answer is not None:
                 rank, received = answer
-                other = self._later.get(rank)
-                if other is not None and other not in self._connections:
-                    socket.send_fds(connection, *self._own)
-                    self._connections[other], descriptors[other] = connection, received
+                if rank in due and due[rank] not in descriptors:
+                    self._incoming[due[rank]], descriptors[due[rank]] = connection, received
                     return
                 os.close(received)
-        except OSError:
-            pass  # A stranger, or a lost connection: the right one may still come.
         connection.close()
-
-    def _receive(self, connection: socket.socket) -> tuple[int, int] | None:
-        """Rank and segment of the other end; None when it is not of this job."""
-        # Not socket.recv_fds: it drops its flags, and without close-on-exec every program that
-        # this process starts would keep the others' memory.
-        data, ancillary, _, _ = connection.recvmsg(
-            _HELLO.size, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
-        )
-        received = [
-            descriptor
-            for level, kind, packed in ancillary
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-            for (descriptor,) in _DESCRIPTOR.iter_unpack(packed)
-        ]
-        if len(data) == _HELLO.size and len(received) == 1:
-            magic, their_job, rank = _HELLO.unpack(data)
-            if (magic, their_job) == (_MAGIC, self._job):
-                return int(rank), received[0]
-        for descriptor in received:
-            os.close(descriptor)
-        return None
 
     def gone(self) -> frozenset[int]:
         """Index of each rank whose connection has ended: it has closed it, or died."""
         with self._lock:
-            ready = {each for each, _ in self._poll.poll(0)} if self._connections else ()
-            for index, connection in list(self._connections.items()):
+            ready = {each for each, _ in self._poll.poll(0)} if self._incoming else ()
+            for index, connection in list(self._incoming.items()):
                 if connection.fileno() in ready:
                     self._gone.add(index)
                     self._poll.unregister(connection)
                     connection.close()
-                    del self._connections[index]
+                    del self._incoming[index]
             return frozenset(self._gone)
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies, which end nothing while the parent has its own."""
-        self._listener.close()
-        for connection in self._connections.values():
-            connection.close()
+        for each in (self._listener, *self._outgoing, *self._incoming.values()):
+            each.close()
 
     def close(self) -> None:
-        self._listener.close()
         with self._lock:
-            for connection in self._connections.values():
-                connection.close()
-            self._connections.clear()
+            self.close_inherited()
+            self._incoming.clear()
 
 
 def end_process(process: tuple[int, int]) -> bool:
@@ -208,13 +170,6 @@ def end_process(process: tuple[int, int]) -> bool:
         finally:
             os.close(descriptor)
     return False
-
-
-def _is_readable(connection: socket.socket) -> bool:
-    """Whether something has come, or it has ended, in a moment."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(milliseconds(TIMES.poll_s)))
 
 
 def is_stopped(process: tuple[int, int]) -> bool:
@@ -245,3 +200,25 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 def _is_ours(connection: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user."""
     return _credentials(connection)[1] == os.geteuid()
+
+
+def _receive(connection: socket.socket, job: int) -> tuple[int, int] | None:
+    """Rank and segment of the other end; None when it is not of this job."""
+    # Not socket.recv_fds: it drops its flags, and without close-on-exec every program that
+    # this process starts would keep the others' memory.
+    data, ancillary, _, _ = connection.recvmsg(
+        _HELLO.size, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+    )
+    received = [
+        descriptor
+        for level, kind, packed in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(packed)
+    ]
+    if len(data) == _HELLO.size and len(received) == 1:
+        magic, their_job, rank = _HELLO.unpack(data)
+        if (magic, their_job) == (_MAGIC, job):
+            return int(rank), received[0]
+    for descriptor in received:
+        os.close(descriptor)
+    return None

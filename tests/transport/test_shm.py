@@ -548,6 +548,16 @@ def test_rank_that_never_comes_is_named_with_a_remedy():
     finish(made, memory, results)
 
 
+def test_rank_that_ends_before_it_connects_is_not_waited_for():
+    made, memory, results, threads = meshes(2, timeout_s=60.0)
+    threads[0].start()
+    with made[1]._listener.accept()[0] as connection:
+        connection.recv(100)
+    threads[0].join(10)
+    assert "could not share memory with rank 1: a rank has ended" in str(results[0])
+    finish(made, memory, results)
+
+
 def test_kernel_says_who_is_at_the_other_end():
     ours, theirs = socket.socketpair()
     with ours, theirs:
