@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce._version import __version__
 from ringreduce.bootstrap.admission import Members
@@ -40,7 +39,7 @@ from ringreduce.bootstrap.hello import (
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, is_literal, listens_on_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator
-from ringreduce.transport.channel import unwatch, watch
+from ringreduce.transport.channel import Monitor
 from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.interfaces import hosts_of, meeting_hosts
 from ringreduce.transport.routes import first_to_answer
@@ -359,22 +358,21 @@ class _Failures:
     """Counts failed handshakes at `socket`; libzmq reports them only as monitor events."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket, self._count = socket, 0
+        self._count = 0
         self.is_final = False  # After a protocol error libzmq does not connect again.
         self.is_connected = False  # another end has been let in, or has let this one in
-        self._events = watch(socket, int(_HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED))
+        self._events = Monitor(socket, _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def count(self) -> int:
         """Their number so far."""
-        while self._events.poll(0):
-            event = parse_monitor_message(self._events.recv_multipart())
-            self.is_final |= event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            self.is_connected |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._count += event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for kind, _ in self._events.read():
+            self.is_final |= kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            self.is_connected |= kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._count += kind != zmq.EVENT_HANDSHAKE_SUCCEEDED
         return self._count
 
     def close(self) -> None:
-        unwatch(self._socket, self._events)
+        self._events.close()
 
 
 def _listen(socket: zmq.Socket[bytes], config: Config) -> None:

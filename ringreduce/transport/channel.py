@@ -10,7 +10,7 @@ import itertools
 import socket as sockets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import zmq
@@ -40,7 +40,7 @@ class Incoming:
 
     The authenticator of `context` decides who may connect, by the name `domain`. A receive on
     `socket` (PULL) waits for at most ``TIMES.poll_s``. At most `queue` frames wait to be read; TCP
-    holds the others back. `events` becomes readable when `read_events` has something to process.
+    holds the others back. `events` are for `read_events` to process.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Incoming:
         admission.serve(self.socket, domain)
         # Watched from the start, so that no event is missed.
         seen = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self.events = watch(self.socket, int(seen))
+        self.events = Monitor(self.socket, seen)
         self.visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
         self._listeners: list[int] = []  # descriptors of the listening sockets
@@ -95,9 +95,7 @@ class Incoming:
         return None if dry_s is None else Overdue(self.peer, self.number, self.record.taken, dry_s)
 
     def read_events(self) -> None:
-        while self.events.poll(0):
-            event = parse_monitor_message(self.events.recv_multipart())
-            kind, descriptor = event["event"], event["value"]
+        for kind, descriptor in self.events.read():
             if kind == zmq.EVENT_ACCEPTED:
                 self.visitors.add(descriptor)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -115,7 +113,7 @@ class Incoming:
         """
         while self.record.source < 0 and not self._is_proven and not self.is_locked:
             wait_ms = int((deadline - time.monotonic()) * 1000)
-            if not self._asks or wait_ms <= 0 or not self.events.poll(wait_ms):
+            if not self._asks or wait_ms <= 0 or not self.events.receiver.poll(wait_ms):
                 return False
             self.read_events()
         self.read_events()
@@ -153,7 +151,7 @@ class Incoming:
 
     def close(self) -> None:
         """Close the socket; unread frames are lost."""
-        unwatch(self.socket, self.events)
+        self.events.close()
         self.socket.close(linger=0)
 
 
@@ -204,7 +202,7 @@ class Outgoing:
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         # All that it says where there was no descriptor, or no memory, for a connection.
         ended |= zmq.EVENT_CONNECT_RETRIED
-        self.events = watch(self.socket, int(ended | zmq.EVENT_CONNECTED))
+        self.events = Monitor(self.socket, ended | zmq.EVENT_CONNECTED)
         self._descriptor: int | None = None  # of the connection
         try:
             self.socket.connect(address)
@@ -221,10 +219,9 @@ class Outgoing:
         return bool(self.record.released < self.record.borrowed)
 
     def read_events(self) -> None:
-        while self.is_open and self.events.poll(0):
-            event = parse_monitor_message(self.events.recv_multipart())
-            if event["event"] == zmq.EVENT_CONNECTED:
-                self._descriptor = event["value"]
+        for kind, descriptor in self.events.read() if self.is_open else ():
+            if kind == zmq.EVENT_CONNECTED:
+                self._descriptor = descriptor
             else:
                 self.is_lost = True
 
@@ -247,31 +244,37 @@ class Outgoing:
         if self.is_open:
             self.read_events()
             self.is_open = False
-            unwatch(self.socket, self.events)
+            self.events.close()
             self.socket.close(linger=0 if self.is_lost else linger_ms)
 
 
-def watch(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """Return a socket that receives the `events` of `socket` from now on; end with `unwatch`.
+class Monitor:
+    """Receives those of libzmq's `events` that happen to `socket` from now on, until `close`.
 
     pyzmq's ``get_monitor_socket`` has a queue of a thousand events. When it is full, libzmq's I/O
     thread waits, holding a lock that ``disable_monitor`` needs: strangers that connect and leave
     while nobody reads would stop the socket's traffic and block its closing. Here the queue is
-    unbounded, so the owner must read it often.
+    unbounded, so the owner must `read` it often. `receiver` becomes readable when there are some.
     """
-    name = f"inproc://monitor.{next(_monitors)}"
-    socket.monitor(name, events)
-    receiver: zmq.Socket[Any] = socket.context.socket(zmq.PAIR)
-    receiver.setsockopt(zmq.RCVHWM, 0)
-    receiver.setsockopt(zmq.LINGER, 0)
-    receiver.connect(name)
-    return receiver
 
+    def __init__(self, socket: zmq.Socket[Any], events: int) -> None:
+        self._socket = socket
+        name = f"inproc://monitor.{next(_monitors)}"
+        socket.monitor(name, int(events))
+        self.receiver: zmq.Socket[Any] = socket.context.socket(zmq.PAIR)
+        self.receiver.setsockopt(zmq.RCVHWM, 0)
+        self.receiver.setsockopt(zmq.LINGER, 0)
+        self.receiver.connect(name)
 
-def unwatch(socket: zmq.Socket[Any], receiver: zmq.Socket[Any]) -> None:
-    """End what `watch` began."""
-    socket.disable_monitor()
-    receiver.close()
+    def read(self) -> Iterator[tuple[int, int]]:
+        """The events that have come, each with its value: of most, a connection's descriptor."""
+        while self.receiver.poll(0):
+            event = parse_monitor_message(self.receiver.recv_multipart())
+            yield event["event"], event["value"]
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self.receiver.close()
 
 
 class _Seen(NamedTuple):

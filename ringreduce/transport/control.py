@@ -80,7 +80,7 @@ class Control:
                 ping_ms=milliseconds(TIMES.ping_s),
             )
             self.sockets.admit(pulling, neighbour)
-            for socket in (pulling.socket, pulling.events, pushing.events):
+            for socket in (pulling.socket, pulling.events.receiver, pushing.events.receiver):
                 self._poller.register(socket, zmq.POLLIN)
 
     def send(self, message: bytes, but: Collection[int] = ()) -> None:

@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce.pure.views import Agreement, Kind, Message, View, receive
 from ringreduce.transport.address import endpoint
-from ringreduce.transport.channel import unwatch, watch
+from ringreduce.transport.channel import Monitor
 from ringreduce.transport.routes import first_to_answer
 from ringreduce.transport.security import Security
 from ringreduce.transport.standby import Standby
@@ -49,8 +48,8 @@ class Visits:
         self._incoming = self._socket(zmq.PULL)
         self._authenticator = security.serve_meeting(self._incoming, self._context)
         self._incoming.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(TIMES.hello_s))
-        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        self._events, self._visitors = watch(self._incoming, int(seen)), set[int]()
+        self._events = Monitor(self._incoming, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._visitors: set[int] = set()
         self._is_full = False
         for address, descriptor in standby.descriptors().items():
             self._incoming.setsockopt(zmq.USE_FD, descriptor)
@@ -97,10 +96,11 @@ class Visits:
 
     def _limit_visitors(self) -> None:
         """Shut the port while too many are connected; those without the secret are ended soon."""
-        while self._events.poll(0):
-            event = parse_monitor_message(self._events.recv_multipart())
-            is_new = event["event"] == zmq.EVENT_ACCEPTED
-            (self._visitors.add if is_new else self._visitors.discard)(event["value"])
+        for kind, descriptor in self._events.read():
+            if kind == zmq.EVENT_ACCEPTED:
+                self._visitors.add(descriptor)
+            else:
+                self._visitors.discard(descriptor)
         if self._is_full != (len(self._visitors) > _VISITORS_MAX + len(self._ways)):
             self._is_full = not self._is_full
             (self._standby.shut if self._is_full else self._standby.open)()
@@ -153,7 +153,7 @@ class Visits:
     def _end(self) -> None:
         self._standby.shut()
         self._authenticator.close()
-        unwatch(self._incoming, self._events)
+        self._events.close()
         for socket in (self._incoming, *self._outgoing.values()):
             socket.close()
         self._context.term()

@@ -134,7 +134,7 @@ def test_a_connection_that_cannot_be_tried_is_lost():
         pushing = Outgoing(context, address, 1, records.ChannelRecord(), 0, admission)
         try:
             while not pushing.is_lost:
-                pushing.events.poll(1000)
+                pushing.events.receiver.poll(1000)
                 pushing.read_events()
         finally:
             pushing.close()
