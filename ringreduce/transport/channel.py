@@ -19,10 +19,11 @@ from zmq.utils.monitor import parse_monitor_message
 from ringreduce.pure.watcher_messages import Overdue
 from ringreduce.transport import port_filter
 from ringreduce.transport.address import endpoint
+from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.listening import Bind, listen
 from ringreduce.transport.records import ChannelRecord
-from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
+from ringreduce.transport.security import OVERHEAD_BYTES, Admission
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError
 from ringreduce.vocabulary.times import milliseconds
@@ -38,7 +39,7 @@ _monitors = itertools.count()
 class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
 
-    The authenticator of `context` decides who may connect, by the name `domain`. A receive on
+    The `authenticator` of `context` decides who may connect, by the name `domain`. A receive on
     `socket` (PULL) waits for at most ``TIMES.poll_s``. At most `queue` frames wait to be read; TCP
     holds the others back. `events` are for `read_events` to process.
     """
@@ -51,10 +52,12 @@ class Incoming:
         record: ChannelRecord,
         number: int,
         admission: Admission,
+        authenticator: Authenticator,
         domain: str,
         queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
-        self.record, self.number, self.domain = record, number, domain
+        self.record, self.number = record, number
+        self._admission, self._authenticator, self._domain = admission, authenticator, domain
         self.peer = -1  # the rank that sends, once that is known
         self.is_locked = False  # nobody can connect any more
         self.silence = Silence(self.arrived_bytes)  # for how long a frame has been due
@@ -67,7 +70,6 @@ class Incoming:
         self._has_visitor_left = False
         self._listeners: list[int] = []  # descriptors of the listening sockets
         self._is_proven = False  # whether a peer has proven that the key is its own
-        self._asks = admission.mechanism != "NULL"
         # The kernel sizes its buffers: fixed ones are slower up to 512 KiB and no faster above
         # (docs/performance.md).
         self.socket.set_hwm(queue)
@@ -77,7 +79,7 @@ class Incoming:
         self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in bind.hosts)))
         self.endpoints: list[str] = []  # on the same port at each address; `address` is the first
         with contextlib.ExitStack() as opened:
-            listening = listen(bind, **admission.who)
+            listening = listen(bind, **admission.security.who)
             for listener in listening:
                 opened.enter_context(listener)
             for listener in listening:
@@ -99,28 +101,40 @@ class Incoming:
             if kind == zmq.EVENT_ACCEPTED:
                 self.visitors.add(descriptor)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_proven = self._asks
+                self._is_proven = self._admission.mechanism != "NULL"
             else:
                 self.visitors.discard(descriptor)
                 self._has_visitor_left = True
 
-    def lock(self, deadline: float) -> bool:
-        """Have the kernel drop all further attempts to connect, where it can.
+    def admit(self, peer: int) -> None:
+        """Let rank `peer`, and nobody else, connect."""
+        self.peer = peer
+        security = self._admission.security
+        if self._admission.seals:
+            self.record.open_key[:] = security.frame_key(peer, security.rank, self.number)
+        shown = self._admission.credentials(peer, self.number)
+        self._authenticator.allow(self._domain, shown)
 
-        First the rank that is due here must be connected: its first frame or, with a secret, a
-        finished handshake shows that. Waits for a handshake until ``time.monotonic()`` is
-        `deadline`; returns whether that rank is connected.
+    def lock(self, deadline: float) -> bool:
+        """Let nobody connect any more once the rank that is due here has; return whether so.
+
+        Its first frame or, with a secret, a finished handshake shows that it has. Waits for a
+        handshake until ``time.monotonic()`` is `deadline`. Then the kernel drops all attempts to
+        connect; where it cannot, libzmq refuses them.
         """
-        while self.record.source < 0 and not self._is_proven and not self.is_locked:
+        if self.is_locked:
+            return True
+        while self.record.source < 0 and not self._is_proven:
             wait_ms = int((deadline - time.monotonic()) * 1000)
-            if not self._asks or wait_ms <= 0 or not self.events.receiver.poll(wait_ms):
+            asks = self._admission.mechanism != "NULL"
+            if not asks or wait_ms <= 0 or not self.events.receiver.poll(wait_ms):
                 return False
             self.read_events()
         self.read_events()
-        if not self.is_locked:
-            self.is_locked = True
-            for listener in self._listeners:
-                port_filter.shut(listener)
+        self.is_locked = True
+        for listener in self._listeners:
+            port_filter.shut(listener)
+        self._authenticator.allow(self._domain, None)
         return True
 
     def is_lost(self, quiet: bool) -> bool:
@@ -183,6 +197,9 @@ class Outgoing:
         self.is_lost, self.is_open = False, True
         self.socket = context.socket(zmq.PUSH)
         admission.join(self.socket, peer, number)
+        security = admission.security
+        if admission.seals:
+            record.seal_key[:] = security.frame_key(security.rank, peer, number)
         self.socket.setsockopt(zmq.SNDHWM, queue)
         # Else a firewall may forget a connection that is idle while a rank saves for minutes.
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -210,7 +227,7 @@ class Outgoing:
             why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
             text = f"cannot connect to rank {peer} at {address[:200]!r}: {why}"
             remedy = f"Read rank {peer}'s log."
-            raise RendezvousError(text, **admission.who, peer=peer, remedy=remedy) from error
+            raise RendezvousError(text, **security.who, peer=peer, remedy=remedy) from error
         record.sender = self.socket.underlying
 
     @property
@@ -325,14 +342,14 @@ def join_ports(addresses: Sequence[str]) -> str:
     return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
 
 
-def announced_ports(address: str, count: int, peer: int, security: Security) -> list[str]:
+def announced_ports(address: str, count: int, peer: int, who: dict[str, Any]) -> list[str]:
     """Undo `join_ports` on what `peer` has announced; RendezvousError if not `count` ports."""
     host, _, ports = address.rpartition(":")
     found = [f"{host}:{port}" for port in ports.split(",")]
     if len(found) != count:
         text = f"got the address {address[:200]!r} of rank {peer}, which has not {count} ports"
         remedy = "Start all ranks with the same ringreduce."
-        raise RendezvousError(text, **security.who, peer=peer, remedy=remedy)
+        raise RendezvousError(text, **who, peer=peer, remedy=remedy)
     return found
 
 

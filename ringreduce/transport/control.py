@@ -45,14 +45,14 @@ class Control:
     def __init__(
         self, *, bind: Bind, link_timeout_s: float, security: Security, membership: Membership
     ) -> None:
-        self._rank = rank = security.rank
+        rank, self._who = security.rank, security.who
         self._link_timeout_ms = int(link_timeout_s * 1000)
         self._before, self._after = membership.ahead(rank, -1), membership.ahead(rank, 1)
         self._awake, self._waker = sockets.socketpair()
         for end in (self._awake, self._waker):
             end.setblocking(False)
         longest = message_bytes_max(security.size)
-        self.sockets = Sockets(security, security.control, bind, longest)
+        self.sockets = Sockets(security.control, bind, longest)
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
         try:
@@ -71,7 +71,7 @@ class Control:
         """Connect to the neighbours, whose sockets are bound already; `addresses` are by rank."""
         self._poller.register(self._awake, zmq.POLLIN)
         for neighbour, pulling in self._incoming.items():
-            ports = announced_ports(addresses[neighbour], 2, neighbour, self.sockets.security)
+            ports = announced_ports(addresses[neighbour], 2, neighbour, self._who)
             is_next = neighbour == self._after
             pushing = self._outgoing[neighbour] = self.sockets.connect(
                 *(ports[0 if is_next else 1], neighbour, pulling.record, 0),
@@ -79,7 +79,7 @@ class Control:
                 unconfirmed_ms_max=self._link_timeout_ms,
                 ping_ms=milliseconds(TIMES.ping_s),
             )
-            self.sockets.admit(pulling, neighbour)
+            pulling.admit(neighbour)
             for socket in (pulling.socket, pulling.events.receiver, pushing.events.receiver):
                 self._poller.register(socket, zmq.POLLIN)
 

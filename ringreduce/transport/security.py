@@ -241,19 +241,18 @@ class Admission:
 
     `mechanism` is ``CURVE``, which proves both sides and encrypts; ``PLAIN``, which proves the
     connecting side by a password; or ``NULL``, which proves nothing. `seals` says whether each
-    frame is sealed, `who` whose sockets they are.
+    frame is sealed.
     """
 
     def __init__(self, security: Security, mechanism: str, *, seals: bool = False) -> None:
-        self._security, self.mechanism, self.seals = security, mechanism, seals
-        self._rank, self.who = security.rank, security.who
+        self.security, self.mechanism, self.seals = security, mechanism, seals
 
     def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
         """Make `socket` authenticate those that connect, as `domain`; call it before ``bind``."""
         _limit(socket)
         if self.mechanism == "CURVE":
             socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._security.private_key)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.security.private_key)
         elif self.mechanism == "PLAIN":
             socket.setsockopt(zmq.PLAIN_SERVER, 1)
         else:
@@ -263,25 +262,25 @@ class Admission:
     def join(self, socket: zmq.Socket[Any], peer: int, channel: int) -> None:
         """Give `socket` what `peer` requires on `channel`: after `learn`, before ``connect``."""
         if self.mechanism == "CURVE":
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._security.keys[peer])
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._security.public_key)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._security.private_key)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self.security.keys[peer])
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self.security.public_key)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.security.private_key)
         elif self.mechanism == "PLAIN":
-            socket.setsockopt(zmq.PLAIN_USERNAME, str(self._rank).encode())
-            password = self._security.password(self._rank, peer, channel)
+            socket.setsockopt(zmq.PLAIN_USERNAME, str(self.security.rank).encode())
+            password = self.security.password(self.security.rank, peer, channel)
             socket.setsockopt(zmq.PLAIN_PASSWORD, password)
 
     def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
         """The authenticator of all sockets of `context`; make it before the first ``bind``."""
         has_none = self.mechanism == "NULL"
-        return Authenticator(None if has_none else context, self._security.hold_s)
+        return Authenticator(None if has_none else context, self.security.hold_s)
 
     def credentials(self, rank: int, channel: int) -> Credentials:
         """What `rank` must show when it connects on `channel`; call it after `Security.learn`."""
         if self.mechanism == "CURVE":
-            return Credentials(rank, b"CURVE", (z85.decode(self._security.keys[rank]),))
+            return Credentials(rank, b"CURVE", (z85.decode(self.security.keys[rank]),))
         if self.mechanism == "PLAIN":
-            password = self._security.password(rank, self._rank, channel)
+            password = self.security.password(rank, self.security.rank, channel)
             return Credentials(rank, b"PLAIN", (str(rank).encode(), password))
         return Credentials(rank, b"NULL", ())
 

@@ -1,4 +1,4 @@
-"""The sockets of one link over ZeroMQ: open, admit, connect, shut the ports, close; for every link.
+"""The sockets of one link over ZeroMQ: open, connect, shut the ports, close; for every link.
 
 Threads: `threads` of libzmq and the authenticator's, in a context of their own; they end in
 `close`. One thread at a time calls the methods.
@@ -14,7 +14,7 @@ from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import NO_SOURCE, ChannelRecord
-from ringreduce.transport.security import Admission, Security
+from ringreduce.transport.security import Admission
 from ringreduce.vocabulary.times import milliseconds
 
 
@@ -25,10 +25,8 @@ class Sockets:
     most.
     """
 
-    def __init__(
-        self, security: Security, admission: Admission, bind: Bind, longest: int, threads: int = 1
-    ) -> None:
-        self.security, self._admission, self._place = security, admission, (bind, longest)
+    def __init__(self, admission: Admission, bind: Bind, longest: int, threads: int = 1) -> None:
+        self._admission, self._place = admission, (bind, longest)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=threads)
         self._authenticator = admission.authenticator(self._context)
         self.incoming: list[Incoming] = []  # open ones, in the order in which they were made
@@ -42,48 +40,24 @@ class Sockets:
     def listen(self, record: ChannelRecord, number: int, domain: str, **options: Any) -> Incoming:
         """Listen for one rank, which is not known yet, on channel `number`; as `Incoming`."""
         record.source = NO_SOURCE
-        what = *self._place, record, number, self._admission, domain
+        what = *self._place, record, number, self._admission, self._authenticator, domain
         made = Incoming(self._context, *what, **options)
         self.incoming.append(made)
         return made
-
-    def admit(self, incoming: Incoming, peer: int) -> None:
-        """Let rank `peer`, and nobody else, connect to `incoming`."""
-        incoming.peer = peer
-        if self._admission.seals:
-            key = self.security.frame_key(peer, self.security.rank, incoming.number)
-            incoming.record.open_key[:] = key
-        shown = self._admission.credentials(peer, incoming.number)
-        self._authenticator.allow(incoming.domain, shown)
 
     def connect(
         self, address: str, peer: int, record: ChannelRecord, number: int, **options: Any
     ) -> Outgoing:
         """Connect to rank `peer`, which listens on `address` for this one; as `Outgoing`."""
-        if self._admission.seals:
-            record.seal_key[:] = self.security.frame_key(self.security.rank, peer, number)
         what = address, peer, record, number, self._admission
         made = Outgoing(self._context, *what, **options)
         self.outgoing.append(made)
         return made
 
-    def lock(self, incoming: Incoming, deadline: float) -> bool:
-        """Let nobody connect to `incoming` any more once its rank has; return whether so.
-
-        Waits for that until ``time.monotonic()`` is `deadline`. Where the kernel cannot shut a
-        port, libzmq refuses everybody.
-        """
-        is_new = not incoming.is_locked
-        if not incoming.lock(deadline):
-            return False
-        if is_new:
-            self._authenticator.allow(incoming.domain, None)
-        return True
-
     def lock_all(self, deadline: float) -> bool:
-        """The same for all ports; the authenticator ends once all are shut."""
+        """As `Incoming.lock`, for all ports; the authenticator ends once all are shut."""
         # A list, so that every port is tried, also after one that fails.
-        are_shut = all([self.lock(each, deadline) for each in self.incoming])
+        are_shut = all([each.lock(deadline) for each in self.incoming])
         if are_shut:
             self._authenticator.close()
         return are_shut

@@ -57,7 +57,7 @@ class ZmqLink(StalledCall):
         self._distances = channel_distances(members_max or security.size, streams)
         self.records = (records.ChannelRecord * len(self._distances))()
         longest = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, loop.EXCHANGE_BYTES_MAX)
-        self.sockets = Sockets(security, security.data, bind, longest, streams)
+        self.sockets = Sockets(security.data, bind, longest, streams)
         self._incoming = self.sockets.incoming
         self._outgoing = self.sockets.outgoing  # Empty until `connect`.
         # The members, in the ring's order, whose places frames and schedules give; and for each
@@ -107,13 +107,13 @@ class ZmqLink(StalledCall):
             unneeded.close()
             self._incoming.remove(unneeded)
         ports = {
-            peer: announced_ports(addresses[peer], expected, peer, self.sockets.security)
+            peer: announced_ports(addresses[peer], expected, peer, self._who)
             for peer in membership.members
         }
         for channel, distance in enumerate(self._distances):
             ahead, behind = (membership.ahead(self._rank, each) for each in (distance, -distance))
             self.sockets.connect(ports[ahead][channel], ahead, self.records[channel], channel)
-            self.sockets.admit(self._incoming[channel], behind)
+            self._incoming[channel].admit(behind)
             self._sources.append(ports[behind][channel])
 
     def lock(self) -> None:

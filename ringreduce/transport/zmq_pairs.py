@@ -188,7 +188,7 @@ class ZmqPairs:
             sockets, made = self._opened(), Receiving(self._record, peer)
             number, domain = _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"
             made.socket = sockets.listen(made.channel, number, domain)
-            sockets.admit(made.socket, peer)
+            made.socket.admit(peer)
             self._receiving[peer, channel] = made
         self._waiting.listen(Listening(self._rank, peer, channel, made.address))
         return made
@@ -222,11 +222,6 @@ class ZmqPairs:
             sending.socket = sockets.connect(leading, sending.peer, sending.channel, number)
         return []
 
-    def lock(self, receiving: Receiving) -> None:
-        """Let nobody connect any more, once the peer has."""
-        if not receiving.socket.is_locked and self._sockets is not None:
-            self._sockets.lock(receiving.socket, 0.0)
-
     def _opened(self) -> Sockets:
         """The sockets, with room for another one; under the lock."""
         count = descriptors.needed(0, 1, 1, len(self._bind.hosts))
@@ -236,7 +231,7 @@ class ZmqPairs:
                 raise self._waiting.error(**self._who)
             frames.load()
             longest = frames.SEALED_OVERHEAD_BYTES + self._segment_bytes
-            self._sockets = Sockets(self._security, self._security.data, self._bind, longest)
+            self._sockets = Sockets(self._security.data, self._bind, longest)
         return self._sockets
 
     # --- Ending ---------------------------------------------------------------------------------
@@ -282,7 +277,7 @@ class _Call(StalledCall):
         if not self.resume():
             self._finish()
         if receiving is not None:
-            self._pairs.lock(receiving)
+            receiving.socket.lock(0.0)
 
     def connect(self, sending: Sending) -> None:
         """Wait until the peer listens, and connect to it."""
@@ -335,7 +330,7 @@ class _Call(StalledCall):
         received = 0 if receiving is None else receiving.record.frames
         released = 0 if sending is None else sending.channel.released
         if receiving is not None:
-            self._pairs.lock(receiving)
+            receiving.socket.lock(0.0)
             receiving.socket.read_events()
         progress, name = (end.peer, received, released), self.named(end.peer)
         nbytes = format_bytes(end.transfer.nbytes)
