@@ -45,17 +45,10 @@ class Routes:
             for offered in networks.values()
         )
 
-    def find(
-        self,
-        addresses: Mapping[int, str],
-        check: Callable[[], object],
-        limit_s: float = TIMES.reach_s,
-        lead_s: float = TIMES.lead_s,
-    ) -> list[Unreached]:
+    def find(self, addresses: Mapping[int, str], check: Callable[[], object]) -> list[Unreached]:
         """Choose for all ranks in `addresses`, where they listen; return what cannot be reached.
 
-        A port of the address must be open now. While this waits it calls `check`; `limit_s` and
-        `lead_s` are those of the race.
+        A port of the address must be open now. While this waits it calls `check`.
         """
         if not self.are_needed:
             return []
@@ -64,7 +57,7 @@ class Routes:
             for peer, address in addresses.items()
             if peer not in self._reached and peer != self._rank
         }
-        found, failed = first_to_answer(self._rank, tried, limit_s, check, lead_s)
+        found, failed = first_to_answer(self._rank, tried, TIMES.reach_s, check)
         for peer, host in found.items():
             if len(tried[peer]) > 1:
                 offered = ", ".join(each for each, _ in tried[peer])
