@@ -106,12 +106,16 @@ def send(link, channels, number, header, payload, nbytes, lends, is_spent):
     elif nbytes > 0 and not is_apart:
         libzmq.memcpy(data + HEADER_BYTES, payload, np.uint64(nbytes))
     status = _send_message(link, channels, number, msg, _SNDMORE if is_apart else 0)
-    if status != DONE or not is_apart:
-        return status
-    # Without a copy.
-    libzmq.msg_init_data(msg, payload, np.uint64(nbytes), link.release, _counter(channels, number))
-    channel.borrowed += 1
-    return _send_message(link, channels, number, msg, 0)
+    if status == DONE and is_apart:
+        # Without a copy.
+        counter = _counter(channels, number)
+        libzmq.msg_init_data(msg, payload, np.uint64(nbytes), link.release, counter)
+        channel.borrowed += 1
+        status = _send_message(link, channels, number, msg, 0)
+    if status == DONE:
+        channel.sent += 1
+        link.bytes_sent += nbytes
+    return status
 
 
 @jit
@@ -123,8 +127,6 @@ def _send_message(link, channels, number, msg, flags):
             libzmq.msg_close(msg)
             # The queue is unbounded, so EAGAIN can only mean that there is no connection.
             return records.UNSENDABLE if link.errno == _EAGAIN else records.FAILED
-    if flags & _SNDMORE == 0:
-        channels[number].sent += 1
     return DONE
 
 
@@ -167,6 +169,8 @@ def receive(link, channels, number, expected, nbytes, into):
         # Of another epoch: as if it had not come.
         return records.WAITING if status == _STALE else status
     channel.taken += 1
+    link.frames += 1
+    link.bytes_received += nbytes
     return DONE
 
 

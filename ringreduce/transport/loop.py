@@ -102,8 +102,6 @@ def run(link_address, call_address, buffer):
                 if step.action & FINISH and call.finish != 0:
                     call_kernel(call.finish, target, call.divisor, nbytes // call.itemsize)
             release(link)
-            link.frames += 1
-            link.bytes_received += nbytes
             # Before sending: if the send fails, this segment must not be expected again.
             link.segment += 1
             if step.action & FORWARD:
@@ -144,13 +142,10 @@ def _send(link, channels, header, buffer, chunk_start, chunk_end, segment, step,
     nbytes = min(link.segment_bytes, chunk_end - start)
     header[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
     header[6] = np.uint64(nbytes)
-    status = send(
+    return send(
         link, channels, segment % link.streams, header.ctypes.data, buffer + start, nbytes,
         nbytes > INLINE_BYTES_MAX, is_spent,
     )  # fmt: skip
-    if status == DONE:
-        link.bytes_sent += nbytes
-    return status
 
 
 @jit
@@ -181,7 +176,6 @@ def exchange(link_address, call_address, rows):
             if status != DONE:
                 return status
             link.started += 1
-            link.bytes_sent += nbytes
         into = rows + step.distance * call.row_bytes
         status = receive(link, channels, number, step.incoming, nbytes, into)
         if status != DONE:
@@ -189,8 +183,6 @@ def exchange(link_address, call_address, rows):
         if link.payload != into:
             libzmq.memcpy(into, link.payload, np.uint64(nbytes))
         release(link)
-        link.frames += 1
-        link.bytes_received += nbytes
         link.step += 1
     return DONE
 
@@ -268,7 +260,5 @@ def _take(link_address, transfer_address):
     if nbytes > 0 and link.payload != into:
         libzmq.memcpy(into, link.payload, np.uint64(nbytes))
     release(link)
-    link.frames += 1
-    link.bytes_received += nbytes
     link.segment += 1
     return DONE if link.segment == segments else _MORE
