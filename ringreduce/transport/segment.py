@@ -79,6 +79,15 @@ def checked(status: int) -> None:
         raise OSError(-status, os.strerror(-status))
 
 
+def made(owner: object, kind: str, *arguments: Any) -> int:
+    """Address of a new C object of `kind`, ``shm`` or ``pair``, freed with `owner`; or OSError."""
+    found = ctypes.c_void_p()
+    checked(functions()[f"{kind}_new"](ctypes.addressof(found), *arguments))
+    assert found.value is not None
+    weakref.finalize(owner, functions()[f"{kind}_free"], found.value).atexit = False
+    return found.value
+
+
 def _whole_blocks(nbytes: int) -> int:
     return max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
 
@@ -101,9 +110,8 @@ class Segment:
             raise
         assert address.value is not None
         self.address: int = address.value
-        self._release = weakref.finalize(self, _unmap, self.address, nbytes.value, descriptor)
         # At exit the system unmaps it, and arrays may outlive this module.
-        self._release.atexit = False
+        weakref.finalize(self, _unmap, self.address, nbytes.value, descriptor).atexit = False
 
     @classmethod
     def create(cls, staging_bytes: int, heap_bytes: int) -> Segment:
@@ -148,8 +156,7 @@ class Heap:
         if offset is None:
             return None
         block = (ctypes.c_uint8 * nbytes).from_address(self._start + offset)
-        finalizer = weakref.finalize(block, self._release, offset, length)
-        finalizer.atexit = False
+        weakref.finalize(block, self._release, offset, length).atexit = False
         return np.frombuffer(memoryview(block), np.uint8)
 
     def reserve(self, nbytes: int) -> int | None:

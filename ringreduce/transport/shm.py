@@ -88,7 +88,6 @@ class ShmLink(StalledCall):
 
     def __init__(self, *, waiting: Waiting) -> None:
         self._waiting = waiting
-        self._functions = functions()
         size = heap_bytes()
         self._own: Segment | None = Segment.create(STAGING_BYTES, size)
         self._mesh = Mesh()
@@ -114,16 +113,15 @@ class ShmLink(StalledCall):
     ) -> dict[int, tuple[int, int]]:
         """Map the segments of this host's ranks, by the `names` that `members` have announced.
 
-        Returns which processes they are, as `unix.end_process` takes them.
-
-        `size` is the job's, `job` the random number of this ring. While it waits it calls `check`,
-        which may raise. Raises RendezvousError if one of them cannot be reached, ProtocolError if
-        one passed something that is no segment of ours.
+        Returns which processes they are, as `unix.end_process` takes them. `size` is the job's,
+        `job` the random number of this ring. While it waits it calls `check`, which may raise.
+        Raises RendezvousError if one of them cannot be reached, ProtocolError if one passed
+        something that is no segment of ours.
         """
         assert self._own is not None
         index = members.index(rank)
         self._who: dict[str, Any] = {"rank": rank, "size": size}
-        self._exchange = self._functions["shm_exchange"]
+        self._exchange = functions()["shm_exchange"]
         descriptors = self._mesh.connect(
             [name.rpartition("/")[2] for name in names],
             members,
@@ -179,7 +177,7 @@ class ShmLink(StalledCall):
         return self._connected
 
     def _look(self) -> _Facts:
-        self._functions["shm_look"](self._ranks.group, ctypes.addressof(self._facts))
+        functions()["shm_look"](self._ranks.group, ctypes.addressof(self._facts))
         return self._facts
 
     def abort(self) -> None:
@@ -189,7 +187,7 @@ class ShmLink(StalledCall):
         continue.
         """
         if self._connected is not None:
-            self._functions["shm_abort"](self._connected.group)
+            functions()["shm_abort"](self._connected.group)
             if self._heap is not None and (left := self._heap.detach()):
                 _log.warning(
                     "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
@@ -203,7 +201,7 @@ class ShmLink(StalledCall):
         if ranks is not None and self.pairs is not None:
             # Not into `_facts`, which a `run` in another thread may be reading.
             facts, messages = _Facts(), self.pairs.traffic()
-            self._functions["shm_look"](ranks.group, ctypes.addressof(facts))
+            functions()["shm_look"](ranks.group, ctypes.addressof(facts))
             self._traffic = Traffic(
                 int(facts.progress),
                 int(facts.bytes_sent) + messages.bytes_sent,
@@ -241,7 +239,7 @@ class ShmLink(StalledCall):
 
     def lost(self, waited_s: float) -> int | None:
         """A rank whose process has ended and that has not finished the step."""
-        arrived = self._functions["shm_has_arrived"]
+        arrived = functions()["shm_has_arrived"]
         late = (index for index in self._mesh.gone() if not arrived(self._ranks.group, index))
         return next((self._ranks.members[index] for index in late), None)
 

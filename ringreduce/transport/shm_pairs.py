@@ -10,9 +10,7 @@ it lies in registered memory.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +20,7 @@ from ringreduce.effects.native import fields, u32, u64
 from ringreduce.pure import wire
 from ringreduce.pure.wire import Header
 from ringreduce.transport.link_calls import Traffic
-from ringreduce.transport.segment import Heap, address_of, functions
+from ringreduce.transport.segment import Heap, address_of, functions, made
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.stalls import PeerTimeouts, StalledCall, State, finish
@@ -117,15 +115,8 @@ class ShmEnd(StalledCall):
         self._call = functions()["pair_send" if is_sending else "pair_receive"]
         self._nbytes = 0
         sender, receiver = (ranks.index, place) if is_sending else (place, ranks.index)
-        made = ctypes.c_void_p()
-        status = functions()["pair_new"](
-            ctypes.addressof(made),
-            *(len(ranks.members), ctypes.addressof(ranks.segments), sender, receiver),
-        )
-        if status != DONE or made.value is None:
-            raise MemoryError(os.strerror(-status))
-        self._pair: int = made.value
-        weakref.finalize(self, functions()["pair_free"], self._pair).atexit = False
+        segments = ctypes.addressof(ranks.segments)
+        self._pair = made(self, "pair", len(ranks.members), segments, sender, receiver)
         self._facts = _Facts()
         self._header: Header | None = None
         kind = SmallKind.SEND if is_sending else SmallKind.RECEIVE

@@ -1,7 +1,6 @@
 """The ranks of a host that share memory: how calls in C wait for them, what errors say of them."""
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from ringreduce.effects.native import fields, u32
 from ringreduce.pure.wire import Header
 from ringreduce.transport.diagnosis import lost_error
-from ringreduce.transport.segment import Segment, checked, functions
+from ringreduce.transport.segment import Segment, made
 from ringreduce.transport.small_calls import Kind, SmallCalls, are_possible
 from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.unix import Mesh
@@ -59,12 +58,7 @@ class HostRanks:
         self._limits = WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))
         self.limits = ctypes.addressof(self._limits)
         self.mesh, self.waiting = mesh, waiting
-        made = ctypes.c_void_p()
-        count, mapped = len(members), ctypes.addressof(self.segments)
-        checked(functions()["shm_new"](ctypes.addressof(made), index, count, mapped))
-        assert made.value is not None
-        self.group: int = made.value
-        weakref.finalize(self, functions()["shm_free"], self.group).atexit = False
+        self.group = made(self, "shm", index, len(members), ctypes.addressof(self.segments))
 
     def small_calls(self, kind: Kind, end: int) -> SmallCalls | None:
         """Calls wholly in C at that end; None where there are none."""

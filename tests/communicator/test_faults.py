@@ -77,7 +77,7 @@ ring = join()
 def is_there():
     if PLACE == "in shared memory":
         link, facts = ring._session.collectives._link, shm._Facts()
-        link._functions["shm_look"](link._ranks.group, ctypes.addressof(facts))
+        shm.functions()["shm_look"](link._ranks.group, ctypes.addressof(facts))
         return 1 <= facts.step < facts.steps - 1
     step = {{"in reduce-scatter": SIZE - 2, "in all-gather": SIZE}}[PLACE]
     return ring._session.collectives._link._record.step == step
