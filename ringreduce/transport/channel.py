@@ -17,11 +17,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce.pure.watcher_messages import Overdue
-from ringreduce.transport import port_filter
+from ringreduce.transport import listening
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.descriptors import borrowed
-from ringreduce.transport.listening import Bind, listen
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission
 from ringreduce.vocabulary.config import TIMES
@@ -79,10 +79,10 @@ class Incoming:
         self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in bind.hosts)))
         self.endpoints: list[str] = []  # on the same port at each address; `address` is the first
         with contextlib.ExitStack() as opened:
-            listening = listen(bind, **admission.security.who)
-            for listener in listening:
+            listeners = listening.listen(bind, **admission.security.who)
+            for listener in listeners:
                 opened.enter_context(listener)
-            for listener in listening:
+            for listener in listeners:
                 address = endpoint(*listener.getsockname()[:2])
                 self.socket.setsockopt(zmq.USE_FD, listener.fileno())
                 self.socket.bind(address)
@@ -133,7 +133,7 @@ class Incoming:
         self.read_events()
         self.is_locked = True
         for listener in self._listeners:
-            port_filter.shut(listener)
+            listening.shut(listener)
         self._authenticator.allow(self._domain, None)
         return True
 

@@ -1,16 +1,25 @@
-"""Listening sockets of a rank: the same port at each of its addresses, from the range if any."""
+"""Listening sockets: open them, shut them, and open them again."""
 
 import contextlib
+import ctypes
 import errno
 import socket
+import struct
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.transport.address import family
+from ringreduce.transport.descriptors import borrowed
 from ringreduce.vocabulary.errors import RendezvousError
 
 BACKLOG = 128
 _ATTEMPTS = 64  # the same port may be taken at another of the addresses
+# Missing in Python's socket module. The numbers hold on all Linux platforms but a few (alpha, mips,
+# parisc, sparc), where they are refused or have no effect.
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+# One instruction of classic BPF, "return 0": keep no byte of the packet, which drops it.
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 class Bind(NamedTuple):
@@ -67,3 +76,29 @@ def _listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
             sockets.append(listener)
         opened.pop_all()
     return sockets
+
+
+def shut(listener: int) -> bool:
+    """Have Linux drop all attempts to connect to that listening socket; return whether it does.
+
+    Attempts get no answer and cost this process nothing. Connections that were accepted stay: they
+    have sockets without the filter. libzmq cannot stop listening without ending them.
+    """
+    if sys.platform != "linux" or listener < 0:
+        return False
+    program = ctypes.create_string_buffer(_DROP)
+    argument = struct.pack("HL", 1, ctypes.addressof(program))
+    try:
+        with borrowed(listener) as listening:
+            if not listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False
+            listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, argument)
+    except OSError:
+        return False
+    return True
+
+
+def open_again(listener: int) -> None:
+    """Undo `shut`. Raises OSError if the descriptor is no shut socket."""
+    with borrowed(listener) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)

@@ -1,7 +1,7 @@
 """The port at which a rank can be met again, shut while its ring works (`visits`).
 
 It is announced when the ring forms, since later there may be no way left to do so. While it is shut
-the kernel drops what comes for it (`port_filter`), so strangers find nothing there.
+the kernel drops what comes for it, so strangers find nothing there.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import os
 import threading
 
-from ringreduce.transport import inherited, port_filter
+from ringreduce.transport import inherited, listening
 from ringreduce.transport.address import endpoint
-from ringreduce.transport.listening import Bind, listen
+from ringreduce.transport.listening import Bind
 
 
 class Standby:
@@ -22,10 +22,10 @@ class Standby:
         # What answers there although no ring is formed; the lock is for those that change that.
         self.answering, self.lock = contextlib.ExitStack(), threading.RLock()
         self.is_in_use = False  # by a rank that forms the ring anew itself
-        self._listeners = listen(bind, rank=rank, size=size)
+        self._listeners = listening.listen(bind, rank=rank, size=size)
         # The first, as ``tcp://host:port``; empty where the system cannot shut a port.
         self.address = ""
-        if not all([port_filter.shut(listener.fileno()) for listener in self._listeners]):
+        if not all([listening.shut(listener.fileno()) for listener in self._listeners]):
             self._close_listeners()
             return
         self.address = endpoint(*self._listeners[0].getsockname()[:2])
@@ -38,7 +38,7 @@ class Standby:
     def open(self) -> None:
         with contextlib.suppress(OSError):  # It is open, or closed.
             for listener in self._listeners:
-                port_filter.open_again(listener.fileno())
+                listening.open_again(listener.fileno())
 
     def descriptors(self) -> dict[str, int]:
         """Where it listens, each with a descriptor for the caller."""
@@ -49,7 +49,7 @@ class Standby:
     def shut(self) -> None:
         with contextlib.suppress(OSError):  # It was closed meanwhile.
             for listener in self._listeners:
-                port_filter.shut(listener.fileno())
+                listening.shut(listener.fileno())
 
     def close(self) -> None:
         """Close the port for good; calling it again does nothing."""

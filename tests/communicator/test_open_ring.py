@@ -20,8 +20,8 @@ from tests.rings import Ring
 # Its ports stay open, as they do where the kernel cannot shut them, and there is no secret.
 ROUNDS = """
 from queue import Queue
-from ringreduce.transport import port_filter
-port_filter.shut = lambda listener: False
+from ringreduce.transport import listening
+listening.shut = lambda listener: False
 over = Queue()
 def watch():
     for line in sys.stdin:

@@ -13,7 +13,7 @@ import pytest
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import port_filter
+from ringreduce.transport import listening
 from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
@@ -214,7 +214,7 @@ def test_a_stranger_with_a_recording_does_not_hurt_a_ring(
     monkeypatch: pytest.MonkeyPatch, earlier: dict[str, Man]
 ) -> None:
     """He has all that was ever sent, but his connection is refused; here the ports stay open."""
-    monkeypatch.setattr(port_filter, "shut", lambda listener: False)
+    monkeypatch.setattr(listening, "shut", lambda listener: False)
     man = Man(earlier=earlier["large all_reduce"])
     man.stand(monkeypatch)
 

@@ -19,7 +19,7 @@ import zmq
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.membership import Membership
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import port_filter, sodium
+from ringreduce.transport import listening, sodium
 from ringreduce.transport.address import listens_on_loopback
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.security import MATERIAL_BYTES, Admission, Security
@@ -514,7 +514,7 @@ def test_a_shut_listener_answers_nobody_while_those_inside_go_on() -> None:
     with sockets.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with sockets.create_connection(address) as inside, listener.accept()[0] as accepted:
-            assert port_filter.shut(listener.fileno())
+            assert listening.shut(listener.fileno())
             with pytest.raises(TimeoutError):
                 sockets.create_connection(address, timeout=0.3)
             sent = secrets.token_bytes(100_000)
@@ -529,5 +529,5 @@ def test_a_shut_listener_answers_nobody_while_those_inside_go_on() -> None:
 
 def test_what_does_not_listen_cannot_be_shut() -> None:
     with sockets.socket() as unbound:
-        assert not port_filter.shut(unbound.fileno())
-    assert not port_filter.shut(-1)
+        assert not listening.shut(unbound.fileno())
+    assert not listening.shut(-1)

@@ -86,7 +86,7 @@ class TestRunningRing:
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
 def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
     """Ten thousand that knock cost neither a descriptor nor a thread nor an answer."""
-    program = ROUNDS.replace("port_filter.shut = lambda listener: False", "")
+    program = ROUNDS.replace("listening.shut = lambda listener: False", "")
     assert program != ROUNDS
     with Ring(tmp_path, 2, program, secret=SECRET) as ring:
         ring.wait("rounds")
@@ -113,7 +113,7 @@ def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
 
 
 FORMING = """
-from ringreduce.transport import port_filter
+from ringreduce.transport import listening
 if RANK == 1:
     sys.stdin.readline()
 ring = join()
