@@ -14,7 +14,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ringreduce.pure.networks import Unreached, ways
 from ringreduce.transport.address import endpoint, family, split_host
@@ -84,15 +83,6 @@ class Routes:
         return endpoint(host, split_host(address)[1])
 
 
-@dataclass
-class _Runner:
-    """The attempts to reach one rank: those to come, and those that run."""
-
-    waiting: deque[tuple[str, int]]
-    running: dict[socket.socket, tuple[str, int]] = field(default_factory=dict)
-    next_s: float = 0.0
-
-
 def first_to_answer(
     rank: int,
     ways: Mapping[int, Sequence[tuple[str, int]]],
@@ -112,49 +102,56 @@ def first_to_answer(
     started = time.monotonic()
     found: dict[int, str] = {}
     failed: list[Unreached] = []
-    runners = {peer: _Runner(deque(addresses)) for peer, addresses in ways.items()}
+    waiting = {peer: deque(addresses) for peer, addresses in ways.items()}
+    next_s = dict.fromkeys(ways, 0.0)  # when the next address is tried, if one is tried already
+    running: dict[socket.socket, tuple[int, tuple[str, int]]] = {}
+
+    def fail(peer: int, where: tuple[str, int], why: str) -> None:
+        failed.append(Unreached(rank, peer, endpoint(*where).removeprefix("tcp://"), why))
+
     with selectors.PollSelector() as selector, contextlib.ExitStack() as opened:
-        while left := [peer for peer, each in runners.items() if each.waiting or each.running]:
+
+        def end(connecting: socket.socket) -> tuple[int, tuple[str, int]]:
+            selector.unregister(connecting)
+            connecting.close()
+            return running.pop(connecting)
+
+        while running or any(waiting.values()):
             now = time.monotonic()
             if now - started >= limit_s:
                 break
-            for peer in left:
-                runner = runners[peer]
-                while runner.waiting and (now >= runner.next_s or not runner.running):
-                    runner.next_s = now + lead_s
-                    where = runner.waiting.popleft()
+            tried = {peer for peer, _ in running.values()}
+            for peer, addresses in waiting.items():
+                while addresses and (now >= next_s[peer] or peer not in tried):
+                    next_s[peer] = now + lead_s
+                    where = addresses.popleft()
                     try:
                         connecting = _started(where, opened)
                     except OSError as failure:
                         if failure.errno in (errno.EMFILE, errno.ENFILE):
                             raise
-                        why = _why(failure.errno or 0)
-                        failed.append(Unreached(rank, peer, _shown(where), why))
+                        fail(peer, where, _why(failure.errno or 0))
                         continue
-                    runner.running[connecting] = where
-                    selector.register(connecting, selectors.EVENT_WRITE, (peer, connecting))
+                    running[connecting] = peer, where
+                    tried.add(peer)
+                    selector.register(connecting, selectors.EVENT_WRITE, connecting)
             check()
             for key, _ in selector.select(min(TIMES.poll_s, lead_s or TIMES.poll_s)):
-                peer, connecting = key.data
-                runner = runners[peer]
-                where = runner.running.pop(connecting)
-                selector.unregister(connecting)
+                connecting = key.data
+                if connecting not in running:
+                    continue  # Its rank has just answered at another address.
                 error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                connecting.close()
+                peer, where = end(connecting)
                 if error:
-                    failed.append(Unreached(rank, peer, _shown(where), _why(error)))
+                    fail(peer, where, _why(error))
                     continue
                 found[peer] = where[0]
-                runner.waiting.clear()
-                for other in runner.running:
-                    selector.unregister(other)
-                    other.close()
-                runner.running.clear()
-                break  # Others that are ready may be closed now.
-    for peer, runner in runners.items():
-        late = *runner.running.values(), *runner.waiting
-        text = f"no answer in {limit_s:g} s"
-        failed += [Unreached(rank, peer, _shown(where), text) for where in late]
+                waiting[peer].clear()
+                for other in [each for each, (whose, _) in running.items() if whose == peer]:
+                    end(other)
+    late = [(peer, where) for peer, addresses in waiting.items() for where in addresses]
+    for peer, where in (*running.values(), *late):
+        fail(peer, where, f"no answer in {limit_s:g} s")
     return found, [each for each in failed if each.peer not in found]
 
 
@@ -169,7 +166,3 @@ def _started(where: tuple[str, int], opened: contextlib.ExitStack) -> socket.soc
 
 def _why(error: int) -> str:
     return _WHY.get(error) or os.strerror(error)
-
-
-def _shown(where: tuple[str, int]) -> str:
-    return endpoint(*where).removeprefix("tcp://")
