@@ -287,10 +287,8 @@ def _collectives(
     host = SharedMemoryCollectives(None)
     if len(together) > 1:
         assert shared is not None
-        names = [announced[member].memory for member in together]
-        here = shared.connect(
-            names, together, rank=rank, size=job.config.size, job=job.number, check=check
-        )
+        names = {member: announced[member].memory for member in together}
+        here = shared.connect(names, rank=rank, size=job.config.size, job=job.number, check=check)
         job.processes.update(here)
         place, count = together.index(rank), len(together)
         host = SharedMemoryCollectives(shared, rank=place, size=count, **whose)

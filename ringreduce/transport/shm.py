@@ -8,7 +8,7 @@ other's segment; the caller owns its arrays again when `run` returns.
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,15 +103,14 @@ class ShmLink(StalledCall):
 
     def connect(
         self,
-        names: Sequence[str],
-        members: Sequence[int],
+        names: Mapping[int, str],
         *,
         rank: int,
         size: int,
         job: int,
         check: Callable[[], None],
     ) -> dict[int, tuple[int, int]]:
-        """Map the segments of this host's ranks, by the `names` that `members` have announced.
+        """Map the segments of this host's ranks, whose `names`, by rank, they have announced.
 
         Returns which processes they are, as `unix.end_process` takes them. `size` is the job's,
         `job` the random number of this ring. While it waits it calls `check`, which may raise.
@@ -119,13 +118,11 @@ class ShmLink(StalledCall):
         something that is no segment of ours.
         """
         assert self._own is not None
-        index = members.index(rank)
         self._who: dict[str, Any] = {"rank": rank, "size": size}
         self._exchange = functions()["shm_exchange"]
         descriptors = self._mesh.connect(
-            [name.rpartition("/")[2] for name in names],
-            members,
-            index=index,
+            {each: name.rpartition("/")[2] for each, name in names.items()},
+            rank=rank,
             size=size,
             job=job,
             descriptor=self._own.descriptor,
@@ -133,14 +130,13 @@ class ShmLink(StalledCall):
             check=check,
         )
         # Of this rank one mapping only, so that registered arrays are recognised by address.
-        segments, peer = [self._own] * len(members), None
+        segments, peer = dict.fromkeys(names, self._own), None
         try:
-            for place in sorted(descriptors):
-                peer = members[place]
-                segments[place] = Segment(descriptors.pop(place))
+            for peer in sorted(descriptors):
+                segments[peer] = Segment(descriptors.pop(peer))
             peer = None
-            own = index, size, segments, self._mesh, self._waiting
-            self._connected = ranks = HostRanks(members, *own)
+            ranks = HostRanks(segments, rank, size, self._mesh, self._waiting)
+            self._connected = ranks
         except OSError as error:
             for rest in descriptors.values():
                 os.close(rest)
@@ -240,8 +236,9 @@ class ShmLink(StalledCall):
     def lost(self, waited_s: float) -> int | None:
         """A rank whose process has ended and that has not finished the step."""
         arrived = functions()["shm_has_arrived"]
-        late = (index for index in self._mesh.gone() if not arrived(self._ranks.group, index))
-        return next((self._ranks.members[index] for index in late), None)
+        group, members = self._ranks.group, self._ranks.members
+        late = (rank for rank in self._mesh.gone() if not arrived(group, members.index(rank)))
+        return next(late, None)
 
     def where(self, peer: int) -> dict[str, Any]:
         facts, step = self._look(), "meeting in shared memory"

@@ -77,8 +77,7 @@ class ShmPairs:
             if offset is None:
                 text = f"has no shared memory left to send to rank {ranks.members[place]}"
                 remedy = "Free registered arrays (Communicator.empty), or give the job more memory."
-                own = ranks.members[ranks.index]
-                raise ArrayError(text, rank=own, size=self._size, remedy=remedy)
+                raise ArrayError(text, rank=ranks.rank, size=self._size, remedy=remedy)
             if is_sending:
                 end.open(offset)
             self._ends[place, is_sending] = end
@@ -170,7 +169,7 @@ class ShmEnd(StalledCall):
 
     def lost(self, waited_s: float) -> int | None:
         """The other rank, if its process has ended: only that is waited for."""
-        return self._peer if self._place in self._ranks.mesh.gone() else None
+        return self._peer if self._peer in self._ranks.mesh.gone() else None
 
     def where(self, peer: int) -> dict[str, Any]:
         step = "" if self._header is None else f"tag {self._header.signature}"

@@ -1,7 +1,7 @@
 """The ranks of a host that share memory: how calls in C wait for them, what errors say of them."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,32 +33,33 @@ class WaitLimits(ctypes.Structure):
 
 
 class HostRanks:
-    """The ranks of this host, whose `members` are their ranks in the job; `index` is this one's.
+    """This `rank` and the others of its host, in a job of `size` ranks, and their `mapped` memory.
 
     Who has it keeps all memory mapped, and `group` valid: the C library's rr_shm of these ranks,
     with its rr_wait_limits for them at `limits`, and their segments at the addresses in `segments`.
-    `size` is the job's. Raises OSError if their memory does not fit together.
+    `members` are their ranks, in the order of the segments, and `index` is this rank's place there.
+    Raises OSError if their memory does not fit together.
     """
 
     def __init__(
         self,
-        members: Sequence[int],
-        index: int,
+        mapped: Mapping[int, Segment],
+        rank: int,
         size: int,
-        segments: Sequence[Segment],
         mesh: Mesh,
         waiting: Waiting,
     ) -> None:
-        self.members, self.index, self.size = tuple(members), index, size
-        self._segments = tuple(segments)
-        self.segments = (ctypes.c_void_p * len(members))(*[each.address for each in segments])
+        self.members, self.rank, self.size = tuple(mapped), rank, size
+        self.index, count = self.members.index(rank), len(mapped)
+        self._segments = tuple(mapped.values())
+        self.segments = (ctypes.c_void_p * count)(*[each.address for each in self._segments])
         spins, yields = _SPINS_ALONE, _YIELDS_ALONE
-        if are_crowded(len(members)):
+        if are_crowded(count):
             spins, yields = _SPINS_CROWDED, _YIELDS_CROWDED
         self._limits = WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))
         self.limits = ctypes.addressof(self._limits)
         self.mesh, self.waiting = mesh, waiting
-        self.group = made(self, "shm", index, len(members), ctypes.addressof(self.segments))
+        self.group = made(self, "shm", self.index, count, ctypes.addressof(self.segments))
 
     def small_calls(self, kind: Kind, end: int) -> SmallCalls | None:
         """Calls wholly in C at that end; None where there are none."""
@@ -71,7 +72,7 @@ class HostRanks:
     def where(self, peer: int, operation: str, sequence: int, step: str) -> dict[str, Any]:
         """The fields of an error about that rank."""
         call = {"operation": operation, "sequence": sequence, "step": step}
-        return {"rank": self.members[self.index], "size": self.size, "peer": peer, **call}
+        return {"rank": self.rank, "size": self.size, "peer": peer, **call}
 
     def error(
         self, status: int, theirs: Header, ours: Header, where: dict[str, Any]

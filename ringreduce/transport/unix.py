@@ -46,7 +46,7 @@ class Mesh:
         except OSError:
             self._listener.close()
             raise
-        # To the others, and from them by index.
+        # To the others, and from them by rank.
         self._outgoing: list[socket.socket] = []
         self._incoming: dict[int, socket.socket] = {}
         self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected
@@ -58,27 +58,25 @@ class Mesh:
 
     def connect(
         self,
-        names: Sequence[str],
-        members: Sequence[int],
+        names: Mapping[int, str],
         *,
-        index: int,
+        rank: int,
         size: int,
         job: int,
         descriptor: int,
         timeout_s: float,
         check: Callable[[], None],
     ) -> dict[int, int]:
-        """Send this rank's segment to all others; return the descriptors of theirs, by index.
+        """Send this rank's segment to all others; return the descriptors of theirs, by rank.
 
-        Each rank connects to every other one. `names` and `members` are the listening name and the
-        rank of each, `index` is this rank's. All must know `job`. `descriptor` is this rank's own
-        segment, `size` the job's. While it waits it calls `check`, which may raise.
+        Each rank connects to every other one; `names` are by rank where all listen. All must know
+        `job`. `descriptor` is this rank's own segment, `size` the job's. While it waits it calls
+        `check`, which may raise.
 
         Raises RendezvousError if a rank did not connect within `timeout_s`, or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
-        rank = members[index]
-        others = [place for place in range(len(names)) if place != index]
+        others = [each for each in names if each != rank]
         descriptors: dict[int, int] = {}
         arriving = select.poll()
         arriving.register(self._listener, select.POLLIN)
@@ -97,11 +95,11 @@ class Mesh:
                     raise TimeoutError("no connection came in time")
                 ready = [each for each, _ in arriving.poll(milliseconds(TIMES.poll_s))]
                 if self._listener.fileno() in ready:
-                    self._accept(descriptors, {members[other]: other for other in others}, job)
+                    self._accept(descriptors, others, job)
                 elif ready:  # Nothing is sent that way, so it has ended.
                     raise ConnectionError("a rank has ended, or does not know this job")
         except (OSError, RingReduceError) as error:
-            missing = [members[other] for other in others if other not in descriptors]
+            missing = [each for each in others if each not in descriptors]
             for received in descriptors.values():
                 os.close(received)
             if isinstance(error, RingReduceError):
@@ -117,34 +115,34 @@ class Mesh:
         self._listener.close()
         for other, connection in self._incoming.items():
             if (process := _identified(_credentials(connection)[0])) is not None:
-                self.processes[members[other]] = process
+                self.processes[other] = process
             self._poll.register(connection, select.POLLIN)
         return descriptors
 
-    def _accept(self, descriptors: dict[int, int], due: Mapping[int, int], job: int) -> None:
-        """Accept a connection, if it is from one of the ranks `due`, which have these indices."""
+    def _accept(self, descriptors: dict[int, int], others: Sequence[int], job: int) -> None:
+        """Accept a connection, if it is from one of the `others` that has none yet."""
         connection, _ = self._listener.accept()
         connection.settimeout(TIMES.hello_s)
         with contextlib.suppress(OSError):  # A stranger, or lost: the right one may still come.
             answer = _receive(connection, job) if _is_ours(connection) else None
             if answer is not None:
                 rank, received = answer
-                if rank in due and due[rank] not in descriptors:
-                    self._incoming[due[rank]], descriptors[due[rank]] = connection, received
+                if rank in others and rank not in descriptors:
+                    self._incoming[rank], descriptors[rank] = connection, received
                     return
                 os.close(received)
         connection.close()
 
     def gone(self) -> frozenset[int]:
-        """Index of each rank whose connection has ended: it has closed it, or died."""
+        """Each rank whose connection has ended: it has closed it, or died."""
         with self._lock:
             ready = {each for each, _ in self._poll.poll(0)} if self._incoming else ()
-            for index, connection in list(self._incoming.items()):
+            for rank, connection in list(self._incoming.items()):
                 if connection.fileno() in ready:
-                    self._gone.add(index)
+                    self._gone.add(rank)
                     self._poll.unregister(connection)
                     connection.close()
-                    del self._incoming[index]
+                    del self._incoming[rank]
             return frozenset(self._gone)
 
     def close_inherited(self) -> None:

@@ -437,9 +437,9 @@ def forged(payload: bytes) -> int:
 def test_foreign_segment_is_a_protocol_error_that_names_the_rank(monkeypatch, payload):
     connect = Mesh.connect
 
-    def swap(self, names, members, *, index, descriptor, **rest):
-        given = forged(payload) if index == 1 else descriptor
-        return connect(self, names, members, index=index, descriptor=given, **rest)
+    def swap(self, names, *, rank, descriptor, **rest):
+        given = forged(payload) if rank == 1 else descriptor
+        return connect(self, names, rank=rank, descriptor=given, **rest)
 
     monkeypatch.setattr(Mesh, "connect", swap)
     with pytest.raises(ProtocolError, match="cannot use the memory of rank 1") as caught:
@@ -456,9 +456,8 @@ def meshes(count: int, job: int = 7, timeout_s: float = 5.0):
     def connect(index: int) -> None:
         try:
             results[index] = made[index].connect(
-                [mesh.name for mesh in made],
-                range(count),
-                index=index,
+                {rank: mesh.name for rank, mesh in enumerate(made)},
+                rank=index,
                 size=count,
                 job=job,
                 descriptor=memory[index],

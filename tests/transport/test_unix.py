@@ -27,23 +27,23 @@ def test_a_process_is_ended_only_if_it_began_when_that_rank_did() -> None:
 
 def test_a_rank_that_waits_for_an_answer_goes_on_checking() -> None:
     meshes, checked = (Mesh(), Mesh()), threading.Event()
-    names = [mesh.name for mesh in meshes]
+    names = {rank: mesh.name for rank, mesh in enumerate(meshes)}
 
-    def connect(index: int) -> None:
+    def connect(rank: int) -> None:
         descriptor = os.memfd_create("segment")
         try:
-            found = meshes[index].connect(
-                *(names, [0, 1]),
-                index=index,
+            found = meshes[rank].connect(
+                names,
+                rank=rank,
                 size=2,
                 job=7,
                 descriptor=descriptor,
                 timeout_s=10.0,
-                check=checked.set if index else lambda: None,
+                check=checked.set if rank else lambda: None,
             )
         finally:
             os.close(descriptor)
-            meshes[index].close()
+            meshes[rank].close()
         for each in found.values():
             os.close(each)
 
