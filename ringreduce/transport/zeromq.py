@@ -60,10 +60,9 @@ class ZmqLink(StalledCall):
         self.sockets = Sockets(security.data, bind, longest, streams)
         self._incoming = self.sockets.incoming
         self._outgoing = self.sockets.outgoing  # Empty until `connect`.
-        # The members, in the ring's order, whose places frames and schedules give; and for each
-        # channel, where the rank listens that this one receives from.
+        # The members, in the ring's order, whose places frames and schedules give.
         self._members: tuple[int, ...] = ()
-        self._sources: list[str] = []
+        self._where: dict[int, str] = {}  # their first ports
         try:
             for channel, record in enumerate(self.records):
                 self.sockets.listen(record, channel, f"data.{channel}")
@@ -110,11 +109,11 @@ class ZmqLink(StalledCall):
             peer: announced_ports(addresses[peer], expected, peer, self._who)
             for peer in membership.members
         }
+        self._where = {peer: each[0] for peer, each in ports.items()}
         for channel, distance in enumerate(self._distances):
             ahead, behind = (membership.ahead(self._rank, each) for each in (distance, -distance))
             self.sockets.connect(ports[ahead][channel], ahead, self.records[channel], channel)
             self._incoming[channel].admit(behind)
-            self._sources.append(ports[behind][channel])
 
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call.
@@ -203,11 +202,8 @@ class ZmqLink(StalledCall):
         return State(progress, source.peer, due, source.silence)
 
     def named(self, peer: int) -> str:
-        """A rank and where it listens, or the port of it that this rank sends to."""
-        ahead = (pushing.address for pushing in self._outgoing if pushing.peer == peer)
-        known = zip(self._incoming, self._sources, strict=True)
-        behind = (address for pulling, address in known if pulling.peer == peer)
-        return f"rank {peer} ({next(behind, None) or next(ahead, '')})"
+        """A rank and where it listens: the first of its ports."""
+        return f"rank {peer} ({self._where[peer]})"
 
     def lost(self, waited_s: float) -> int | None:
         """A lost neighbour that this call still needs; None if none is known."""
@@ -261,5 +257,5 @@ class ZmqLink(StalledCall):
             received = wire.decode(record.received)
             expected = wire.decode(self._call.expected(record.step))
             return self._waiting.mismatch(received, expected, self._members, **where)
-        there = self._sources[record.channel]
+        there = self._where[source.peer]
         return frame_error(self._status, record, there, source.address, where)
