@@ -56,7 +56,6 @@ class Watcher:
         self._watch = Watch(*watched, link_timeout_s, time.monotonic())
         # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left | Claim | Listening] = deque()
-        self._is_locked = False
         waiting.peers, waiting.listen = self._watch.peer_table, self.post
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {self._rank}/{self._size}", daemon=True
@@ -139,9 +138,7 @@ class Watcher:
             self._carry_out(watch.receive(neighbour, payload, now))
         self._send_waiting()
         self._carry_out(watch.look_for_losses(control.lost(), self._recorder.current_call(), now))
-        if not self._is_locked:
-            # Nobody else needs to connect once both neighbours have sent a heartbeat.
-            self._is_locked = control.lock()
+        control.lock()  # Nobody else needs to connect once both neighbours have sent a heartbeat.
         if now >= watch.due_s:
             watch.note_bytes(control.arrived_bytes(watch.late(now)), now)
             current, flow = self._recorder.current_call(), self._collectives.flow()

@@ -127,9 +127,9 @@ class Control:
         counts = {n: self._incoming[n].arrived_bytes() for n in there}
         return {n: count for n, count in counts.items() if count is not None}
 
-    def lock(self) -> bool:
-        """Refuse all further connections, once both neighbours are connected; return whether so."""
-        return self.sockets.lock_all(time.monotonic())
+    def lock(self) -> None:
+        """Refuse all further connections, once both neighbours are connected."""
+        self.sockets.lock_all(time.monotonic())
 
     def wake(self) -> None:
         """Make `receive` return; from any thread."""

@@ -54,13 +54,11 @@ class Sockets:
         self.outgoing.append(made)
         return made
 
-    def lock_all(self, deadline: float) -> bool:
+    def lock_all(self, deadline: float) -> None:
         """As `Incoming.lock`, for all ports; the authenticator ends once all are shut."""
         # A list, so that every port is tried, also after one that fails.
-        are_shut = all([each.lock(deadline) for each in self.incoming])
-        if are_shut:
+        if all([each.lock(deadline) for each in self.incoming]):
             self._authenticator.close()
-        return are_shut
 
     def read_events(self) -> None:
         for end in self._ends():
