@@ -51,7 +51,6 @@ class Mesh:
         self._incoming: dict[int, socket.socket] = {}
         self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected
         self._poll = select.poll()
-        self._gone: set[int] = set()
         # Several threads may wait for other ranks, and a signal handler may close this.
         self._lock = threading.RLock()
         inherited.watch(self)
@@ -137,13 +136,7 @@ class Mesh:
         """Each rank whose connection has ended: it has closed it, or died."""
         with self._lock:
             ready = {each for each, _ in self._poll.poll(0)} if self._incoming else ()
-            for rank, connection in list(self._incoming.items()):
-                if connection.fileno() in ready:
-                    self._gone.add(rank)
-                    self._poll.unregister(connection)
-                    connection.close()
-                    del self._incoming[rank]
-            return frozenset(self._gone)
+            return frozenset(r for r, each in self._incoming.items() if each.fileno() in ready)
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies, which end nothing while the parent has its own."""
