@@ -1,7 +1,6 @@
 """Addresses of ranks: resolve names, write them as libzmq does, recognise loopback."""
 
 import ipaddress
-import re
 import socket
 
 from ringreduce.vocabulary.config import Config
@@ -9,7 +8,6 @@ from ringreduce.vocabulary.endpoints import address, host_and_port, is_loopback
 from ringreduce.vocabulary.errors import RendezvousError
 
 _LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
-_ENDPOINT = re.compile(r"tcp://(\[[^\]]*\]|[^:]*):")
 
 
 def resolve(config: Config) -> tuple[tuple[str, ...], int]:
@@ -62,6 +60,5 @@ def family(host: str) -> int:
 
 
 def listens_on_loopback(address: str) -> bool:
-    """Whether every endpoint in an announced address is a loopback address."""
-    hosts = [host.strip("[]") for host in _ENDPOINT.findall(address)]
-    return bool(hosts) and all(is_loopback(host) for host in hosts)
+    """Whether an announced address is a loopback address."""
+    return is_loopback(split_host(address)[0])
