@@ -159,7 +159,7 @@ class HierarchicalCollectives(Collectives):
 
         def compare() -> None:
             if self._ring is not None and self._host_rank == 0:
-                self._ring.compare(kind, source.dtype, 0, signature)
+                self._ring.compare((kind, source.dtype, 0, signature, 0))
 
         self.pairs.exchange(header, self._exchanges - 1, sent, received, compare)
 

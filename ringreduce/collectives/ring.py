@@ -174,17 +174,16 @@ class Ring(Collectives):
         for place, ahead, behind in zip(self._places, sent, received, strict=True):
             to[place], of[place] = ahead, behind
         self._sequence += 1
-        compare = partial(self.compare, *said)
+        compare = partial(self.compare, said)
         assert self.pairs is not None
         self.pairs.exchange(self._parting(*said), self._sequence - 1, to, of, compare)
 
-    def compare(self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0) -> None:
+    def compare(self, said: Said) -> None:
         """Return once every rank has made the same call: an exchange of nothing."""
-        said = kind, dtype, count, signature, op
         self._exchange(self._exchanging(_NOTHING.dtype, 0, said))
 
     def barrier(self) -> None:
-        self.compare(Kind.BARRIER, _NOTHING.dtype, 0, 0)
+        self.compare((Kind.BARRIER, _NOTHING.dtype, 0, 0, 0))
 
     def _run(self, call: RingCall, flat: ndarray) -> None:
         self._sequence += 1  # Counted before the first byte is sent: a failed pass keeps its number
