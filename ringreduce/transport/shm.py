@@ -102,13 +102,7 @@ class ShmLink(StalledCall):
         self._traffic = Traffic(0, 0, 0)
 
     def connect(
-        self,
-        names: Mapping[int, str],
-        *,
-        rank: int,
-        size: int,
-        job: int,
-        check: Callable[[], None],
+        self, names: Mapping[int, str], *, rank: int, size: int, job: int, check: Callable[[], None]
     ) -> dict[int, tuple[int, int]]:
         """Map the segments of this host's ranks, whose `names`, by rank, they have announced.
 

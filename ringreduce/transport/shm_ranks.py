@@ -42,12 +42,7 @@ class HostRanks:
     """
 
     def __init__(
-        self,
-        mapped: Mapping[int, Segment],
-        rank: int,
-        size: int,
-        mesh: Mesh,
-        waiting: Waiting,
+        self, mapped: Mapping[int, Segment], rank: int, size: int, mesh: Mesh, waiting: Waiting
     ) -> None:
         self.members, self.rank, self.size = tuple(mapped), rank, size
         self.index, count = self.members.index(rank), len(mapped)
