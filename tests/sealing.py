@@ -11,14 +11,12 @@ from ringreduce.transport import libzmq
 TAG_BYTES = 32
 HEADER_BYTES = 64
 
-_library, _ = libzmq.open_library("libsodium", "crypto_aead_aegis128l_encrypt")
-assert _library is not None
+_library = libzmq.library()
 _library.sodium_init()
 
 
 def encrypt(key: bytes, nonce: bytes, text: bytes, associated: bytes) -> tuple[bytes, bytes]:
     """Ciphertext and tag."""
-    assert _library is not None
     cipher, tag = ctypes.create_string_buffer(len(text)), ctypes.create_string_buffer(TAG_BYTES)
     arguments = [text, ctypes.c_ulonglong(len(text)), associated]
     _library.crypto_aead_aegis128l_encrypt_detached(

@@ -1,24 +1,19 @@
 """libzmq for compiled functions, and other C libraries that pyzmq brings: declared by name.
 
-pyzmq opens them privately. The same files are opened here for LLVM's linker, so that compiled
-functions call them by name; names, unlike ctypes function pointers, can be cached on disk with the
-compiled code. Addresses are passed as intp: the C ABI passes pointers and 64-bit integers alike on
-every platform that has wheels. Compiled functions and Python share sockets by address
-(``Socket.underlying``).
+pyzmq opens them privately. They are opened here for LLVM's linker, so that compiled functions call
+them by name; names, unlike ctypes function pointers, can be cached on disk with the compiled code.
+Addresses are passed as intp: the C ABI passes pointers and 64-bit integers alike on every platform
+that has wheels. Compiled functions and Python share sockets by address (``Socket.underlying``).
 """
 
 import ctypes
-import glob
-import os
-import sys
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import llvmlite.binding
 import zmq
-import zmq.backend
 from numba import carray, types
+from zmq.backend.cython import _zmq
 
 from ringreduce.vocabulary.compiled import callback
 from ringreduce.vocabulary.errors import NativeError
@@ -29,35 +24,16 @@ def declare(name: str, result: Any, *arguments: Any) -> Any:
     return types.ExternalFunction(name, result(*arguments))
 
 
-def open_library(name: str, function: str) -> tuple[ctypes.CDLL | None, list[str]]:
-    """Make a library known to compiled code: return it, or None and why files lack `function`."""
-    tried = []
-    for path in _candidates(name):
-        try:
-            library = ctypes.CDLL(path)
-            if hasattr(library, function):
-                llvmlite.binding.load_library_permanently(path)
-                return library, []
-            tried.append(f"{path} (no {function} in it)")
-        except (OSError, RuntimeError) as error:
-            tried.append(f"{path} ({error})")
-    return None, tried
+@cache
+def library() -> ctypes.CDLL:
+    """The C module of pyzmq, known to compiled code with all libraries that it is linked with.
 
-
-def _candidates(name: str) -> Iterator[str]:
-    """Files that may contain the library which pyzmq has already loaded, likeliest first."""
-    if sys.platform == "linux":
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            # pyzmq's libraries are mapped by now, whether a wheel's, conda's or the system's.
-            mapped = {line.split(maxsplit=5)[5].strip() for line in maps if name in line}
-        yield from sorted(mapped)
-    package = os.path.dirname(zmq.__file__)
-    yield from sorted(glob.glob(os.path.join(package, ".dylibs", f"{name}*")))
-    yield from sorted(glob.glob(os.path.join(os.path.dirname(package), "pyzmq.libs", f"{name}*")))
-    # Some builds link them into the extension module itself.
-    extension = sys.modules.get("zmq.backend.cython._zmq")
-    if extension is not None and extension.__file__ is not None:
-        yield extension.__file__
+    A name is searched in those too, so this finds whichever libzmq and libsodium pyzmq uses: in its
+    wheel, in conda's, the system's, or in the module itself.
+    """
+    path = _zmq.__file__
+    llvmlite.binding.load_library_permanently(path)
+    return ctypes.CDLL(path)
 
 
 _address, _int = types.intp, types.intc
@@ -87,10 +63,9 @@ usleep = declare("usleep", _int, types.uint32)
 @cache
 def load() -> None:
     """Make libzmq's functions known to compiled code; NativeError if it cannot be called."""
-    library, tried = open_library("libzmq", "zmq_msg_init_data")
-    if library is None:
+    if not hasattr(library(), "zmq_msg_init_data"):
         raise NativeError(
-            f"found no libzmq to call; tried {', '.join(tried) or 'nothing'}",
+            f"found no libzmq to call in {_zmq.__file__}",
             remedy="Reinstall pyzmq from its binary wheel: pip install --force-reinstall pyzmq",
         )
 

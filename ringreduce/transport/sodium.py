@@ -11,7 +11,7 @@ from functools import cache
 import llvmlite.binding
 from numba import types
 
-from ringreduce.transport.libzmq import declare, open_library
+from ringreduce.transport.libzmq import declare, library
 
 KEY_BYTES, TAG_BYTES = 16, 32
 
@@ -34,9 +34,9 @@ decrypt = declare(
 @cache
 def load() -> bool:
     """Make both functions known to compiled code; return whether this libsodium has them."""
-    library, _ = open_library("libsodium", _ENCRYPT)
-    # Without it libsodium uses no instructions of the processor, at a seventieth of the speed.
-    if library is not None and library.sodium_init() >= 0:
+    found = library()
+    # Without `sodium_init` it uses no instructions of the processor, at a seventieth of the speed.
+    if hasattr(found, _ENCRYPT) and found.sodium_init() >= 0:
         return True
     # The linker needs an address also for what is never called.
     never = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value

@@ -20,7 +20,7 @@ from ringreduce.transport import libzmq, loop, records, zeromq
 # What compiled loops call instead of libsodium's function, from the first on: they are not linked
 # yet. It notes key, nonce and the kind in the header.
 name = "crypto_aead_aegis128l_encrypt_detached"
-library, _ = libzmq.open_library("libsodium", name)
+library = libzmq.library()
 seals = []
 
 @ctypes.CFUNCTYPE(ctypes.c_int, *10 * [ctypes.c_size_t])
