@@ -7,7 +7,6 @@ further connections (ZAP_ENFORCE_DOMAIN). Nothing here logs, shows or raises a k
 import contextlib
 import hmac
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -68,17 +67,16 @@ class Authenticator:
         self._thread: threading.Thread | None = None
         if context is None:
             return
-        name = f"inproc://authenticator.{secrets.token_hex(8)}"
         with contextlib.ExitStack() as opened:
-            # A ROUTER, not the usual REP, so that a request that waits does not delay others.
-            kinds = zmq.ROUTER, zmq.PAIR, zmq.PAIR
+            # A ROUTER, not the usual REP, so that a request that waits does not delay others. What
+            # the thread is to do comes the same way.
+            kinds = zmq.ROUTER, zmq.DEALER
             made = [opened.enter_context(context.socket(kind)) for kind in kinds]
             for socket in made:
                 socket.setsockopt(zmq.LINGER, 0)
-            self._requests, self._awake, self._waker = made
+            self._requests, self._waker = made
             self._requests.bind("inproc://zeromq.zap.01")
-            self._awake.bind(name)
-            self._waker.connect(name)
+            self._waker.connect("inproc://zeromq.zap.01")
             opened.pop_all()
         name = "ringreduce authenticator"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -106,22 +104,19 @@ class Authenticator:
             self._waker.send(order, zmq.DONTWAIT)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._requests, zmq.POLLIN)
-        poller.register(self._awake, zmq.POLLIN)
         try:
             while True:
                 wait_ms = None
                 if self._held:
                     until_s = min(held.until_s for held in self._held)
                     wait_ms = max(1, int((until_s - time.monotonic()) * 1000))
-                ready = dict(poller.poll(wait_ms))
-                if self._awake in ready and self._awake.recv() == b"close":
-                    return
-                if self._requests in ready:
+                if self._requests.poll(wait_ms):
                     parts = self._requests.recv_multipart()
-                    held = _Held(parts[:2], parts[2:], time.monotonic() + self._hold_s)
-                    self._held.append(held)
+                    if parts[1:] == [b"close"]:
+                        return
+                    if parts[1:] != [b"allow"]:
+                        held = _Held(parts[:2], parts[2:], time.monotonic() + self._hold_s)
+                        self._held.append(held)
                 waiting, self._held = self._held, []
                 for held in waiting:
                     self._answer(held)
@@ -130,7 +125,6 @@ class Authenticator:
             _log.debug("the authenticator ends: %s", error.strerror)
         finally:
             self._requests.close()
-            self._awake.close()
 
     def _answer(self, held: _Held) -> None:
         """Accept, refuse, or keep waiting."""
