@@ -188,7 +188,7 @@ BREAKAGES = (
     Breakage(
         "finish-without-silence",
         "ringreduce/transport/stalls.py",
-        "                silence.look()\n",
+        "                state.silence.look()\n",
         "                pass\n",
         "A dead connection is not named before the time limit of a call.",
         ("tests/transport/test_half_open.py",),

@@ -303,6 +303,7 @@ class _Seen(NamedTuple):
 class Silence:
     """For how long no byte has come on a connection while a thread waits for a frame of it.
 
+    Just after that it may still say so: only if the other end has sent more does it mean anything.
     `arrived_bytes` returns how many have come in all; None where the system does not count them.
     """
 
@@ -322,15 +323,11 @@ class Silence:
         else:
             self._seen = seen._replace(looked_s=now)
 
-    def end(self) -> None:
-        """No frame is due any more."""
-        self._seen = None
-
     def dry_s(self) -> float | None:
         """For how long; None: no frame is due. From any thread."""
         seen, now = self._seen, time.monotonic()
-        # A thread that waits for the GIL, not for a frame, has not checked for long, and frames may
-        # have arrived meanwhile.
+        # A thread that has not checked for long does not wait any more, or waits for the GIL, and
+        # frames may have arrived meanwhile.
         if seen is None or now - seen.looked_s > TIMES.looked_s:
             return None
         return now - seen.since_s if seen.arrived == self._arrived_bytes() else None

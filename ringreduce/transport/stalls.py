@@ -187,7 +187,6 @@ def finish(
     """
     timeouts = timeouts or waiting.timeouts
     stall, span = Stall(timeouts), _WaitSpan(waiting.events, check_s)
-    silence: Silence | None = None
     try:
         while True:
             state = call.state()
@@ -207,15 +206,10 @@ def finish(
                 )
                 timeouts.explain(error)
                 raise error
-            if silence is not None and silence is not state.silence:
-                silence.end()
-            silence = state.silence
-            if silence is not None:
-                silence.look()
+            if state.silence is not None:
+                state.silence.look()
             stall.lost = call.lost(stall.waited_s)
             if call.resume():
                 return
     finally:
         span.end()
-        if silence is not None:
-            silence.end()
