@@ -20,8 +20,7 @@ from ringreduce.vocabulary.times import milliseconds
 # How long to wait in each way before the next (native/src/counters.c). With a core for each rank
 # 200 to 4000 spins are equally fast; with fewer cores each spin delays the rank that is waited for
 # (docs/performance.md).
-_SPINS_ALONE, _YIELDS_ALONE = 200, 100
-_SPINS_CROWDED, _YIELDS_CROWDED = 20, 100
+_SPINS_ALONE, _SPINS_CROWDED, _YIELDS = 200, 20, 100
 
 DONE, WAITING, MISMATCH, ABORTED, BROKEN = range(5)  # RR_DONE, ... of native/include/ringreduce.h
 
@@ -48,10 +47,8 @@ class HostRanks:
         self.index, count = self.members.index(rank), len(mapped)
         self._segments = tuple(mapped.values())
         self.segments = (ctypes.c_void_p * count)(*[each.address for each in self._segments])
-        spins, yields = _SPINS_ALONE, _YIELDS_ALONE
-        if are_crowded(count):
-            spins, yields = _SPINS_CROWDED, _YIELDS_CROWDED
-        self._limits = WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))
+        spins = _SPINS_CROWDED if are_crowded(count) else _SPINS_ALONE
+        self._limits = WaitLimits(spins, _YIELDS, milliseconds(TIMES.shared_memory_poll_s))
         self.limits = ctypes.addressof(self._limits)
         self.mesh, self.waiting = mesh, waiting
         self.group = made(self, "shm", self.index, count, ctypes.addressof(self.segments))
