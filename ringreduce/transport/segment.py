@@ -136,7 +136,7 @@ class Heap:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self._segment = segment
+        self.segment = segment
         nbytes = ctypes.c_uint64()
         offset = functions()["segment_heap"](segment.address, ctypes.addressof(nbytes))
         self._start = segment.address + offset
@@ -177,7 +177,7 @@ class Heap:
         return sum(part[1] for part in used if self._change("segment_detach", *part) < 0)
 
     def _change(self, function: str, offset: int, length: int) -> int:
-        segment = self._segment
+        segment = self.segment
         status: int = functions()[function](segment.descriptor, segment.address, offset, length)
         return status
 
@@ -208,7 +208,7 @@ class Heap:
         if self._is_detached:
             # Others may still read the shared contents as this rank's part. Those are freed with
             # the segment; the copy is freed now.
-            functions()["segment_drop"](self._segment.address, offset, length)
+            functions()["segment_drop"](self.segment.address, offset, length)
             return
         self._change("segment_release", offset, length)
         self._returned.append((offset, length))

@@ -89,11 +89,10 @@ class ShmLink(StalledCall):
     def __init__(self, *, waiting: Waiting) -> None:
         self._waiting = waiting
         size = heap_bytes()
-        self._own: Segment | None = Segment.create(STAGING_BYTES, size)
+        self._heap: Heap | None = Heap(Segment.create(STAGING_BYTES, size))
         self._mesh = Mesh()
         # Ranks can share memory when their names are equal up to the slash.
         self.name = f"{memory_domain()}.{STAGING_BYTES}.{size}/{self._mesh.name}"
-        self._heap: Heap | None = Heap(self._own)
         self.pairs: ShmPairs | None = None  # messages between two ranks, once this is connected
         # Collectives that are run wholly in C, once this is connected.
         self.small: SmallCalls | None = None
@@ -111,7 +110,8 @@ class ShmLink(StalledCall):
         Raises RendezvousError if one of them cannot be reached, ProtocolError if one passed
         something that is no segment of ours.
         """
-        assert self._own is not None
+        assert self._heap is not None
+        own = self._heap.segment
         self._who: dict[str, Any] = {"rank": rank, "size": size}
         self._exchange = functions()["shm_exchange"]
         descriptors = self._mesh.connect(
@@ -119,12 +119,12 @@ class ShmLink(StalledCall):
             rank=rank,
             size=size,
             job=job,
-            descriptor=self._own.descriptor,
+            descriptor=own.descriptor,
             timeout_s=self._waiting.timeouts.timeout_s,
             check=check,
         )
         # Of this rank one mapping only, so that registered arrays are recognised by address.
-        segments, peer = dict.fromkeys(names, self._own), None
+        segments, peer = dict.fromkeys(names, own), None
         try:
             for peer in sorted(descriptors):
                 segments[peer] = Segment(descriptors.pop(peer))
@@ -137,7 +137,6 @@ class ShmLink(StalledCall):
             whose = "this host's ranks" if peer is None else f"rank {peer}"
             text = f"cannot use the memory of {whose}: {error.strerror}"
             raise ProtocolError(text, **self._who, peer=peer) from error
-        assert self._heap is not None
         self.pairs = ShmPairs(ranks, self._heap)
         self.small = ranks.small_calls(SmallKind.COLLECTIVE, ranks.group)
         if self.small is not None:
@@ -208,7 +207,7 @@ class ShmLink(StalledCall):
         if self.pairs is not None:
             self.pairs.close()
         # The link itself may live much longer.
-        self._own = self._heap = self._connected = None
+        self._heap = self._connected = None
 
     # --- The present call, while another rank holds it up ---------------------------------------
 

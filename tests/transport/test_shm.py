@@ -164,7 +164,7 @@ def test_address_of_any_array_is_its_first_byte(kind):
 
 def test_memory_of_a_registered_array_goes_back_with_its_last_view(heap):
     def blocks() -> int:
-        return os.fstat(heap._segment.descriptor).st_blocks * 512
+        return os.fstat(heap.segment.descriptor).st_blocks * 512
 
     before = blocks()
     array = heap.empty(MIB)
@@ -333,9 +333,9 @@ def anonymous_bytes(array: np.ndarray) -> int:
 
 
 def test_detached_arrays_keep_address_and_contents_and_are_out_of_reach(heap):
-    others = Segment(os.dup(heap._segment.descriptor))
+    others = Segment(os.dup(heap.segment.descriptor))
     array = heap.empty(MIB)
-    offset = array.ctypes.data - heap._segment.address
+    offset = array.ctypes.data - heap.segment.address
     theirs = (ctypes.c_uint8 * MIB).from_address(others.address + offset)
     view = array[::2]
     array[:] = 7
