@@ -69,18 +69,15 @@ class ShmPairs:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
                 raise self._waiting.error(size=self._size)
-            end = ShmEnd(ranks, place, is_sending=is_sending)
-            offset = heap.reserve(functions()["pair_channel_bytes"]()) if is_sending else 0
-            if offset is None and self._waiting.is_interrupted:
-                # The ring has failed, and its memory is out of the others' reach.
-                raise self._waiting.error(size=self._size)
-            if offset is None:
+            offset = heap.reserve(functions()["pair_channel_bytes"]()) if is_sending else None
+            if is_sending and offset is None:
+                if self._waiting.is_interrupted:
+                    # The ring has failed, and its memory is out of the others' reach.
+                    raise self._waiting.error(size=self._size)
                 text = f"has no shared memory left to send to rank {ranks.members[place]}"
                 remedy = "Free registered arrays (Communicator.empty), or give the job more memory."
                 raise ArrayError(text, rank=ranks.rank, size=self._size, remedy=remedy)
-            if is_sending:
-                end.open(offset)
-            self._ends[place, is_sending] = end
+            end = self._ends[place, is_sending] = ShmEnd(ranks, place, offset)
             return end
 
     def end(self, place: int, *, is_sending: bool) -> ShmEnd | None:
@@ -105,17 +102,22 @@ class ShmPairs:
 
 
 class ShmEnd(StalledCall):
-    """This rank's end of one direction."""
+    """This rank's end of one direction, from the rank at `place`, or to it.
 
-    def __init__(self, ranks: HostRanks, place: int, *, is_sending: bool) -> None:
-        self._ranks, self._place, self._is_sending = ranks, place, is_sending
-        self._peer = ranks.members[place]
+    `channel` is where in this rank's heap it sends; None: it receives.
+    """
+
+    def __init__(self, ranks: HostRanks, place: int, channel: int | None) -> None:
+        is_sending = channel is not None
+        self._ranks, self._peer, self._is_sending = ranks, ranks.members[place], is_sending
         self._operation = "send" if is_sending else "recv"
         self._call = functions()["pair_send" if is_sending else "pair_receive"]
         self._nbytes = 0
         sender, receiver = (ranks.index, place) if is_sending else (place, ranks.index)
         segments = ctypes.addressof(ranks.segments)
         self._pair = made(self, "pair", len(ranks.members), segments, sender, receiver)
+        if channel is not None:
+            functions()["pair_open"](self._pair, channel)
         self._facts = _Facts()
         self._header: Header | None = None
         kind = SmallKind.SEND if is_sending else SmallKind.RECEIVE
@@ -137,10 +139,6 @@ class ShmEnd(StalledCall):
         """Have no message begin in C any more."""
         if self.small is not None:
             self.small.close()
-
-    def open(self, offset: int) -> None:
-        """The sender's channel is at `offset` in its heap."""
-        functions()["pair_open"](self._pair, offset)
 
     def run(self, header: Header, flat: np.ndarray) -> None:
         if header is not self._header:
