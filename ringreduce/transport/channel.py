@@ -5,7 +5,6 @@ use the sockets by address; frames pass through Python only when a call ends bad
 in common with others of their context does `ringreduce.transport.sockets`, which makes them.
 """
 
-import contextlib
 import itertools
 import socket as sockets
 import sys
@@ -78,16 +77,12 @@ class Incoming:
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
         self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in bind.hosts)))
         self.endpoints: list[str] = []  # on the same port at each address; `address` is the first
-        with contextlib.ExitStack() as opened:
-            listeners = listening.listen(bind, **admission.security.who)
-            for listener in listeners:
-                opened.enter_context(listener)
-            for listener in listeners:
-                address = endpoint(*listener.getsockname()[:2])
-                self.socket.setsockopt(zmq.USE_FD, listener.fileno())
-                self.socket.bind(address)
-                self._listeners.append(listener.detach())  # libzmq closes it.
-                self.endpoints.append(address)
+        for listener in listening.listen(bind, **admission.security.who):
+            address = endpoint(*listener.getsockname()[:2])
+            self.socket.setsockopt(zmq.USE_FD, listener.fileno())
+            self.socket.bind(address)
+            self._listeners.append(listener.detach())  # libzmq closes it.
+            self.endpoints.append(address)
         self.address = self.endpoints[0]
         record.receiver = self.socket.underlying
 
