@@ -67,17 +67,13 @@ class Authenticator:
         self._thread: threading.Thread | None = None
         if context is None:
             return
-        with contextlib.ExitStack() as opened:
-            # A ROUTER, not the usual REP, so that a request that waits does not delay others. What
-            # the thread is to do comes the same way.
-            kinds = zmq.ROUTER, zmq.DEALER
-            made = [opened.enter_context(context.socket(kind)) for kind in kinds]
-            for socket in made:
-                socket.setsockopt(zmq.LINGER, 0)
-            self._requests, self._waker = made
-            self._requests.bind("inproc://zeromq.zap.01")
-            self._waker.connect("inproc://zeromq.zap.01")
-            opened.pop_all()
+        # A ROUTER, not the usual REP, so that a request that waits does not delay others. What the
+        # thread is to do comes the same way.
+        self._requests, self._waker = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        for socket in (self._requests, self._waker):
+            socket.setsockopt(zmq.LINGER, 0)
+        self._requests.bind("inproc://zeromq.zap.01")
+        self._waker.connect("inproc://zeromq.zap.01")
         name = "ringreduce authenticator"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
