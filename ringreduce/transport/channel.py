@@ -189,7 +189,7 @@ class Outgoing:
     ) -> None:
         self.address, self.peer = address, peer
         self.record, self.number = record, number
-        self.is_lost, self.is_open = False, True
+        self.is_lost = False
         self.socket = context.socket(zmq.PUSH)
         admission.join(self.socket, peer, number)
         security = admission.security
@@ -231,7 +231,7 @@ class Outgoing:
         return bool(self.record.released < self.record.borrowed)
 
     def read_events(self) -> None:
-        for kind, descriptor in self.events.read() if self.is_open else ():
+        for kind, descriptor in () if self.socket.closed else self.events.read():
             if kind == zmq.EVENT_CONNECTED:
                 self._descriptor = descriptor
             else:
@@ -243,7 +243,7 @@ class Outgoing:
         Not while the receiver did not read. None where the system does not measure it.
         """
         descriptor = self._descriptor
-        if descriptor is None or self.is_lost or not self.is_open:
+        if descriptor is None or self.is_lost or self.socket.closed:
             return None
         counts = _counts(descriptor, _BYTES_ACKED_AT, _BUSY_AT, _RECEIVER_LIMITED_AT)
         if counts is None:
@@ -253,9 +253,8 @@ class Outgoing:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; frames not sent within `linger_ms` are lost."""
-        if self.is_open:
+        if not self.socket.closed:
             self.read_events()
-            self.is_open = False
             self.events.close()
             self.socket.close(linger=0 if self.is_lost else linger_ms)
 

@@ -67,7 +67,7 @@ class Sending(_End):
         if has_left or self.socket is None:
             return has_left
         self.socket.read_events()
-        return self.socket.is_lost or not self.socket.is_open
+        return self.socket.is_lost or self.socket.socket.closed
 
 
 class Receiving(_End):
