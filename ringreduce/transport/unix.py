@@ -46,8 +46,8 @@ class Mesh:
         except OSError:
             self._listener.close()
             raise
-        # To the others, and from them by rank.
-        self._outgoing: list[socket.socket] = []
+        # By rank, to the others and from them.
+        self._outgoing: dict[int, socket.socket] = {}
         self._incoming: dict[int, socket.socket] = {}
         self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected
         self._poll = select.poll()
@@ -77,12 +77,13 @@ class Mesh:
         deadline = time.monotonic() + timeout_s
         others = [each for each in names if each != rank]
         descriptors: dict[int, int] = {}
+        ended: list[int] = []
         arriving = select.poll()
         arriving.register(self._listener, select.POLLIN)
         try:
             for other in others:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._outgoing.append(connection)
+                self._outgoing[other] = connection
                 connection.connect(f"\0{names[other]}")
                 if not _is_ours(connection):  # Before it gets our memory.
                     raise ConnectionError("another user's process listens in its place")
@@ -96,9 +97,10 @@ class Mesh:
                 if self._listener.fileno() in ready:
                     self._accept(descriptors, others, job)
                 elif ready:  # Nothing is sent that way, so it has ended.
-                    raise ConnectionError("a rank has ended, or does not know this job")
+                    ended = [r for r, each in self._outgoing.items() if each.fileno() in ready]
+                    raise ConnectionError("it has ended, or has another job")
         except (OSError, RingReduceError) as error:
-            missing = [each for each in others if each not in descriptors]
+            missing = ended or [each for each in others if each not in descriptors]
             for received in descriptors.values():
                 os.close(received)
             if isinstance(error, RingReduceError):
@@ -140,7 +142,7 @@ class Mesh:
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies, which end nothing while the parent has its own."""
-        for each in (self._listener, *self._outgoing, *self._incoming.values()):
+        for each in (self._listener, *self._outgoing.values(), *self._incoming.values()):
             each.close()
 
     def close(self) -> None:

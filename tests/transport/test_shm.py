@@ -553,7 +553,7 @@ def test_rank_that_ends_before_it_connects_is_not_waited_for():
     with made[1]._listener.accept()[0] as connection:
         connection.recv(100)
     threads[0].join(10)
-    assert "could not share memory with rank 1: a rank has ended" in str(results[0])
+    assert "could not share memory with rank 1: it has ended" in str(results[0])
     finish(made, memory, results)
 
 
