@@ -61,8 +61,9 @@ RR_EXPORT uint32_t rr_abi(void);
  *   adds up segment s - 1 of its own chunk, from all stagings, into its array and the same place
  *   in the others' stagings.
  * When all ranks' arrays are registered, each rank adds up its own chunk and writes it into
- * all arrays: two steps for any size. For a small message each rank copies its whole array
- * into its inbox, and every rank adds up all inboxes: one step.
+ * all arrays, or in an all-gather copies the others' chunks: two steps for any size. For a small
+ * message each rank copies its whole array into its inbox, and every rank adds up all inboxes: one
+ * step.
  *
  * all-to-all: in step s each rank copies segment s of what it sends into its staging, and the parts
  * that segment s - 1 of the others has for it out of theirs. Parts in registered arrays are copied
@@ -424,8 +425,8 @@ typedef struct {
     uint64_t nbytes;
 } rr_slot;
 
-/* `memory` holds `nbytes`. Slots are in ascending order and do not overlap; start fills the bytes
- * between them with zeros. Wait reads the slots, or `results` if that is not NULL. If `memory` is
+/* `memory` holds `nbytes`. Slots are in ascending order and do not overlap. Wait reads `results`;
+ * if that is NULL, the slots, between which start fills the bytes with zeros. If `memory` is
  * NULL the bucket is reduced in place: it has one slot of `nbytes`, and uses the memory of the part
  * passed to start until the wait. */
 typedef struct {

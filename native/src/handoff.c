@@ -460,15 +460,19 @@ static int leave(struct visit *visit, char *why)
 
 static void pack(const struct bucket *bucket, const rr_part *parts)
 {
+    /* Where results have places of their own, what lies between the slots is the caller's. */
+    const bool clears = bucket->results == bucket->slots;
     uint64_t filled = 0;
     for (uint32_t i = 0; i < bucket->slot_count; i++) {
         const rr_slot *slot = &bucket->slots[i];
-        memset(bucket->memory + filled, 0, slot->start - filled);
+        if (clears)
+            memset(bucket->memory + filled, 0, slot->start - filled);
         if (slot->nbytes > 0)
             memcpy(bucket->memory + slot->start, parts[i].data, slot->nbytes);
         filled = slot->start + slot->nbytes;
     }
-    memset(bucket->memory + filled, 0, bucket->nbytes - filled);
+    if (clears)
+        memset(bucket->memory + filled, 0, bucket->nbytes - filled);
 }
 
 static void unpack(const struct bucket *bucket, const rr_part *parts)

@@ -76,7 +76,7 @@ static uint64_t array_bytes(const struct rr_shm *group, const rr_call *call, uin
 static uint64_t registered(const struct rr_shm *group, const rr_call *call, const uint8_t *array)
 {
     const uint8_t *heap = group->peers[group->index].heap;
-    if (call->action == RR_ALL_GATHER || array < heap || array >= heap + group->heap_bytes ||
+    if (array < heap || array >= heap + group->heap_bytes ||
         array_bytes(group, call, group->index) > group->heap_bytes - (uint64_t)(array - heap))
         return 0;
     return (uint64_t)(array - heap) + 1;

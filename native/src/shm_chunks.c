@@ -98,6 +98,20 @@ static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *data, u
     }
 }
 
+/* All arrays are registered: copy the others' chunks out of theirs. */
+static void gather_in_place(struct rr_shm *group, const rr_call *call, uint8_t *data)
+{
+    for (uint32_t other = 1; other < group->size; other++) {
+        const uint32_t rank = (group->index + other) % group->size;
+        const uint64_t at = call->bounds[rank] * group->itemsize;
+        const uint64_t bytes = chunk_bytes(group, call, rank);
+        if (bytes > 0)
+            rr_copy(group, data + at, rr_registered_array(group, rank) + at, bytes);
+        group->bytes_received += bytes;
+        group->bytes_sent += chunk_bytes(group, call, group->index);
+    }
+}
+
 /* All arrays are registered: add up our own chunk and write it into all of them. */
 static void reduce_in_place(struct rr_shm *group, const rr_call *call)
 {
@@ -194,7 +208,10 @@ static int advance_from_meeting(struct rr_shm *group, const rr_call *call, uint8
     if (group->last_segment == 0)
         return RR_DONE;
     if (registered_arrays == group->size) {
-        reduce_in_place(group, call);
+        if (is_reducing(call))
+            reduce_in_place(group, call);
+        else
+            gather_in_place(group, call, data);
         group->stage = RR_LAST;
     } else if (registered_arrays > 0) {
         if (rr_is_registered(group, group->index))

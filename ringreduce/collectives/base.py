@@ -1,5 +1,6 @@
 """The interface of all implementations of the collectives."""
 
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ from ringreduce.pure.encodings import Coding
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of, cut
+from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.shm import ShmLink
@@ -62,6 +64,27 @@ class Collectives(Protocol):
 
     def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
+
+    def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
+        """Where the share of each rank of an array of `count` elements begins and ends.
+
+        That is what `reduce_shares` leaves with it. Some may be empty; together they are all.
+        """
+        return list(pairwise(chunk_bounds(count, self._membership.size)))
+
+    @property
+    def share_count(self) -> int:
+        """Shares are equal where this divides the number of elements."""
+        return self._membership.size
+
+    def reduce_shares(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> None:
+        """Reduce each rank's share of `flat`, shape (n,), in place, to what `all_reduce` gives."""
+        self.reduce_scatter(flat, op, signature)
+
+    def gather_shares(self, flat: ndarray, signature: int = 0) -> None:
+        """Fill `flat` with all ranks' shares of it."""
+        bounds = chunk_bounds(flat.size, self._membership.size)
+        self.all_gather(Kind.ALL_GATHER, flat, bounds, signature)
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""

@@ -13,6 +13,9 @@ Each byte crosses between hosts as often as with one rank per host, in several f
 rounded once more.
 """
 
+import math
+from itertools import pairwise
+
 import numpy as np
 from numpy import ndarray
 
@@ -88,9 +91,9 @@ class HierarchicalCollectives(Collectives):
         local = ReduceOp.SUM if op is ReduceOp.MEAN else op
         self._host.reduce_chunks(flat, slices, local, said)
         mine = slice(slices[self._host_rank], slices[self._host_rank + 1])
-        own = flat[mine]
         coding = None if coding is None else coding.of(mine)
-        if self._ring is not None and (own.size or self._host_rank == 0):
+        if (own := self._own_slice(flat, slices)) is not None:
+            assert self._ring is not None
             self._ring.all_reduce(own, op, signature, coding, (kind, called))
         self._host.all_gather(kind, flat, slices, signature)
 
@@ -99,6 +102,42 @@ class HierarchicalCollectives(Collectives):
         # between hosts would require sorting them first.
         self.all_reduce(flat, op, signature, kind=Kind.REDUCE_SCATTER)
         return cut(flat, chunk_bounds(flat.size, self._size))[self._rank]
+
+    # A rank's share is its host's chunk of its lane's slice: both calls together take no more bytes
+    # between hosts than an all-reduce.
+
+    def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
+        found = [(0, 0)] * self._size
+        lanes = 1 if self._is_small(count * itemsize) else self._lanes
+        for lane, (begin, end) in enumerate(pairwise(chunk_bounds(count, lanes))):
+            chunks = pairwise(chunk_bounds(end - begin, len(self._hosts)))
+            for host, (first, last) in zip(self._hosts, chunks, strict=True):
+                found[host[lane]] = begin + first, begin + last
+        return found
+
+    @property
+    def share_count(self) -> int:
+        return math.lcm(self._size, self._lanes * len(self._hosts))
+
+    def reduce_shares(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> None:
+        kind, slices = Kind.REDUCE_SCATTER, self._slices(flat)
+        local = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        self._host.reduce_chunks(flat, slices, local, (kind, flat.dtype, flat.size, signature, op))
+        if (own := self._own_slice(flat, slices)) is not None:
+            assert self._ring is not None
+            self._ring.reduce_scatter(own, op, signature)
+
+    def gather_shares(self, flat: ndarray, signature: int = 0) -> None:
+        slices = self._slices(flat)
+        if (own := self._own_slice(flat, slices)) is not None:
+            assert self._ring is not None
+            self._ring.gather_shares(own, signature)
+        self._host.all_gather(Kind.ALL_GATHER, flat, slices, signature)
+
+    def _own_slice(self, flat: ndarray, slices: Bounds) -> ndarray | None:
+        """What this rank's lane carries of `flat`; None for nothing."""
+        own = cut(flat, slices)[self._host_rank]
+        return own if self._ring is not None and (own.size or self._host_rank == 0) else None
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         # Chunks travel sorted by host, since the ranks of one host need not be consecutive.
@@ -179,9 +218,11 @@ class HierarchicalCollectives(Collectives):
 
     def _slices(self, flat: ndarray) -> Bounds:
         """Where the lanes' slices of `flat` begin; one chunk for each rank of this host."""
-        small = flat.nbytes < SLICE_BYTES_MIN * self._lanes
-        lanes = 1 if small else self._lanes
+        lanes = 1 if self._is_small(flat.nbytes) else self._lanes
         return self._padded(chunk_bounds(flat.size, lanes))
+
+    def _is_small(self, nbytes: int) -> bool:
+        return nbytes < SLICE_BYTES_MIN * self._lanes
 
     def _padded(self, bounds: Bounds) -> Bounds:
         """`bounds` of the first ranks here, with empty chunks for the others."""

@@ -124,8 +124,17 @@ class Ring(Collectives):
         if is_half(dtype_code(flat.dtype)):
             return self._encoded.reduce_scatter(flat, op, signature)
         said = Kind.REDUCE_SCATTER, flat.dtype, flat.size, signature, op
-        self._run(self._reducing(schedule.reduce_scatter, flat.dtype, said), flat)
+        if self._is_small(flat.nbytes):  # Added in the order of an all-reduce's.
+            self._all_reduce_small(flat, said)
+        else:
+            self._run(self._reducing(schedule.reduce_scatter, flat.dtype, said), flat)
         return cut(flat, schedule.chunk_bounds(flat.size, self._size))[self._rank]
+
+    def gather_shares(self, flat: ndarray, signature: int = 0) -> None:
+        # Its own ranks, which may be one lane of several.
+        self.all_gather(
+            Kind.ALL_GATHER, flat, schedule.chunk_bounds(flat.size, self._size), signature
+        )
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         count, said = bounds[1], (kind, flat.dtype, flat.size, signature, 0)

@@ -82,6 +82,16 @@ class Calls:
         result = self.call(name, array.nbytes, run, *arguments, signature)
         return array if result is None else result
 
+    def reduce_shares(self, flat: np.ndarray, signature: int) -> None:
+        """Make this rank's share of `flat` the mean over all ranks: `Collectives.shares`."""
+        reduce = self._session.collectives.reduce_shares
+        self.call("reduce_scatter", flat.nbytes, reduce, flat, ReduceOp.MEAN, signature)
+
+    def gather_shares(self, flat: np.ndarray, signature: int) -> None:
+        """Fill `flat` with all ranks' shares of it."""
+        gather = self._session.collectives.gather_shares
+        self.call("all_gather", flat.nbytes, gather, flat, signature)
+
     def call(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run one collective, after all that the engine was given before; break if it fails."""
         session = self._session

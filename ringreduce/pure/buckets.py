@@ -98,15 +98,17 @@ class BucketPlan:
         compiled: bool = False,
         in_place_bytes: int | None = None,
         compression: str = "none",
+        ranks: int = 1,
     ) -> BucketPlan:
         """Pack `gradients`, in the order of the variables, into buckets of about `bucket_bytes`.
 
         Sparse or absent ones take no room. A bucket is closed when the next gradient would exceed
         its limit, for the first one `first_bytes`, so that it starts early; a larger gradient has
         its own bucket. Those of at least `in_place_bytes` have too, and are reduced in place; None:
-        none are. `itemsizes` are of each dtype that occurs. Steps that XLA compiles round
-        differently, so `compiled` must be equal on all ranks, as `compression` between hosts must:
-        both are part of the signature.
+        none are. `itemsizes` are of each dtype that occurs. Others are padded so that the chunks
+        of `ranks` begin at multiples of 64 bytes: a sharded update has the same sums. Steps that
+        XLA compiles round differently, so `compiled` must be equal on all ranks, as `compression`
+        between hosts must: both are part of the signature.
         """
         done: list[Bucket] = []
         open_slots: dict[str, list[Slot]] = {}
@@ -114,7 +116,9 @@ class BucketPlan:
 
         def close(dtype: str) -> None:
             if slots := open_slots.pop(dtype, None):
-                done.append(Bucket(dtype, ends.pop(dtype), tuple(slots)))
+                unit = ALIGNMENT // itemsizes[dtype] * ranks
+                count = -(-ends.pop(dtype) // unit) * unit
+                done.append(Bucket(dtype, count, tuple(slots)))
 
         for index in reversed(range(len(gradients))):
             spec = gradients[index]

@@ -115,7 +115,9 @@ class GradientBridge:
         way = "eager" if tf.executing_eagerly() else "XLA" if xla.is_compiling() else "graph"
         key = specs, way, () if kept is None else tuple(map(id, variables))
         if key not in self._routes:
-            plan = self._plan(specs, gradients, ring.transport if way == "XLA" else None)
+            over = ring.transport if way == "XLA" else None
+            count = ring._session.collectives.share_count
+            plan = self._plan(specs, gradients, count, over)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
             thin = None if self.low_rank is None else LowRankReducer(self.low_rank, plan, variables)
             reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)
@@ -127,7 +129,11 @@ class GradientBridge:
         return self._routes[key]
 
     def _plan(
-        self, specs: tuple[GradientSpec, ...], gradients: Sequence[Any], compiled_over: str | None
+        self,
+        specs: tuple[GradientSpec, ...],
+        gradients: Sequence[Any],
+        ranks: int,
+        compiled_over: str | None,
     ) -> BucketPlan:
         """The plan for these gradients; `compiled_over` is the transport if XLA compiles them.
 
@@ -146,6 +152,7 @@ class GradientBridge:
             compiled=compiled_over is not None,
             in_place_bytes=_IN_PLACE_BYTES if compiled_over == "shm" else None,
             compression=str(self._codec),
+            ranks=ranks,
         )
 
 

@@ -495,6 +495,34 @@ def test_reduce_scatter_gives_each_rank_its_chunk(size, segment_bytes, step):
         assert np.array_equal(joined, naive.all_reduce(op, inputs)), f"{op!r} {dtype.name}[{count}]"
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, in_full(5), in_full(6)])
+def test_shares_of_a_sum_are_those_of_an_all_reduce(size):
+    """To the last bit, on both sides of the limits for short ones; and all ranks get all."""
+    counts = [0, 1, size - 1, size, size + 1, 64 * size, 5000, 20_011, 200_003]
+
+    def work(comm: Communicator) -> list[bool]:
+        calls, share = comm._session.calls, comm._session.collectives.shares
+        equal = []
+        for count in counts:
+            own = np.random.default_rng(comm.rank).normal(size=count).astype(np.float32)
+            whole, flat = own.copy(), own.copy()
+            comm.all_reduce(whole, ReduceOp.MEAN)
+            calls.reduce_shares(flat, 7)
+            shares = share(count, 4)
+            covered = [element for begin, end in sorted(shares) for element in range(begin, end)]
+            assert covered == list(range(count))
+            begin, end = shares[comm.rank]
+            equal.append(flat[begin:end].tobytes() == whole[begin:end].tobytes())
+            kept = flat[begin:end].copy()
+            flat[:] = np.nan
+            flat[begin:end] = kept
+            calls.gather_shares(flat, 8)
+            equal.append(flat.tobytes() == whole.tobytes())
+        return equal
+
+    assert all(map(all, ring_of_threads(size, work)))
+
+
 def gathered_shapes(rank: int, size: int) -> list[tuple[int, ...]]:
     """Shapes that differ between ranks in the first dimension, and one that does not."""
     return [
