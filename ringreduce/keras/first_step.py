@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from ringreduce.keras import private, settings
+from ringreduce.keras import settings
 from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.mistakes import (
@@ -43,7 +43,7 @@ def prepare(
     ring, inner = optimizer._ring(), optimizer._inner
     optimizer._local.check(inner)
     # All variables that it may ever train, those frozen now included.
-    every = [*private.trained_variables(inner), *variables]
+    every = [*optimizer.trained, *variables]
     if elastic_minimum() is not None and ring.size > 1:
         by_others = {"steps of another loop": not is_repeating(ring)}
         refuse(ring, optimizer.options, facts_of(None, every), by_others)

@@ -26,6 +26,8 @@ class Reducer:
     communicator: Communicator
     op: ReduceOp
     scale_local: bool = False
+    # What divides the update among ranks: MEAN gradients become this rank's pieces, flat.
+    sharding: Any = None
 
     def reduce(
         self,
@@ -50,7 +52,8 @@ class Reducer:
         if shared:
             paths = [_name(variables[number], number) for number in shared]
             sent, owners = ([each[number] for number in shared] for each in (gradients, variables))
-            found = self.bridge.mean(self.communicator, sent, paths, owners)
+            bridge = self.sharding or self.bridge
+            found = bridge.mean(self.communicator, sent, paths, owners)
             means = dict(zip(shared, found, strict=True))
         own = self.bridge.own
         final = [means[n] if n in means else own(each) for n, each in enumerate(gradients)]

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
@@ -30,6 +31,7 @@ from ringreduce.keras.mistakes import model_in_fit
 from ringreduce.keras.optimizer_state import OptimizerState, StrategyState, saved_options
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
 from ringreduce.keras.parts.training import joint, mark_state
+from ringreduce.keras.sharding import Sharding, refuse_unshardable, take_wholes, unbuilt
 from ringreduce.keras.strategies import Strategy
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
@@ -86,6 +88,9 @@ class DistributedOptimizer(Wrapper):
             the table: docs/guides/keras.md says what momentum, decay and clipping mean then.
             For optimizers that work element by element; not under ``jit_compile=True``.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
+        sharded: divide the update: each rank keeps 1 / size of the optimizer's state, updates as
+            much of the weights, and gets the rest from the others. For optimizers that work element
+            by element; results are those of an update that is not divided.
         check_numerics: what to do when a gradient of this rank holds NaN or infinity just before it
             is averaged; those of pieces and local variables are not. ``"raise"``: all ranks raise
             the same `NumericsError`, which names rank, variable, element and step; also where the
@@ -120,6 +125,7 @@ class DistributedOptimizer(Wrapper):
         local_variables: Sequence[Any] = (),
         scale_local_gradients: bool = False,
         op: ReduceOp | str = ReduceOp.MEAN,
+        sharded: bool = False,
         **others: Any,
     ) -> None:
         for name in others:
@@ -127,6 +133,8 @@ class DistributedOptimizer(Wrapper):
         refuse_unusable(inner, compression)
         strategy = strategies.chosen(strategy, accumulate_steps)
         strategy.check(inner)
+        if sharded:
+            refuse_unshardable(inner, strategy, compression, update_rows)
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
         self.communicator = communicator
@@ -140,12 +148,14 @@ class DistributedOptimizer(Wrapper):
             "update_rows": update_rows,
             "scale_local_gradients": scale_local_gradients,
             "op": gradient_op(op),
+            "sharded": sharded,
         }
         updates_rows = self._touched is not None
         self._running = strategy.begin(strategies.Use(self._ring, updates_rows, compression))
         self._state = OptimizerState(self._running, self._bridge.low_rank, inner)
         if self.built:
             mark_state(inner)
+        self._sharding: Sharding | None = None
         self._local = LocalVariables(local_variables)
         self._initial = InitialValues()
         self._deferred: list[Any] | None = None
@@ -173,7 +183,7 @@ class DistributedOptimizer(Wrapper):
                 which is a `tf.errors.UnknownError` too.
         """
         variables = None if trainable_variables is None else list(trainable_variables)
-        self.take(list(grads), variables, self._inner.apply)
+        self.take(list(grads), variables, lambda *means: self._inner.apply(*means))
 
     def take(self, grads: list[Any], variables: list[Any] | None, apply: _Apply) -> None:
         """Use this rank's gradients of a step; `apply` is the inner optimizer's, for means."""
@@ -186,7 +196,8 @@ class DistributedOptimizer(Wrapper):
             # As the inner `apply` would, so that variables get the same names.
             with keras.name_scope(self._inner.name, caller=self._inner):
                 self.build_inner(variables)
-        known = private.trained_variables(self._inner) if variables is None else variables
+        self._shard_if_due()
+        known = self.trained if variables is None else variables
         if len(grads) != len(known):
             if variables is None:
                 keras.optimizers.Optimizer.apply(self, grads)  # Raises Keras's own error.
@@ -202,13 +213,16 @@ class DistributedOptimizer(Wrapper):
         weighting.refuse_local(kinds, self._ring())
         weight = weighting.current()
         options = self._options["op"], self._options["scale_local_gradients"]
-        reducer = Reducer(self._bridge, self._ring(), *options)
+        reducer = Reducer(self._bridge, self._ring(), *options, self._sharding)
         applied = partial(self._apply_means, apply)
         self._running.take(strategies.Step(grads, known, kinds, weight, reducer, applied))
 
     def _apply_means(self, apply: _Apply, gradients: Sequence[Any], variables: list[Any]) -> None:
         def update(means: Sequence[Any]) -> None:
-            joint(self._inner, means, variables, apply)
+            if self._sharding is None:
+                joint(self._inner, means, variables, apply)
+            else:
+                self._sharding.update(self._inner, apply, means, variables)
 
         if self.commit_point is None:
             update(gradients)
@@ -217,9 +231,40 @@ class DistributedOptimizer(Wrapper):
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """As `Wrapper.build_inner`; state for parts is in pieces too."""
-        super().build_inner(variables)
+        if self._is_divided():
+            self._shard(variables)
+        else:
+            super().build_inner(variables)
         refuse_wrapped(self._inner)  # A MultiOptimizer may make those in it only now.
         mark_state(self._inner)
+
+    @property
+    def trained(self) -> list[Any]:
+        """The variables that it was built for."""
+        found: list[Any] = private.trained_variables(self._inner)
+        return found if self._sharding is None else self._sharding.originals
+
+    def _is_divided(self) -> bool:
+        return self._options["sharded"] and self._ring().size > 1
+
+    def _shard(self, variables: Sequence[Any]) -> None:
+        kinds = [self._kind_of(variable) for variable in variables]
+        is_sharded = [kind is Kind.MEAN for kind in kinds]
+        how = self._ring(), self._options
+        self._sharding = Sharding(self._inner, variables, is_sharded, *how)
+        if self._ring().rank == 0:
+            print(f"ringreduce: {self._sharding.describe(self._inner)}", flush=True)
+
+    def _shard_if_due(self) -> None:
+        """Divide the state of an inner optimizer that was built before it was wrapped."""
+        if not self.built or self._sharding is not None or not self._is_divided():
+            return
+        with tf.init_scope():
+            values, variables = list(map(np.asarray, self._inner.variables)), self.trained
+            self._inner = unbuilt(self._inner)
+            self._shard(variables)
+            mark_state(self._inner)
+            take_wholes(self._inner, values)
 
     # What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's; or None.
     strategy_state = property(attrgetter("_state.saved"))
@@ -227,7 +272,7 @@ class DistributedOptimizer(Wrapper):
     @property
     def kept_options(self) -> StrategyState | None:
         """What Keras saves of the options, where some are not those by default: JSON."""
-        trained = private.trained_variables(self._inner) if self._local and self.built else []
+        trained = self.trained if self._local and self.built else []
         local = [number for number, variable in enumerate(trained) if variable in self._local]
         return saved_options(self._options, DistributedOptimizer.__init__, local)
 
@@ -274,6 +319,16 @@ class DistributedOptimizer(Wrapper):
             save_wholes(self._inner.variables, store)
         else:
             self._inner.save_own_variables(store)
+
+    def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
+        if self._sharding is not None:
+            raise ConfigError(
+                "got a sharded optimizer to put into a tf.train.Checkpoint, which would hold this "
+                "rank's share alone",
+                **self._ring().config.who,
+                remedy="Use model.save, or model.save_weights, in rr.on_rank_zero or rr.fit.",
+            )
+        return self._inner._trackable_children(*arguments, **options)
 
     def load_own_variables(self, store: Any) -> None:
         """Load the inner optimizer's state; of parts this rank's pieces."""
@@ -338,12 +393,13 @@ class DistributedOptimizer(Wrapper):
         """Create the inner optimizer's variables and give all ranks rank 0's values."""
         if not self.built:
             self.build_inner(variables)
+        self._shard_if_due()
         if tf.executing_eagerly() and (self.communicator is not None or is_initialized()):
             first_step.make_equal(self, variables)
 
     def settings(self) -> list[settings.Settings]:
         """What must be equal on all ranks, and is not seen from their gradients."""
-        names = "strategy", "op", "scale_local_gradients", "update_rows"
+        names = "strategy", "op", "scale_local_gradients", "update_rows", "sharded"
         own = settings.settings_in({name: self._options[name] for name in names})
         found, model = {**settings.settings_of_optimizer(self._inner), **own}, model_in_fit()
         # Layers with local variables may be others on each rank, and so may those around them.

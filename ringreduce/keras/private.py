@@ -1,6 +1,6 @@
 """All private names of Keras that this package uses, checked on import; it changes none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ for _owner, _names in (
     (keras.optimizers.Optimizer, ("_maybe_initialize_trackable",)),
     (keras.optimizers.Optimizer, ("_var_key", "_trainable_variables_indices", "_variables")),
     (keras.optimizers.RMSprop, ("_momentums",)),
-    (keras.Variable, ("_value",)),
+    (keras.optimizers.Optimizer, ("_use_weight_decay", "_exclude_from_weight_decay_cache")),
+    (keras.Variable, ("_value", "_path")),
     (keras.Layer, ("_trainable_variables",)),
     (keras.layers.BatchNormalization, ("_moments",)),
     (keras.layers.MultiHeadAttention, ("_output_dense", "_dropout_layer")),
@@ -83,6 +84,18 @@ files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
 def save_backups_by(one: Any, save: Callable[[Any, Any, int], None]) -> None:
     """Have a BackupAndRestore call `save` with itself, its model and the epoch to begin with."""
     one._save_model = lambda: save(one, one.model, one._current_epoch)
+
+
+def set_path(variable: Any, path: str) -> None:
+    """Give a Keras variable the path of another, by which optimizers name what they keep."""
+    variable._path = path
+
+
+def decay_alike(optimizer: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Have `optimizer` decay the second of each pair of variables if it would the first."""
+    for variable, other in pairs if getattr(optimizer, "weight_decay", None) else ():
+        is_decayed = optimizer._use_weight_decay(variable)
+        optimizer._exclude_from_weight_decay_cache[key_of(optimizer, other)] = is_decayed
 
 
 def key_of(optimizer: Any, variable: Any) -> Any:

@@ -115,7 +115,7 @@ def require_equal(wrapper: Any) -> None:
     own = [kind.__name__ for kind in kinds if not private.is_of_keras(kind)]
     if not own or not wrapper.built or (ring := wrapper._ring()).size == 1:
         return
-    if differing(wrapper.equal_now(private.trained_variables(wrapper._inner)), ring):
+    if differing(wrapper.equal_now(wrapper.trained), ring):
         raise ConfigError(
             f"found that weights have gone apart, which {own[0]} updates on each rank",
             **ring.config.who,

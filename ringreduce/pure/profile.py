@@ -27,6 +27,9 @@ from ringreduce.pure.watcher_messages import SentToNext
 _WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
 _WAITED_S_MIN = 0.1  # less is chance
 _PART_MIN = 0.1  # of a step: less is not worth a change
+# To update a weight whole on each rank of a host: 2.7 to 5 ns with Adam, 2 to 3 with momentum, two
+# ranks on two cores (docs/performance.md, "A sharded update").
+_UPDATE_S = 2.5e-9
 _BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
 
 
@@ -48,6 +51,7 @@ class Facts(NamedTuple):
     cores: float = 1.0  # that it may use, and that its host's `local_size` ranks may share
     local_size: int = 1
     threads: int = 1  # that compute in its process
+    updated: int = 0  # weights that a sharded update would divide
 
     def since(self, before: Facts) -> Facts:
         """Of the steps after `before`."""
@@ -125,6 +129,7 @@ def verdict(epochs: Mapping[int, Sequence[Facts]], looking: Sequence[str] = ()) 
         None if slow is None else _waiting(slow, steps),
         _slow_link(latest, mean),
         _communication(mean, latest[0].link_bytes > 0),
+        _update(latest, mean),
         _reading(mean),
         _loop(mean, looking),
     ]
@@ -243,6 +248,18 @@ def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
     return shown_s, (
         f"Of {_ms(total_s)} of communication in a step {_ms(shown_s)} are not hidden behind "
         f"computing. Begin earlier, with a smaller bucket_bytes{fewer if between_hosts else ''}."
+    )
+
+
+def _update(latest: Sequence[Facts], mean: Step) -> _Finding | None:
+    """Between hosts the weights that ranks then exchange may take longer than the update."""
+    size, count = len(latest), latest[0].updated
+    gain_s = count * _UPDATE_S * (1 - 1 / size)
+    if latest[0].local_size < size or gain_s < _PART_MIN * mean.seconds:
+        return None
+    return gain_s, (
+        f"Each rank updates all {count / 1e6:.1f} million weights, which takes about "
+        f"{_ms(count * _UPDATE_S)} of a step. DistributedOptimizer(..., sharded=True) divides that."
     )
 
 

@@ -53,14 +53,21 @@ class NumericsCheck:
         )
 
     def check_mean(
-        self, ring: Communicator, elements: np.ndarray, parts: Parts, compression: str = "none"
+        self,
+        ring: Communicator,
+        elements: np.ndarray,
+        parts: Parts,
+        compression: str = "none",
+        own: tuple[int, int] | None = None,
     ) -> None:
-        """Check this rank's share of the means in `elements`, in mode "raise" only."""
+        """Check this rank's share of the means in `elements`, in mode "raise" only.
+
+        Where `own` begins and ends; None: as many elements as other ranks check.
+        """
         if self._mode != "raise":
             return
         bounds = chunk_bounds(elements.size, ring.size)
-        own = bounds[ring.rank], bounds[ring.rank + 1]
-        found = _found(elements, parts, *own)
+        found = _found(elements, parts, *(own or bounds[ring.rank : ring.rank + 2]))
         if found is not None:
             encoded = "" if compression == "none" else f", or compression={compression}"
             self._report(

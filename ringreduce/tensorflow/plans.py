@@ -150,6 +150,14 @@ class BucketReducer:
         compression = self.plan.compression if encodes else "none"
         self.numerics.check_mean(self.communicator, values, parts, compression)
 
+    def scatter(self, bucket: int, values: np.ndarray) -> None:
+        """As `reduce`, but only this rank's share of `values` becomes its mean."""
+        session, parts = self.communicator._session, self._parts[bucket]
+        self.numerics.check_own(self.communicator, values, parts)
+        session.calls.reduce_shares(values, self.plan.signature)
+        own = session.collectives.shares(values.size, values.itemsize)[self.communicator.rank]
+        self.numerics.check_mean(self.communicator, values, parts, own=own)
+
     def _mean(self, values: np.ndarray, coding: Coding | None = None) -> None:
         signature = self.plan.signature
         self.communicator.all_reduce(values, ReduceOp.MEAN, signature=signature, coding=coding)

@@ -152,6 +152,14 @@ def test_communication_that_is_not_hidden():
     assert of(ranks(20, 20, communicating=2, hidden=8))[1] == ["Nothing of this kind."]
 
 
+def test_an_update_that_each_rank_of_a_host_makes_whole():
+    _, found = of(ranks(50, 50, updated=10_100_000, local_size=2))
+    assert found[0].startswith("Each rank updates all 10.1 million weights, which takes about 25.2")
+    for more in ({"updated": 1_000_000, "local_size": 2}, {"updated": 10_100_000}):
+        _, found = of(ranks(50, 50, **more))
+        assert "sharded" not in "".join(found)
+
+
 def test_a_slow_link_is_named_if_ranks_wait_for_it():
     links = [(100 * MB, 1.0), (100 * MB, 5.0), (100 * MB, 1.25)]
     _, found = of(ranks(20, 20, 20, communicating=30, hidden=5, links=links))

@@ -13,6 +13,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras.repeating import repeated
+from ringreduce.keras.sharding import weights_to_divide
+from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.profile import Facts, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.vocabulary.config import profile_wanted
@@ -112,6 +114,7 @@ class Profile(keras.callbacks.Callback):
             cores=self._cores,
             local_size=ring.local_size,
             threads=self._threads,
+            updated=sum(map(weights_to_divide, wrappers_in(self.model))),
         )
 
 

@@ -12,9 +12,10 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.keras.parts.part import parts_in
+from ringreduce.keras.parts.part import has_parts
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.repeating import repeated
+from ringreduce.keras.training.watching import HOOKS, that_look
 from ringreduce.vocabulary.errors import ConfigError
 
 # Keras's own; Orbax is optional in it.
@@ -67,7 +68,8 @@ class OnRankZero(Forwarding):
     """Lets a callback act on rank 0 only, such as one that writes files.
 
     On other ranks none of its hooks is called, so it must not make collective calls itself. If the
-    model has parts, the others wait in each hook that it has, and give theirs if it saves. Within
+    model or its optimizer has parts, the others wait in each hook that it has, but for those of
+    validation batches, and give theirs if it saves. Within
     `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes to
     all ranks.
 
@@ -95,7 +97,7 @@ class OnRankZero(Forwarding):
             self._has_missed = every.rank != 0
         elif hook == "on_epoch_begin":
             self._epoch = arguments[0]
-        if hook.startswith("set_") or self.model is None or not parts_in(self.model.weights):
+        if hook.startswith("set_") or self.model is None or not self._needs_all(hook):
             if every.rank == 0:
                 if self._has_missed and not hook.startswith("set_"):
                     self._take_over()
@@ -106,6 +108,12 @@ class OnRankZero(Forwarding):
                 self._ending = partial(call.func, *map(copy.copy, arguments), **options)
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
             on_rank_zero(call, communicator=every)
+
+    def _needs_all(self, hook: str) -> bool:
+        """Whether all ranks call this hook at the same point, and have parts to save in it."""
+        # Ranks make other numbers of calls where nobody looks at batches, and of validation's.
+        is_apart = "batch" in hook and not (hook in HOOKS and that_look([self.callback]))
+        return has_parts(self.model) and not is_apart
 
     def _take_over(self) -> None:
         """Have it go on where that of the rank 0 that was lost has ended its last epoch."""

@@ -60,10 +60,44 @@ class Part:
         at = self.place(self.communicator.rank if rank is None else rank)
         return np.ascontiguousarray(whole[at])
 
+    def joined(self, rows: np.ndarray) -> np.ndarray:
+        """The whole, of all ranks' pieces joined along their first dimension."""
+        whole = np.empty(self.shape, rows.dtype)
+        for rank, piece in enumerate(np.split(rows, np.cumsum(self.lengths)[:-1])):
+            whole[self.place(rank)] = np.moveaxis(piece, 0, self.axis)
+        return whole
+
     def require_divisible(self, what: str) -> None:
         """ConfigError unless each rank gets as much; `what` names the axis and whose it is."""
         count = self.shape[self.axis]
         require_multiple(count, f"{what}, {count},", self.communicator)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatPart(Part):
+    """How a flat variable is this rank's range of another, flattened; of any length."""
+
+    # Begin and end of each rank's; together they are the whole.
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def place(self, rank: int) -> tuple[slice, ...]:
+        return (slice(*self.ranges[rank]),)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - begin for begin, end in self.ranges]
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        return (self.lengths[self.communicator.rank],)
+
+    def piece(self, whole: Any, rank: int | None = None) -> np.ndarray:
+        return super().piece(np.reshape(whole, -1), rank)
+
+    def joined(self, rows: np.ndarray) -> np.ndarray:
+        order = np.argsort(self.ranges, axis=0, kind="stable")[:, 0]
+        pieces = np.split(rows, np.cumsum(self.lengths)[:-1])
+        return np.concatenate([pieces[rank] for rank in order]).reshape(self.shape)
 
 
 def require_multiple(count: int, what: str, ring: Communicator) -> None:
@@ -103,6 +137,12 @@ def pieces_in(variables: Iterable[Any]) -> list[tuple[Any, Part]]:
 def parts_in(variables: Iterable[Any]) -> list[Any]:
     """Those of `variables` that are parts."""
     return [variable for variable, _ in pieces_in(variables)]
+
+
+def has_parts(model: Any) -> bool:
+    """Whether a model, or its optimizer, has parts: all ranks must take part when it is saved."""
+    optimizer = getattr(model, "optimizer", None)
+    return bool(parts_in([*model.weights, *getattr(optimizer, "variables", ())]))
 
 
 def is_own_piece(variable: Any) -> bool:
@@ -179,12 +219,7 @@ def _gathered(variable: Any, part: Part, root: int) -> np.ndarray:
     """The whole on `root`; elsewhere nothing of use. Collective in the part's group."""
     own = np.ascontiguousarray(np.moveaxis(np.asarray(variable), part.axis, 0))
     rows: np.ndarray = part.communicator.gather(own, root)
-    if part.communicator.rank != root:
-        return rows
-    whole = np.empty(part.shape, own.dtype)
-    for rank, piece in enumerate(np.split(rows, np.cumsum(part.lengths)[:-1])):
-        whole[part.place(rank)] = np.moveaxis(piece, 0, part.axis)
-    return whole
+    return part.joined(rows) if part.communicator.rank == root else rows
 
 
 def _scattered(variable: Any, part: Part, root: int, whole: Any = None) -> None:

@@ -68,8 +68,11 @@ def joint(
         apply(gradients, variables)
         return
     squares: list[Any] = [_square(g) if n in used else None for n, g in enumerate(gradients)]
-    for number, part in parts.items():
-        squares[number] = all_reduce(squares[number], part.communicator)
+    rings = {part.communicator: None for part in parts.values()}
+    for ring in rings:
+        own = [number for number, part in parts.items() if part.communicator is ring]
+        sums = all_reduce(tf.stack([squares[number] for number in own]), ring)
+        squares = [sums[own.index(n)] if n in own else one for n, one in enumerate(squares)]
     # An infinity in one rank's piece makes this so on all ranks, which then skip the step alike.
     gone = tf.add_n([squares[number] * 0 for number in parts])
     if scaled:

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
 def all_of(callbacks: Any) -> list[Any]:
@@ -24,7 +24,7 @@ def that_look(callbacks: Iterable[Any]) -> list[str]:
 def _looks(callback: Any) -> bool:
     if hasattr(callback, "looks_at_batches"):  # One of ours, which takes several steps as one.
         return bool(callback.looks_at_batches)
-    hooks = [getattr(callback, name) for name in _HOOKS]
+    hooks = [getattr(callback, name) for name in HOOKS]
     if _is_harmless(callback):  # Which says so of Keras's own hooks: a subclass may have others.
         hooks = [hook for hook in hooks if not hook.__module__.startswith("keras.")]
     return not all(getattr(hook, "_is_default", False) for hook in hooks)

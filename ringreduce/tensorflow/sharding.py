@@ -1,0 +1,258 @@
+"""Gradients to the ranks that update them, and updated weights to all: two plans of one memory.
+
+    gradients --start--> buckets --reduce-scatter--> own pieces --wait--> update
+    weights   <--wait--  buckets <---all-gather----  own pieces <--start-----+
+
+Every start of the second plan needs all waits of the first, as the engine needs the ranks in one
+order. In a graph, and where XLA compiles, the engine serves both; eagerly, and without the native
+library, a Python function does each.
+"""
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects.handoff import BucketItem, Layout
+from ringreduce.pure.buckets import (
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    BucketPlan,
+    GradientSpec,
+)
+from ringreduce.pure.sharding import Piece, pieces
+from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow import failures, ops, order, xla
+from ringreduce.tensorflow.control_flow import refuse_unreachable
+from ringreduce.tensorflow.numerics import NumericsCheck
+from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
+from ringreduce.tensorflow.python_calls import call
+
+_Tensors = Sequence[Any]
+
+
+class ShardedBuckets:
+    """The buckets of variables, of which each rank updates its share.
+
+    `specs` are of all variables, in their order; `pieces` says what of each is this rank's. Memory
+    is registered, owned by this object, and made in the first step.
+    """
+
+    def __init__(
+        self,
+        ring: Communicator,
+        specs: Sequence[GradientSpec],
+        bucket_bytes: int,
+        check_numerics: str,
+    ) -> None:
+        sizes = {spec.dtype: tf.as_dtype(spec.dtype).size for spec in specs}
+        first = min(bucket_bytes, FIRST_BUCKET_BYTES)
+        self._ring, self._sizes = ring, sizes
+        count = ring._session.collectives.share_count
+        self._plan = BucketPlan.make(specs, sizes, bucket_bytes, first, ranks=count)
+        self.pieces = self.pieces_of(ring.rank)
+        self._agreed = AgreedPlans(ring, bucket_bytes)
+        self._numerics = NumericsCheck(check_numerics)
+        self._memory: list[np.ndarray] = []
+        self._wholes: list[Any] = []  # the gradients that a trace has scattered last
+        # By which variables have gradients, and whether XLA compiles the step.
+        self._reducers: dict[tuple[bool, ...], BucketReducer] = {}
+        self._native: dict[tuple[bool, ...], tuple[int, int]] = {}
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """What of each variable a rank updates."""
+        shares = [
+            self._ring._session.collectives.shares(bucket.count, self._sizes[bucket.dtype])[rank]
+            for bucket in self._plan.buckets
+        ]
+        found = pieces(self._plan, shares)
+        return [found[number] for number in range(len(self._plan.gradients))]
+
+    def scatter(self, gradients: _Tensors, own: _Tensors) -> list[Any]:
+        """This rank's pieces of the means of `gradients`, None where there is none.
+
+        Collective. `own` are tensors like the results, whose memory may be used for them.
+        """
+        refuse_unreachable(self._ring)
+        failures.watch(self._ring)
+        present = tuple(gradient is not None for gradient in gradients)
+        specs, dense = self._plan.gradients, []
+        for gradient, spec in zip(gradients, specs, strict=True):
+            zeros = tf.zeros(spec.shape, spec.dtype)
+            dense.append(zeros if gradient is None else tf.cast(gradient, spec.dtype))
+        self._wholes = dense
+        reducer = self._reducer_of(present)
+        if self._is_native():
+            found = self._handed_over(self._numbers(present)[0], dense, own)
+        else:
+            results = [((piece.length,), spec.dtype) for piece, spec in self._each()]
+            run = _noted(self._ring, lambda *arrays: self._scattered(reducer, arrays))
+            found = call(self._ring, "reduce gradients", run, dense, results)
+        return [one if there else None for one, there in zip(found, present, strict=True)]
+
+    def gather(self, own: _Tensors, present: Sequence[bool]) -> list[Any]:
+        """The wholes of all ranks' pieces, of which `own` are this rank's. Collective.
+
+        `present` says which had gradients in the `scatter` before, whose memory is used.
+        """
+        if self._is_native():
+            return self._handed_over(self._numbers(tuple(present))[1], own, self._wholes)
+        results = [(spec.shape, spec.dtype) for _, spec in self._each()]
+        run = _noted(self._ring, self._gathered)
+        return call(self._ring, "give weights to all ranks", run, own, results)
+
+    def _each(self) -> Any:
+        return zip(self.pieces, self._plan.gradients, strict=True)
+
+    def _is_native(self) -> bool:
+        if tf.executing_eagerly():
+            return False
+        return xla.is_compiling() or ops.are_available()
+
+    def _reducer_of(self, present: tuple[bool, ...]) -> BucketReducer:
+        if present not in self._reducers:
+            specs = zip(self._plan.gradients, present, strict=True)
+            gradients = tuple(replace(spec, present=there) for spec, there in specs)
+            plan = replace(self._plan, gradients=gradients, compression="none")
+            self._reducers[present] = BucketReducer(plan, self._agreed, self._numerics)
+        return self._reducers[present]
+
+    # --- The engine's ---
+
+    def _numbers(self, present: tuple[bool, ...]) -> tuple[int, int]:
+        """The numbers of the plans of a step for the engine, which are made once."""
+        if present in self._native:
+            return self._native[present]
+        reducer, memory = self._reducer_of(present), self._buckets()
+        wholes, owns = [], []
+        for bucket in self._plan.buckets:
+            size = self._sizes[bucket.dtype]
+            wholes.append([(slot.start * size, slot.count * size) for slot in bucket.slots])
+            mine = [self.pieces[slot.gradient] for slot in bucket.slots]
+            owns.append([(piece.start * size, piece.length * size) for piece in mine])
+        scattering = map(Layout, memory, (each.nbytes for each in memory), wholes, owns)
+        gathering = map(Layout, memory, (each.nbytes for each in memory), owns, wholes)
+
+        def scatter(item: BucketItem) -> None:
+            if item.bucket == 0:
+                reducer.begin_step()
+            reducer.scatter(item.bucket, self._values(item.bucket))
+
+        def gather(item: BucketItem) -> None:
+            self._give(item.bucket)
+
+        served = (list(scattering), scatter), (list(gathering), gather)
+        first, second = (self._serve(layouts, run) for layouts, run in served)
+        self._native[present] = first, second
+        return first, second
+
+    def _serve(self, layouts: list[Layout], run: Callable[[BucketItem], None]) -> int:
+        engine = self._ring._session.engine
+        assert engine.native is not None
+        number = engine.native.register(layouts)
+        engine.serve(number, run)
+        weakref.finalize(self, engine.forget, number).atexit = False
+        return number
+
+    def _handed_over(self, number: int, given: _Tensors, like: _Tensors) -> list[Any]:
+        """What the engine makes of tensors, all of which are handed over first."""
+        way = self._compiled if xla.is_compiling() else self._in_graph
+        places = [[slot.gradient for slot in bucket.slots] for bucket in self._plan.buckets]
+        by_bucket = [([given[i] for i in each], [like[i] for i in each]) for each in places]
+        results = itertools.chain(*way(number, by_bucket))
+        found = dict(zip(itertools.chain(*places), results, strict=True))
+        return [found[place] for place in range(len(given))]
+
+    def _in_graph(self, number: int, by_bucket: Any) -> list[list[Any]]:
+        with order.in_order(self._ring):
+            starts = enumerate(given for given, _ in by_bucket)
+            tokens = [ops.start(number, bucket, given) for bucket, given in starts]
+        waits = enumerate(like for _, like in by_bucket)
+        waited = [ops.wait(number, bucket, like, tokens) for bucket, like in waits]
+        order.done(self._ring, [result for results in waited for result in results])
+        return waited
+
+    def _compiled(self, number: int, by_bucket: Any) -> list[list[Any]]:
+        after = order.token(self._ring)
+        starts = enumerate(given for given, _ in by_bucket)
+        tokens = [xla.start(number, bucket, given, after)[-1] for bucket, given in starts]
+        waited: list[list[Any]] = []
+        over: list[Any] = []
+        for bucket, (_, like) in enumerate(by_bucket):
+            shapes = [(tensor.shape, tensor.dtype) for tensor in like]
+            # The last wait keeps XLA from dropping the others.
+            last = bucket == len(by_bucket) - 1
+            before = [*tokens, *over] if last else tokens
+            *results, token = xla.wait(number, bucket, shapes, before, last=last)
+            waited.append(results)
+            over.append(token)
+        order.follow(self._ring, over[-1])
+        return waited
+
+    # --- In Python ---
+
+    def _scattered(self, reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        reducer.begin_step()
+        found: list[Any] = [None] * len(arrays)
+        for number, bucket in enumerate(self._plan.buckets):
+            values = self._values(number)
+            for slot in bucket.slots:
+                values[slot.start : slot.start + slot.count] = arrays[slot.gradient].reshape(-1)
+            reducer.scatter(number, values)
+            for piece, place in self._own(bucket):
+                found[place] = values[piece.start : piece.start + piece.length].copy()
+        return found
+
+    def _gathered(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        found: list[Any] = [None] * len(arrays)
+        for number, bucket in enumerate(self._plan.buckets):
+            values = self._values(number)
+            for piece, place in self._own(bucket):
+                values[piece.start : piece.start + piece.length] = arrays[place]
+            self._give(number)
+            for slot in bucket.slots:
+                whole = values[slot.start : slot.start + slot.count]
+                shape = self._plan.gradients[slot.gradient].shape
+                found[slot.gradient] = whole.reshape(shape).copy()
+        return found
+
+    def _own(self, bucket: Bucket) -> list[tuple[Piece, int]]:
+        return [(self.pieces[slot.gradient], slot.gradient) for slot in bucket.slots]
+
+    # --- For both ---
+
+    def _give(self, bucket: int) -> None:
+        """Fill a bucket with all ranks' shares of it."""
+        signature = signature_of("weights", self._plan.signature)
+        self._ring._session.calls.gather_shares(self._values(bucket), signature)
+
+    def _values(self, bucket: int) -> np.ndarray:
+        dtype = tf.as_dtype(self._plan.buckets[bucket].dtype).as_numpy_dtype
+        return self._buckets()[bucket].view(dtype)
+
+    def _buckets(self) -> list[np.ndarray]:
+        if not self._memory:
+            for bucket in self._plan.buckets:
+                memory = self._ring.empty(bucket.count * self._sizes[bucket.dtype], np.uint8)
+                memory[:] = 0  # Padding travels too.
+                self._memory.append(memory)
+        return self._memory
+
+
+def _noted(ring: Communicator, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose time is noted as one in which the step waits."""
+
+    def timed(*arrays: np.ndarray) -> Any:
+        began = time.perf_counter()
+        try:
+            return run(*arrays)
+        finally:
+            ring._session.blocked_for(time.perf_counter() - began)
+
+    return timed
