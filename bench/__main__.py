@@ -193,6 +193,10 @@ def train(
     compression: Annotated[
         str, typer.Option(metavar="NAME,...", help="ringreduce also with these: fp16, bf16, int8.")
     ] = "",
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="ringreduce also with a sharded update.")
+    ] = False,
+    optimizer: Annotated[str, typer.Option(help="sgd, with momentum, or adam.")] = "sgd",
     transport: Transport = "auto",
     link: Annotated[
         str | None,
@@ -227,6 +231,8 @@ def train(
             ceiling=ceiling,
             jit=jit,
             compressions=_chosen(compression, ("fp16", "bf16", "int8")) if compression else (),
+            sharded=sharded,
+            optimizer=optimizer,
             bucket_bytes=size_in_bytes(bucket),
             json_file=json_file,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,10 @@ MULTIWORKER = "multiworker"
 CEILING = "unreduced"
 # Marks a system that XLA compiles. MirroredStrategy fails with InvalidArgumentError then.
 JIT = "-jit"
-# Stands before the compression of ringreduce's gradients.
+# Stands before the compression of ringreduce's gradients, or SHARDED.
 CODED = "+"
+# With an update that is divided; of CEILING, with that part of it.
+SHARDED = "sharded"
 GLOBAL_BATCH = 128
 WARMUP_STEPS = 4
 COLUMNS = (
@@ -50,12 +53,14 @@ class Measured:
     waiting_s: list[float] = field(default_factory=list)
     communication_s: list[float] = field(default_factory=list)
     loss: float = 0.0
+    pss_mb: float = 0.0
     transport: str | None = None
 
     def add(self, answers: Sequence[dict[str, Any]]) -> None:
         """A turn's answers, one of each rank."""
         self.seconds += np.mean([answer["seconds"] for answer in answers], axis=0).tolist()
         self.loss = float(np.mean([answer["loss"] for answer in answers]))
+        self.pss_mb = sum(answer["pss_mb"] for answer in answers)
         for times, name in (
             (self.waiting_s, "waiting_s"),
             (self.communication_s, "communication_s"),
@@ -75,6 +80,8 @@ def run(
     ceiling: bool,
     jit: bool,
     compressions: Sequence[str],
+    sharded: bool,
+    optimizer: str,
     bucket_bytes: int,
     json_file: str | None,
 ) -> None:
@@ -92,6 +99,8 @@ def run(
             many processes on this machine, with any reduction.
         jit: whether systems that XLA can compile take part in that form too.
         compressions: with which ringreduce takes part, besides without.
+        sharded: whether it takes part with an update that is divided among the ranks too.
+        optimizer: of all systems: sgd, with momentum, or adam.
         bucket_bytes: of ringreduce's optimizer.
         json_file: where rows go.
 
@@ -100,6 +109,8 @@ def run(
     """
     names = (*SYSTEMS, CEILING) if ceiling else SYSTEMS
     names += tuple(f"ringreduce{CODED}{name}" for name in compressions)
+    if sharded:
+        names += tuple(f"{name}{CODED}{SHARDED}" for name in ("ringreduce", CEILING)[: 1 + ceiling])
     if jit:
         names += tuple(name + JIT for name in names if name != "mirrored")
     if link is not None:
@@ -108,7 +119,8 @@ def run(
     if link is not None:
         require()
     header = facts()
-    report.describe(header, f"{workers} workers, global batch {GLOBAL_BATCH}, model {model}")
+    what = f"{workers} workers, global batch {GLOBAL_BATCH}, model {model}, {optimizer}"
+    report.describe(header, what)
     if link is not None:
         late = f" and {latency_ms:g} ms each way" if latency_ms else ""
         print(f"# ringreduce and {MULTIWORKER}: each worker on its own host, links of {link}{late}")
@@ -120,7 +132,8 @@ def run(
             hosts = stack.enter_context(shaped(workers, link, latency_ms))
         turns = stack.enter_context(Turns())
         try:
-            systems = [system(name, model, hosts, transport, bucket_bytes) for name in names]
+            how = ["--optimizer", optimizer, "--bucket-bytes", str(bucket_bytes)]
+            systems = [system(name, model, hosts, transport, how) for name in names]
             start(turns, systems, measured)
             for name in names:
                 turns.ask(name, {"model": model, "steps": WARMUP_STEPS})
@@ -133,21 +146,26 @@ def run(
     other = next(row["samples_per_s"] for row in rows if row["system"] == compared)
     print(f"# x: times {compared}")
     print(COLUMNS, UNITS, *(table_line(row, other) for row in rows), sep="\n")
+    memory = ", ".join(f"{row['system']} {row['pss_mb']:.0f}" for row in rows)
+    print(*textwrap.wrap(f"# memory of all ranks together (PSS, MB): {memory}", 90), sep="\n# ")
     report.write(json_file, rows, header)
 
 
 def system(
-    name: str, model: str, hosts: Sequence[Host], transport: str, bucket_bytes: int
+    name: str, model: str, hosts: Sequence[Host], transport: str, how: Sequence[str]
 ) -> System:
     """How a system is started: as one process, or as a rank on each host."""
     workers = len(hosts)
     kind, _, compression = name.removesuffix(JIT).partition(CODED)
+    compression = compression or "none"
     options = ["--model", model, "--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)]
     if kind == MULTIWORKER:
         command = [sys.executable, "-m", "bench.multiworker", "--workers", str(workers)]
         return System(name, tf_processes(command, hosts), lines=workers)
-    options += ["--bucket-bytes", str(bucket_bytes), "--compression", compression or "none"]
+    options += [*how, "--compression", compression if compression != SHARDED else "none"]
     command = [sys.executable, "-m", "bench.train_worker", kind, *options]
+    if compression == SHARDED:
+        command.append("--sharded")
     if name.endswith(JIT):
         command.append("--jit")
     if kind in (*RINGS, CEILING):
@@ -179,6 +197,7 @@ def row(
         "step_ms_p99": float(np.percentile(measured.seconds, 99)) * 1e3,
         "steps": len(measured.seconds),
         "loss": measured.loss,
+        "pss_mb": measured.pss_mb,
         "transport": measured.transport if kind in RINGS else None,
         "link": link if kind in (*RINGS, MULTIWORKER) else None,
         "compute_ms": None,

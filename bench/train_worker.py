@@ -21,6 +21,11 @@ from bench.systems import RINGS
 from bench.turns import Line
 from ringreduce import Communicator
 
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.001),
+}
+
 
 class StepClock(keras.callbacks.Callback):
     """Seconds of each training step, from batch end to batch end, and the ring's time in it."""
@@ -53,6 +58,31 @@ class StepClock(keras.callbacks.Callback):
         }
 
 
+def update_part(optimizer: Any, variables: list[Any], size: int) -> None:
+    """Have `optimizer` update 1 / `size` of each variable, in a copy: the least a rank must do."""
+    counts = [int(np.prod(variable.shape)) // size for variable in variables]
+    copies = [keras.Variable("zeros", (count,)) for count in counts]
+    optimizer.build(copies)
+    apply = optimizer.apply_gradients
+
+    def part(tensor: Any, count: int) -> Any:
+        return tf.reshape(tf.convert_to_tensor(tensor), [-1])[:count]
+
+    def apply_part(pairs: Any) -> Any:
+        gradients, wholes = zip(*pairs, strict=True)
+        for copy, whole, count in zip(copies, wholes, counts, strict=True):
+            copy.assign(part(whole, count))
+        return apply(zip(map(part, gradients, counts), copies, strict=True))
+
+    optimizer.apply_gradients = apply_part
+
+
+def pss_mb() -> float:
+    """This process's memory, with its part of what others share, in MB."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1e3
+
+
 def communicated(comm: Communicator) -> tuple[float, float]:
     """Seconds so far that the ring was busy with gradients, and that steps waited for it."""
     statistics = comm.statistics()
@@ -68,6 +98,8 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, required=True)
     parser.add_argument("--bucket-bytes", type=int, required=True)
     parser.add_argument("--compression", required=True)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
+    parser.add_argument("--sharded", action="store_true")
     arguments = parser.parse_args()
 
     comm = rr.init()
@@ -87,13 +119,16 @@ def main() -> None:
 
     with strategy:
         model = models.make(arguments.model)
-        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        optimizer = OPTIMIZERS[arguments.optimizer]()
         if arguments.system in RINGS:
             options = {
                 "bucket_bytes": arguments.bucket_bytes,
                 "compression": arguments.compression,
+                "sharded": arguments.sharded,
             }
             optimizer = rr.DistributedOptimizer(optimizer, **options)
+        elif arguments.sharded:
+            update_part(optimizer, model.trainable_variables, comm.size)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=optimizer, loss=loss, jit_compile=arguments.jit)
 
@@ -104,7 +139,8 @@ def main() -> None:
         found = fit(
             data, steps_per_epoch=order["steps"] + 1, verbose=0, shuffle=False, callbacks=[clock]
         )
-        line.answer(**clock.report(), loss=found.history["loss"][-1])
+        facts = {"loss": found.history["loss"][-1], "pss_mb": pss_mb()}
+        line.answer(**clock.report(), **facts)
 
 
 if __name__ == "__main__":

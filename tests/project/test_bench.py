@@ -395,9 +395,10 @@ def test_the_training_table_keeps_its_columns():
     measured = train.Measured()
     for turn in (1, 3, 2):
         answers = [
-            {"seconds": [0.1, 0.3], "loss": 1.0, "waiting_s": 0.01 * turn, "communication_s": 0.08},
-            {"seconds": [0.3, 0.1], "loss": 2.0, "waiting_s": 0.03 * turn, "communication_s": 0.08},
+            {"seconds": [0.1, 0.3], "loss": 1.0, "waiting_s": 0.01 * turn},
+            {"seconds": [0.3, 0.1], "loss": 2.0, "waiting_s": 0.03 * turn},
         ]
+        answers = [{**each, "communication_s": 0.08, "pss_mb": 300.0} for each in answers]
         measured.add(answers)
     row = train.row("ringreduce", "mlp", 2, None, measured)
     assert row["step_ms"] == pytest.approx(200)

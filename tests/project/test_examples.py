@@ -16,7 +16,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ELSEWHERE = {"digits", "digits_mirrored", "demo", "elastic", "plain", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
 # Models in parts and in half precision, tables and uneven data have tests of their own.
-RARE = ("embedding", "hybrid", "mixed_precision", "pipeline", "recommender", "uneven_data")
+RARE = ("embedding", "hybrid", "mixed_precision", "pipeline", "recommender", "sharded")
+RARE += ("uneven_data",)
 
 
 # One epoch, or as many as a user sees.

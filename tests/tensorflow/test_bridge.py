@@ -135,5 +135,5 @@ def test_a_training_step_is_recorded_when_the_next_one_begins():
 def test_a_large_gradient_stays_where_it_is_in_shared_memory_alone():
     bridge, large = GradientBridge(1 << 20), [tf.zeros(1 << 18)]
     specs = (GradientSpec("large", (1 << 18,), "float32"),)
-    plans = [bridge._plan(specs, large, over) for over in ("shm", "zmq", None)]
+    plans = [bridge._plan(specs, large, 2, over) for over in ("shm", "zmq", None)]
     assert [plan.buckets[0].in_place for plan in plans] == [True, False, False]

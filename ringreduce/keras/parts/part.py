@@ -81,20 +81,25 @@ class FlatPart(Part):
     ranges: tuple[tuple[int, int], ...] = ()
 
     def place(self, rank: int) -> tuple[slice, ...]:
+        """Where the range of a rank is in the flattened whole."""
         return (slice(*self.ranges[rank]),)
 
     @property
     def lengths(self) -> list[int]:
+        """The length of each rank's range."""
         return [end - begin for begin, end in self.ranges]
 
     @property
     def own_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's stand-in."""
         return (self.lengths[self.communicator.rank],)
 
     def piece(self, whole: Any, rank: int | None = None) -> np.ndarray:
+        """A rank's range, flat, of an array or what is indexed like one."""
         return super().piece(np.reshape(whole, -1), rank)
 
     def joined(self, rows: np.ndarray) -> np.ndarray:
+        """The whole, of all ranks' ranges in the order of the ranks."""
         order = np.argsort(self.ranges, axis=0, kind="stable")[:, 0]
         pieces = np.split(rows, np.cumsum(self.lengths)[:-1])
         return np.concatenate([pieces[rank] for rank in order]).reshape(self.shape)
