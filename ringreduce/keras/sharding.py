@@ -25,7 +25,7 @@ from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.part import FlatPart, mark, part_of
 from ringreduce.keras.parts.training import joint
 from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
-from ringreduce.keras.wrappable import all_within, require_elementwise
+from ringreduce.keras.wrappable import all_within, require_elementwise, state_for
 from ringreduce.pure.buckets import GradientSpec
 from ringreduce.tensorflow.sharding import ShardedBuckets
 from ringreduce.tensorflow.variables import path_of
@@ -55,7 +55,10 @@ def refuse_unshardable(inner: Any, strategy: Strategy, compression: Any, update_
 
 
 def weights_to_divide(wrapper: Any) -> int:
-    """How many weights each rank updates whole that a sharded update would divide."""
+    """How many weights each rank updates whole, and would sooner update in shares.
+
+    With less than two numbers of state for a weight, dividing costs what it saves.
+    """
     options = wrapper.options
     if options["sharded"] or not wrapper.built:
         return 0
@@ -64,7 +67,8 @@ def weights_to_divide(wrapper: Any) -> int:
         refuse_unshardable(wrapper._inner, *how)
     except ConfigError:
         return 0
-    return sum(math.prod(each.shape) for each in wrapper.trained if part_of(each) is None)
+    wholes = [each for each in wrapper.trained if part_of(each) is None]
+    return sum(math.prod(v.shape) for v in wholes if len(state_for(wrapper._inner, v)) > 1)
 
 
 class Sharding:

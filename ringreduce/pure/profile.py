@@ -27,9 +27,9 @@ from ringreduce.pure.watcher_messages import SentToNext
 _WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
 _WAITED_S_MIN = 0.1  # less is chance
 _PART_MIN = 0.1  # of a step: less is not worth a change
-# To update a weight whole on each rank of a host: 2.7 to 5 ns with Adam, 2 to 3 with momentum, two
-# ranks on two cores (docs/performance.md, "A sharded update").
-_UPDATE_S = 2.5e-9
+# To update a weight with Adam on each of two ranks of a host: half of 10 million take 17.7 ms less
+# (docs/performance.md, "A sharded update").
+_UPDATE_S = 3.5e-9
 _BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
 
 
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
     cores: float = 1.0  # that it may use, and that its host's `local_size` ranks may share
     local_size: int = 1
     threads: int = 1  # that compute in its process
-    updated: int = 0  # weights that a sharded update would divide
+    updated: int = 0  # weights whose update would be shorter if it was sharded
 
     def since(self, before: Facts) -> Facts:
         """Of the steps after `before`."""

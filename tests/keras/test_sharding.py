@@ -8,6 +8,7 @@ import keras
 import pytest
 
 import ringreduce.keras as rr
+from ringreduce.keras.sharding import weights_to_divide
 from ringreduce.vocabulary.errors import ConfigError
 from tests.facts import facts_in
 from tests.jobs import run_job
@@ -148,6 +149,22 @@ def test_one_rank_alone_has_a_plain_update():
         optimizer.build(model.trainable_variables)
         assert [tuple(each.shape) for each in optimizer.variables[2:4]] == [(3, 4), (3, 4)]
     rr.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("inner", "options", "count"),
+    [
+        (keras.optimizers.Adam, {}, 16),
+        (lambda: keras.optimizers.SGD(momentum=0.9), {}, 0),
+        (keras.optimizers.Adam, {"compression": "bf16"}, 0),
+        (keras.optimizers.Lamb, {}, 0),
+    ],
+    ids=["Adam", "momentum", "bf16", "Lamb"],
+)
+def test_it_is_recommended_where_it_pays(inner, options, count):
+    optimizer = rr.DistributedOptimizer(inner(), **options)
+    optimizer.build_inner([keras.Variable([[0.0] * 16])])
+    assert weights_to_divide(optimizer) == count
 
 
 KILLED = """

@@ -48,6 +48,9 @@ class Profile(keras.callbacks.Callback):
         self._epochs, self._is_first, self._has_compiled = {}, True, False
         self._cores = core_limit()
         self._threads = threads_in_use()
+        # XLA reduces gradients where they are, which an update in shares does not.
+        wrappers = [] if self.model.jit_compile else wrappers_in(self.model)
+        self._updated = sum(map(weights_to_divide, wrappers))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._steps, self._began = 0, self._totals(0)
@@ -114,7 +117,7 @@ class Profile(keras.callbacks.Callback):
             cores=self._cores,
             local_size=ring.local_size,
             threads=self._threads,
-            updated=sum(map(weights_to_divide, wrappers_in(self.model))),
+            updated=self._updated,
         )
 
 
