@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.python_calls import call
+from ringreduce.vocabulary.types import dtype_named
 
 _Tensors = Sequence[Any]
 
@@ -59,7 +61,6 @@ class ShardedBuckets:
         self.pieces = self.pieces_of(ring.rank)
         self._agreed = AgreedPlans(ring, bucket_bytes)
         self._numerics = NumericsCheck(check_numerics)
-        self._memory: list[np.ndarray] = []
         self._wholes: list[Any] = []  # the gradients that a trace has scattered last
         # By which variables have gradients, and whether XLA compiles the step.
         self._reducers: dict[tuple[bool, ...], BucketReducer] = {}
@@ -86,7 +87,7 @@ class ShardedBuckets:
         for gradient, spec in zip(gradients, specs, strict=True):
             zeros = tf.zeros(spec.shape, spec.dtype)
             dense.append(zeros if gradient is None else tf.cast(gradient, spec.dtype))
-        self._wholes = dense
+        self._wholes = [] if tf.executing_eagerly() else dense
         reducer = self._reducer_of(present)
         if self._is_native():
             found = self._handed_over(self._numbers(present)[0], dense, own)
@@ -102,10 +103,15 @@ class ShardedBuckets:
         `present` says which had gradients in the `scatter` before, whose memory is used.
         """
         if self._is_native():
-            return self._handed_over(self._numbers(tuple(present))[1], own, self._wholes)
+            wholes, self._wholes = self._wholes, []
+            return self._handed_over(self._numbers(tuple(present))[1], own, wholes)
         results = [(spec.shape, spec.dtype) for _, spec in self._each()]
         run = _noted(self._ring, self._gathered)
         return call(self._ring, "give weights to all ranks", run, own, results)
+
+    @cached_property
+    def _memory(self) -> "_Memory":
+        return _Memory(self._ring, self._plan)
 
     def _each(self) -> Any:
         return zip(self.pieces, self._plan.gradients, strict=True)
@@ -129,28 +135,30 @@ class ShardedBuckets:
         """The numbers of the plans of a step for the engine, which are made once."""
         if present in self._native:
             return self._native[present]
-        reducer, memory = self._reducer_of(present), self._buckets()
+        # What the engine calls must not keep this object, which has it forgotten.
+        reducer, memory = self._reducer_of(present), self._memory
         wholes, owns = [], []
         for bucket in self._plan.buckets:
             size = self._sizes[bucket.dtype]
             wholes.append([(slot.start * size, slot.count * size) for slot in bucket.slots])
             mine = [self.pieces[slot.gradient] for slot in bucket.slots]
             owns.append([(piece.start * size, piece.length * size) for piece in mine])
-        scattering = map(Layout, memory, (each.nbytes for each in memory), wholes, owns)
-        gathering = map(Layout, memory, (each.nbytes for each in memory), owns, wholes)
+        every = [each.view(np.uint8) for each in memory.buckets]
+        sizes = [each.nbytes for each in every]
 
         def scatter(item: BucketItem) -> None:
             if item.bucket == 0:
                 reducer.begin_step()
-            reducer.scatter(item.bucket, self._values(item.bucket))
+            reducer.scatter(item.bucket, memory.buckets[item.bucket])
 
         def gather(item: BucketItem) -> None:
-            self._give(item.bucket)
+            memory.give(item.bucket)
 
-        served = (list(scattering), scatter), (list(gathering), gather)
-        first, second = (self._serve(layouts, run) for layouts, run in served)
-        self._native[present] = first, second
-        return first, second
+        scattering = list(map(Layout, every, sizes, wholes, owns))
+        gathering = list(map(Layout, every, sizes, owns, wholes))
+        found = self._serve(scattering, scatter), self._serve(gathering, gather)
+        self._native[present] = found
+        return found
 
     def _serve(self, layouts: list[Layout], run: Callable[[BucketItem], None]) -> int:
         engine = self._ring._session.engine
@@ -201,7 +209,7 @@ class ShardedBuckets:
         reducer.begin_step()
         found: list[Any] = [None] * len(arrays)
         for number, bucket in enumerate(self._plan.buckets):
-            values = self._values(number)
+            values = self._memory.buckets[number]
             for slot in bucket.slots:
                 values[slot.start : slot.start + slot.count] = arrays[slot.gradient].reshape(-1)
             reducer.scatter(number, values)
@@ -212,10 +220,10 @@ class ShardedBuckets:
     def _gathered(self, *arrays: np.ndarray) -> list[np.ndarray]:
         found: list[Any] = [None] * len(arrays)
         for number, bucket in enumerate(self._plan.buckets):
-            values = self._values(number)
+            values = self._memory.buckets[number]
             for piece, place in self._own(bucket):
                 values[piece.start : piece.start + piece.length] = arrays[place]
-            self._give(number)
+            self._memory.give(number)
             for slot in bucket.slots:
                 whole = values[slot.start : slot.start + slot.count]
                 shape = self._plan.gradients[slot.gradient].shape
@@ -225,24 +233,21 @@ class ShardedBuckets:
     def _own(self, bucket: Bucket) -> list[tuple[Piece, int]]:
         return [(self.pieces[slot.gradient], slot.gradient) for slot in bucket.slots]
 
-    # --- For both ---
 
-    def _give(self, bucket: int) -> None:
+class _Memory:
+    """The buckets of a plan, in registered memory; as long as the engine, or its owner, uses it."""
+
+    def __init__(self, ring: Communicator, plan: BucketPlan) -> None:
+        self._ring, self._signature = ring, signature_of("weights", plan.signature)
+        self.buckets: list[np.ndarray] = []
+        for bucket in plan.buckets:
+            memory = ring.empty(bucket.count, dtype_named(bucket.dtype))
+            memory[:] = 0  # Padding travels too.
+            self.buckets.append(memory)
+
+    def give(self, bucket: int) -> None:
         """Fill a bucket with all ranks' shares of it."""
-        signature = signature_of("weights", self._plan.signature)
-        self._ring._session.calls.gather_shares(self._values(bucket), signature)
-
-    def _values(self, bucket: int) -> np.ndarray:
-        dtype = tf.as_dtype(self._plan.buckets[bucket].dtype).as_numpy_dtype
-        return self._buckets()[bucket].view(dtype)
-
-    def _buckets(self) -> list[np.ndarray]:
-        if not self._memory:
-            for bucket in self._plan.buckets:
-                memory = self._ring.empty(bucket.count * self._sizes[bucket.dtype], np.uint8)
-                memory[:] = 0  # Padding travels too.
-                self._memory.append(memory)
-        return self._memory
+        self._ring._session.calls.gather_shares(self.buckets[bucket], self._signature)
 
 
 def _noted(ring: Communicator, run: Callable[..., Any]) -> Callable[..., Any]:

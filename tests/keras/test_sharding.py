@@ -23,7 +23,7 @@ RARE += ["rmsprop eager", "half", "two optimizers"]
 CLOSE = ["clipped graph", "clipnorm graph"]
 # Of several ranks and hosts.
 SPREAD = ["adam graph", "rmsprop graph", "adam eager", "accumulated", "loop"]
-OTHERS = ["saved", "restarted", "refused"]
+OTHERS = ["saved", "restarted", "refused", "freed"]
 # Ranks, the host of each, and how they reach each other.
 PAIR = (0, 0), "auto"
 LAYOUTS = [((0, 0, 0), "zmq"), ((0, 0, 1, 1), "auto"), ((0, 0, 0, 1), "auto")]
@@ -116,6 +116,10 @@ def test_files_are_plain_and_training_goes_on_from_them(layout):
 )
 def test_what_would_be_wrong_is_refused(case, text):
     assert all(re.search(text, fact[case]) for fact in of_pair("refused"))
+
+
+def test_its_memory_goes_with_the_optimizer():
+    assert [fact["is_freed"] for fact in of_pair("freed")] == [True, True]
 
 
 @pytest.mark.parametrize(

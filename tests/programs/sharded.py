@@ -1,6 +1,8 @@
 """`DistributedOptimizer(sharded=True)` beside the same without it; each case is a line of JSON."""
 
+import gc
 import sys
+import weakref
 
 import keras
 import numpy as np
@@ -185,6 +187,29 @@ def not_finite():
     return {"weights": ends[0], "is_equal": ends[0] == ends[1]}
 
 
+def freed():
+    """What is left of an optimizer that has trained in a graph, once nothing refers to it."""
+
+    def used():
+        model = make()
+        model.optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(X))
+            variables = model.trainable_variables
+            model.optimizer.apply(tape.gradient(loss, variables), variables)
+
+        step()
+        return weakref.ref(model.optimizer._sharding._buckets._memory)
+
+    memory = used()
+    gc.collect()
+    comm.barrier()
+    return {"is_freed": memory() is None}
+
+
 def refused():
     model = make()
     fit(model, 1)
@@ -227,6 +252,7 @@ CASES = {
     "saved": saved,
     "restarted": restarted,
     "refused": refused,
+    "freed": freed,
 }
 for case in cases or CASES:
     say(case, **CASES[case]())
