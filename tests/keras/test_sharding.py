@@ -16,10 +16,9 @@ from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
-EQUAL = ["momentum graph", "adam graph", "adam eager", "adam jit", "accumulated", "frozen", "set"]
-EQUAL += ["loop", "decayed", "not finite"]
+EQUAL = ["adam graph", "adam eager", "adam jit", "accumulated", "set", "loop", "decayed"]
 RARE = ["sgd graph", "nesterov graph", "adamw graph", "rmsprop graph", "adagrad graph", "sum"]
-RARE += ["rmsprop eager", "half", "two optimizers"]
+RARE += ["rmsprop eager", "half", "two optimizers", "momentum graph", "frozen", "not finite"]
 CLOSE = ["clipped graph", "clipnorm graph"]
 # Of several ranks and hosts.
 SPREAD = ["adam graph", "rmsprop graph", "adam eager", "accumulated", "loop"]
@@ -125,8 +124,8 @@ def test_its_memory_goes_with_the_optimizer():
 @pytest.mark.parametrize(
     ("inner", "options", "text"),
     [
-        (keras.optimizers.Lamb, {}, r"lamb \(Lamb\) looks at whole variables"),
-        (keras.optimizers.Muon, {}, r"muon \(Muon\) looks at whole variables"),
+        (keras.optimizers.Lamb, {}, r"lamb\w* \(Lamb\) looks at whole variables"),
+        (keras.optimizers.Muon, {}, r"muon\w* \(Muon\) looks at whole variables"),
         (lambda: keras.optimizers.SGD(use_ema=True), {}, "with use_ema"),
         (keras.optimizers.SGD, {"strategy": rr.LocalSGD(4)}, "with strategy=LocalSGD"),
         (keras.optimizers.SGD, {"compression": "int8"}, "with compression='int8'"),
