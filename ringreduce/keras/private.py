@@ -91,6 +91,13 @@ def set_path(variable: Any, path: str) -> None:
     variable._path = path
 
 
+def exclude_alike(optimizer: Any, other: Any) -> None:
+    """Exclude from decay in `other`, which is not built, what is excluded in `optimizer`."""
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(optimizer, name):
+            setattr(other, name, getattr(optimizer, name))
+
+
 def decay_alike(optimizer: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
     """Have `optimizer` decay the second of each pair of variables if it would the first."""
     for variable, other in pairs if getattr(optimizer, "weight_decay", None) else ():

@@ -126,8 +126,14 @@ class Sharding:
         self, ring: Communicator, gradients: Sequence[Any], paths: Any, variables: Sequence[Any]
     ) -> list[Any]:
         """As `GradientBridge.mean`, but of sharded variables only this rank's pieces, flat."""
+        if unknown := [path_of(v) for v in variables if not self._has(v)]:
+            raise ConfigError(
+                f"has sharded=True, and was not built for {', '.join(unknown)}",
+                **ring.config.who,
+                remedy="Build it, or compile the model, once it has all its layers.",
+            )
         given: list[Any] = [None] * len(self._sharded)
-        places = [self._stand_ins[id(plain_variable(v))][0] for v in variables]
+        places = [self._number(v) for v in variables]
         for place, gradient, variable in zip(places, gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices) and self._sparse_as_dense:
                 gradient = tf.convert_to_tensor(gradient)
@@ -189,7 +195,10 @@ class Sharding:
 
 def unbuilt(inner: Any) -> Any:
     """An optimizer like `inner`, which is built, without its state."""
-    return type(inner).from_config(inner.get_config())
+    found = type(inner).from_config(inner.get_config())
+    for one, other in zip(all_within(inner), all_within(found), strict=True):
+        private.exclude_alike(one, other)
+    return found
 
 
 def take_wholes(inner: Any, values: Sequence[np.ndarray]) -> None:

@@ -6,9 +6,11 @@ the text is that of an error that has broken a communicator of this process, the
 both classes: ``except ringreduce.PeerLostError`` and ``except tf.errors.OpError`` catch it.
 
 After Ctrl-C the op may fail too, since another rank has ended first. If Python then raises
-KeyboardInterrupt in the constructor of TensorFlow's exception, C++ makes a RuntimeError of both.
+KeyboardInterrupt in the constructor of TensorFlow's exception, or a signal handler SystemExit, C++
+makes a RuntimeError of both.
 """
 
+import re
 import weakref
 from functools import cache, partial
 from typing import Any
@@ -25,7 +27,7 @@ _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _CLOSED, _AFTER = "the communicator was closed", "made a call after close()"
 _CACHING = "cache lockfile already exists"
-_INTERRUPTED = "REPLACED BY KeyboardInterrupt"
+_INTERRUPTED = re.compile(r"REPLACED BY (KeyboardInterrupt|SystemExit)(?:: (.*))?")
 
 
 def watch(ring: Communicator) -> None:
@@ -54,9 +56,12 @@ def _call(call: partial[Any]) -> Any:
             raise
         raise _both(ours) from None
     except RuntimeError as error:
-        if _INTERRUPTED not in str(error):
+        if (found := _INTERRUPTED.search(str(error))) is None:
             raise
-        raise KeyboardInterrupt from None
+        kind, code = found.groups()
+        if kind == "KeyboardInterrupt":
+            raise KeyboardInterrupt from None
+        raise SystemExit(int(code) if code and code.isdecimal() else code) from None
 
 
 def _ours(text: str) -> RingReduceError | None:

@@ -164,15 +164,21 @@ def restarted():
 
 
 def decayed():
-    def exclusions(sharded):
+    """Also where the optimizer was built, and used, before it was wrapped."""
+
+    def exclusions(sharded, builds):
         inner = OPTIMIZERS["adamw"]()
         model = make(sharded, optimizer=inner)
         inner.exclude_from_weight_decay(var_list=[model.layers[0].kernel], var_names=["bias"])
+        if builds:
+            inner.build(model.trainable_variables)
+            ones = [tf.ones(each.shape) for each in model.trainable_variables]
+            inner.apply(ones, model.trainable_variables)
         fit(model)
         return digest(model.get_weights())
 
-    one, other = exclusions(True), exclusions(False)
-    return {"weights": one, "is_equal": one == other}
+    ends = [[exclusions(sharded, builds) for builds in (False, True)] for sharded in (True, False)]
+    return {"weights": ends[0], "is_equal": ends[0] == ends[1]}
 
 
 def not_finite():

@@ -6,12 +6,14 @@ custom calls of a step that XLA compiles.
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
 
 import pytest
 
 from ringreduce.effects import native
+from ringreduce.tensorflow import failures
 from tests.rings import Ring, assert_lost
 from tests.scope import in_full
 
@@ -52,6 +54,30 @@ endless = tf.data.Dataset.from_tensors((ones, ones)).repeat()
 def train(model, **options):
     model.fit(endless, steps_per_epoch=10**9, verbose=0, callbacks=[Say()], **options)
 """
+
+
+MISMATCH = "pybind11::error_already_set: MISMATCH of original and normalized active exception types"
+
+
+@pytest.mark.parametrize(
+    ("replacing", "kind", "arguments"),
+    [
+        ("KeyboardInterrupt: ", KeyboardInterrupt, ()),
+        ("SystemExit: 3", SystemExit, (3,)),
+        ("SystemExit: gone", SystemExit, ("gone",)),
+        ("SystemExit", SystemExit, (None,)),
+        ("ValueError: 3", RuntimeError, None),
+    ],
+)
+def test_what_a_signal_handler_raises_while_a_function_fails_comes_through(
+    replacing, kind, arguments
+):
+    def fail():
+        raise RuntimeError(f"{MISMATCH}: ORIGINAL UnknownError REPLACED BY {replacing}\n\nAt:\n")
+
+    with pytest.raises(kind) as caught:
+        failures._call(functools.partial(fail))
+    assert arguments is None or caught.value.args == arguments
 
 
 @pytest.fixture(params=["native", in_full("python"), "jit"])
