@@ -162,6 +162,8 @@ class Sharding:
             if stand_in is not variable:
                 stand_in.assign(self._slice(variable, self._number(variable)))
         joint(inner, means, stand_ins, apply)
+        if not self._sharded:
+            return
         given = {self._number(v): m for v, m in zip(variables, means, strict=True) if self._has(v)}
         present = [given.get(number) is not None for number in range(len(self._sharded))]
         own = [

@@ -21,12 +21,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects.handoff import BucketItem, Layout
-from ringreduce.pure.buckets import (
-    FIRST_BUCKET_BYTES,
-    Bucket,
-    BucketPlan,
-    GradientSpec,
-)
+from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, Bucket, BucketPlan, GradientSpec
 from ringreduce.pure.sharding import Piece, pieces
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import failures, ops, order, xla
@@ -62,7 +57,7 @@ class ShardedBuckets:
         self._agreed = AgreedPlans(ring, bucket_bytes)
         self._numerics = NumericsCheck(check_numerics)
         self._wholes: list[Any] = []  # the gradients that a trace has scattered last
-        # By which variables have gradients, and whether XLA compiles the step.
+        # By which variables have gradients.
         self._reducers: dict[tuple[bool, ...], BucketReducer] = {}
         self._native: dict[tuple[bool, ...], tuple[int, int]] = {}
 
@@ -125,7 +120,7 @@ class ShardedBuckets:
         if present not in self._reducers:
             specs = zip(self._plan.gradients, present, strict=True)
             gradients = tuple(replace(spec, present=there) for spec, there in specs)
-            plan = replace(self._plan, gradients=gradients, compression="none")
+            plan = replace(self._plan, gradients=gradients)
             self._reducers[present] = BucketReducer(plan, self._agreed, self._numerics)
         return self._reducers[present]
 
