@@ -55,6 +55,7 @@ def prepare(
     if initial.are_given:
         with tf.init_scope():
             optimizer.broadcast_state()
+            optimizer.take_wholes()
         _look_at_fit(every, ring)
     return gradients
 
@@ -79,3 +80,4 @@ def make_equal(optimizer: DistributedOptimizer, variables: Sequence[Any]) -> Non
     shared = optimizer.shared(inner.variables), optimizer.shared(variables)
     give_values(*shared, ring, model_group(variables))
     settings.require_same_settings(optimizer.settings(), ring)
+    optimizer.take_wholes()

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
+from ringreduce.communicator.rank_zero import waiting_ranks
 from ringreduce.keras import first_step, private, settings, strategies, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.gradients import Reducer
@@ -29,13 +30,13 @@ from ringreduce.keras.initial import InitialValues
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit
 from ringreduce.keras.optimizer_state import OptimizerState, StrategyState, saved_options
-from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
+from ringreduce.keras.parts.part import is_own_piece, load_wholes, part_of, parts_in, save_wholes
 from ringreduce.keras.parts.training import joint, mark_state
-from ringreduce.keras.sharding import Sharding, refuse_unshardable, take_wholes, unbuilt
+from ringreduce.keras.sharding import Sharding, refuse_divided, refuse_unshardable, take_wholes
 from ringreduce.keras.strategies import Strategy
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
-from ringreduce.keras.wrappable import refuse_unusable, refuse_wrapped, require_equal
+from ringreduce.keras.wrappable import all_within, refuse_unusable, refuse_wrapped, require_equal
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
@@ -133,6 +134,7 @@ class DistributedOptimizer(Wrapper):
         refuse_unusable(inner, compression)
         strategy = strategies.chosen(strategy, accumulate_steps)
         strategy.check(inner)
+        refuse_divided(inner)
         if sharded:
             refuse_unshardable(inner, strategy, compression, update_rows)
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
@@ -156,6 +158,9 @@ class DistributedOptimizer(Wrapper):
         if self.built:
             mark_state(inner)
         self._sharding: Sharding | None = None
+        # The state that was there before it was divided; how often some was loaded since.
+        self._wholes: list[np.ndarray] | None = None
+        self._loads = 0
         self._local = LocalVariables(local_variables)
         self._initial = InitialValues()
         self._deferred: list[Any] | None = None
@@ -237,6 +242,7 @@ class DistributedOptimizer(Wrapper):
             super().build_inner(variables)
         refuse_wrapped(self._inner)  # A MultiOptimizer may make those in it only now.
         mark_state(self._inner)
+        self._say_what_is_kept()
 
     @property
     def trained(self) -> list[Any]:
@@ -249,10 +255,14 @@ class DistributedOptimizer(Wrapper):
 
     def _shard(self, variables: Sequence[Any]) -> None:
         kinds = [self._kind_of(variable) for variable in variables]
-        is_sharded = [kind is Kind.MEAN for kind in kinds]
+        # Pieces of split layers are small already.
+        pairs = zip(kinds, variables, strict=True)
+        is_sharded = [kind is Kind.MEAN and part_of(v) is None for kind, v in pairs]
         how = self._ring(), self._options
         self._sharding = Sharding(self._inner, variables, is_sharded, *how)
-        if self._ring().rank == 0:
+
+    def _say_what_is_kept(self) -> None:
+        if self._sharding is not None and self._ring().rank == 0:
             print(f"ringreduce: {self._sharding.describe(self._inner)}", flush=True)
 
     def _shard_if_due(self) -> None:
@@ -260,11 +270,16 @@ class DistributedOptimizer(Wrapper):
         if not self.built or self._sharding is not None or not self._is_divided():
             return
         with tf.init_scope():
-            values, variables = list(map(np.asarray, self._inner.variables)), self.trained
-            self._inner = unbuilt(self._inner)
-            self._shard(variables)
-            mark_state(self._inner)
-            take_wholes(self._inner, values)
+            variables, self._wholes = self.trained, list(map(np.array, self._inner.variables))
+            for one in all_within(self._inner):
+                private.unbuild(one)
+            self.build_inner(variables)
+
+    def take_wholes(self) -> None:
+        """Have all ranks go on from the state that rank 0's had undivided, if any. Collective."""
+        if self._sharding is not None:
+            wholes, self._wholes = self._wholes, None
+            take_wholes(self._inner, wholes, self._ring())
 
     # What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's; or None.
     strategy_state = property(attrgetter("_state.saved"))
@@ -320,7 +335,9 @@ class DistributedOptimizer(Wrapper):
         else:
             self._inner.save_own_variables(store)
 
-    def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
+        if self._sharding is not None and save_type == "savedmodel":
+            return {}  # A model that is exported needs no optimizer.
         if self._sharding is not None:
             raise ConfigError(
                 "got a sharded optimizer to put into a tf.train.Checkpoint, which would hold this "
@@ -328,11 +345,13 @@ class DistributedOptimizer(Wrapper):
                 **self._ring().config.who,
                 remedy="Use model.save, or model.save_weights, in rr.on_rank_zero or rr.fit.",
             )
-        return self._inner._trackable_children(*arguments, **options)
+        return self._inner._trackable_children(save_type, **options)
 
     def load_own_variables(self, store: Any) -> None:
         """Load the inner optimizer's state; of parts this rank's pieces."""
-        if parts_in(self.variables):
+        self._loads += waiting_ranks() is None  # Else all ranks get their pieces.
+        # Where there are more or fewer, Keras warns, and loads none.
+        if parts_in(self.variables) and len(store.keys()) == len(self.variables):
             load_wholes(self._inner.variables, store)
         else:
             self._inner.load_own_variables(store)
@@ -401,6 +420,8 @@ class DistributedOptimizer(Wrapper):
         """What must be equal on all ranks, and is not seen from their gradients."""
         names = "strategy", "op", "scale_local_gradients", "update_rows", "sharded"
         own = settings.settings_in({name: self._options[name] for name in names})
+        if self._sharding is not None:
+            own |= {"times that a file was loaded": str(self._loads)}
         found, model = {**settings.settings_of_optimizer(self._inner), **own}, model_in_fit()
         # Layers with local variables may be others on each rank, and so may those around them.
         is_shared = model is not None and not self._local

@@ -91,11 +91,12 @@ def set_path(variable: Any, path: str) -> None:
     variable._path = path
 
 
-def exclude_alike(optimizer: Any, other: Any) -> None:
-    """Exclude from decay in `other`, which is not built, what is excluded in `optimizer`."""
-    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(optimizer, name):
-            setattr(other, name, getattr(optimizer, name))
+def unbuild(optimizer: Any) -> None:
+    """Have `optimizer`, which is built, forget its state but for the step and the rate."""
+    kept = optimizer._iterations, optimizer._learning_rate
+    optimizer._variables[:] = [v for v in optimizer._variables if any(v is one for one in kept)]
+    optimizer._trainable_variables_indices, optimizer._trainable_variables = {}, []
+    optimizer.built = False
 
 
 def decay_alike(optimizer: Any, pairs: Iterable[tuple[Any, Any]]) -> None:

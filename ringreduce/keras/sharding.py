@@ -35,6 +35,16 @@ from ringreduce.vocabulary.errors import ConfigError
 _Apply = Callable[[Sequence[Any], Sequence[Any]], None]
 
 
+def refuse_divided(inner: Any) -> None:
+    """ConfigError if another wrapper has divided the state of `inner`."""
+    if any(isinstance(part_of(variable), FlatPart) for variable in inner.variables):
+        raise ConfigError(
+            f"got an optimizer ({inner.name}) of which another DistributedOptimizer has divided "
+            "the state among the ranks",
+            remedy="Keep that one, model.compile(model.optimizer, ...), or make a new optimizer.",
+        )
+
+
 def refuse_unshardable(inner: Any, strategy: Strategy, compression: Any, update_rows: str) -> None:
     """ConfigError for what needs whole variables in the update, or whole state on each rank."""
     require_elementwise(inner, "has sharded=True, and {}")
@@ -195,16 +205,17 @@ class Sharding:
         )
 
 
-def unbuilt(inner: Any) -> Any:
-    """An optimizer like `inner`, which is built, without its state."""
-    found = type(inner).from_config(inner.get_config())
-    for one, other in zip(all_within(inner), all_within(found), strict=True):
-        private.exclude_alike(one, other)
-    return found
+def take_wholes(inner: Any, wholes: Sequence[np.ndarray] | None, ring: Communicator) -> None:
+    """Give `inner` its pieces of the state that rank 0's had before it was divided. Collective.
 
-
-def take_wholes(inner: Any, values: Sequence[np.ndarray]) -> None:
-    """Give the variables of `inner` their pieces of `values`, of an optimizer that has wholes."""
-    for variable, value in zip(inner.variables, values, strict=True):
+    `wholes` are this rank's, None where it had no state; without rank 0's nothing changes.
+    """
+    if not ring.broadcast_object(wholes is not None):
+        return
+    for number, variable in enumerate(inner.variables):
         part = part_of(variable)
-        variable.assign(value if part is None else part.piece(value))
+        shape = tuple(variable.shape) if part is None else part.shape
+        dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+        whole = np.zeros(shape, dtype) if wholes is None else np.array(wholes[number], dtype)
+        ring.broadcast(whole.reshape(-1))
+        variable.assign(whole if part is None else part.piece(whole))

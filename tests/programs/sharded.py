@@ -193,6 +193,40 @@ def not_finite():
     return {"weights": ends[0], "is_equal": ends[0] == ends[1]}
 
 
+def begun():
+    """State that only rank 0 has when training begins is that of all ranks."""
+
+    def ended(sharded, builds):
+        inner = OPTIMIZERS["adam"]()
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((20,)), keras.layers.Dense(99), keras.layers.Dense(3)]
+        )
+        if builds or comm.rank == 0:
+            inner.build(model.trainable_variables)
+        if comm.rank == 0:
+            ones = [tf.ones(each.shape) for each in model.trainable_variables]
+            inner.apply(ones, model.trainable_variables)
+        model.compile(rr.DistributedOptimizer(inner, sharded=sharded), "mse")
+        fit(model)
+        inner.learning_rate = RATE / 10  # The user's own is the one that updates.
+        fit(model, seed=7)
+        return digest(model.get_weights())
+
+    ends = [[ended(sharded, builds) for builds in (True, False)] for sharded in (True, False)]
+    return {"weights": ends[0], "is_equal": ends[0] == ends[1]}
+
+
+def exported():
+    """Without the optimizer, of which a model for inference has no need."""
+    model = make()
+    fit(model, 1)
+    rr.on_rank_zero(lambda: model.export(f"{folder}/export{comm.size}", verbose=False))
+    found = tf.saved_model.load(f"{folder}/export{comm.size}")
+    same = np.array_equal(found.serve(X), model.predict(X, verbose=0))
+    return {"weights": digest(model.get_weights()), "is_equal": bool(same)}
+
+
 def freed():
     """What is left of an optimizer that has trained in a graph, once nothing refers to it."""
 
@@ -224,8 +258,23 @@ def refused():
         "checkpoint": lambda: tf.train.Checkpoint(optimizer=model.optimizer).save(folder),
         "constraint": lambda: constrained(),
         "rows": lambda: looked_up(),
+        "divided": lambda: rr.DistributedOptimizer(model.optimizer._inner, sharded=True),
+        "file of rank 0": lambda: loaded_by_one(),
     }
     return {name: error_of(action)["text"] for name, action in tried.items()}
+
+
+def loaded_by_one():
+    """As Horovod's users do; then all ranks would have to get their pieces."""
+    ring, path = comm.split(0), f"{folder}/alone.weights.h5"
+    model = make(communicator=ring)
+    fit(model, 1, communicator=ring)
+    rr.on_rank_zero(lambda: model.save_weights(path), communicator=ring)
+    model = make(communicator=ring)
+    model.optimizer.build(model.trainable_variables)
+    if comm.rank == 0:
+        model.load_weights(path)
+    fit(model, 1, communicator=ring)
 
 
 def constrained():
@@ -257,6 +306,8 @@ CASES = {
     "not finite": not_finite,
     "saved": saved,
     "restarted": restarted,
+    "begun": begun,
+    "exported": exported,
     "refused": refused,
     "freed": freed,
 }
