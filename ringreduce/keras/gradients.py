@@ -26,7 +26,7 @@ class Reducer:
     communicator: Communicator
     op: ReduceOp
     scale_local: bool = False
-    # What divides the update among ranks: MEAN gradients become this rank's pieces, flat.
+    # What divides the update among ranks: of its variables MEAN gradients become pieces, flat.
     sharding: Any = None
 
     def reduce(
@@ -48,13 +48,16 @@ class Reducer:
         gradients = [weighted(g, factors[k]) if k in factors else g for g, k in pairs]
         # The others are not compared: ranks may have other local variables, with other names.
         shared = [number for number, kind in enumerate(kinds) if kind is Kind.MEAN]
+        divided = [n for n in shared if self.sharding and self.sharding.has(variables[n])]
+        whole = [number for number in shared if number not in divided]
         means: dict[int, Any] = {}
-        if shared:
-            paths = [_name(variables[number], number) for number in shared]
-            sent, owners = ([each[number] for number in shared] for each in (gradients, variables))
-            bridge = self.sharding or self.bridge
+        for bridge, numbers in ((self.sharding, divided), (self.bridge, whole)):
+            if not numbers:
+                continue
+            paths = [_name(variables[number], number) for number in numbers]
+            sent, owners = ([each[n] for n in numbers] for each in (gradients, variables))
             found = bridge.mean(self.communicator, sent, paths, owners)
-            means = dict(zip(shared, found, strict=True))
+            means |= dict(zip(numbers, found, strict=True))
         own = self.bridge.own
         final = [means[n] if n in means else own(each) for n, each in enumerate(gradients)]
         if self.op is ReduceOp.MEAN or size == 1:

@@ -136,12 +136,6 @@ class Sharding:
         self, ring: Communicator, gradients: Sequence[Any], paths: Any, variables: Sequence[Any]
     ) -> list[Any]:
         """As `GradientBridge.mean`, but of sharded variables only this rank's pieces, flat."""
-        if unknown := [path_of(v) for v in variables if not self._has(v)]:
-            raise ConfigError(
-                f"has sharded=True, and was not built for {', '.join(unknown)}",
-                **ring.config.who,
-                remedy="Build it, or compile the model, once it has all its layers.",
-            )
         given: list[Any] = [None] * len(self._sharded)
         places = [self._number(v) for v in variables]
         for place, gradient, variable in zip(places, gradients, variables, strict=True):
@@ -174,7 +168,7 @@ class Sharding:
         joint(inner, means, stand_ins, apply)
         if not self._sharded:
             return
-        given = {self._number(v): m for v, m in zip(variables, means, strict=True) if self._has(v)}
+        given = {self._number(v): m for v, m in zip(variables, means, strict=True) if self.has(v)}
         present = [given.get(number) is not None for number in range(len(self._sharded))]
         own = [
             tf.convert_to_tensor(self._stand_in(v)) if moved else self._slice(v, number)
@@ -185,7 +179,8 @@ class Sharding:
             if moved:
                 variable.assign(whole)
 
-    def _has(self, variable: Any) -> bool:
+    def has(self, variable: Any) -> bool:
+        """Whether the update of `variable` is divided."""
         return id(plain_variable(variable)) in self._stand_ins
 
     def _number(self, variable: Any) -> int:

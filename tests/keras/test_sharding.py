@@ -59,7 +59,10 @@ def on_layouts(cases):
 
 
 def of(layout, case):
-    return of_pair(case) if layout == PAIR else said(layout, *SPREAD, CLOSE[0], *OTHERS)[case]
+    if layout == PAIR:
+        return of_pair(case)
+    cases = [*SPREAD, CLOSE[0], *OTHERS, *(["pieces"] if len(layout[0]) == 4 else [])]
+    return said(layout, *cases)[case]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,7 @@ def of(layout, case):
         *((PAIR, case) for case in EQUAL),
         *(in_full(PAIR, case) for case in RARE),
         *on_layouts(SPREAD),
+        in_full(LAYOUTS[1], "pieces"),
     ],
 )
 def test_it_trains_to_the_same_bits(layout, case):

@@ -217,6 +217,25 @@ def begun():
     return {"weights": ends[0], "is_equal": ends[0] == ends[1]}
 
 
+def pieces():
+    """Split layers on pairs of ranks keep their pieces whole, in files too."""
+    group, data = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    found = []
+    for sharded in (True, False):
+        keras.utils.set_random_seed(1)
+        layer = rr.ColumnParallelDense(30, gather_output=True, communicator=group)
+        model = keras.Sequential([keras.Input((20,)), layer, keras.layers.Dense(3)])
+        wrapped = rr.DistributedOptimizer(OPTIMIZERS["adam"](), data, sharded=sharded)
+        model.compile(wrapped, "mse")
+        fit(model, communicator=data)
+        path = f"{folder}/pieces{sharded}.keras"
+        rr.on_rank_zero(lambda model=model, path=path: model.save(path))
+        plain = keras.models.load_model(path)
+        shapes = [tuple(each.shape) for each in plain.optimizer.variables]
+        found.append((digest(model.get_weights()), digest(plain.get_weights()), shapes))
+    return {"weights": found[0][1], "is_equal": found[0] == found[1]}
+
+
 def exported():
     """Without the optimizer, of which a model for inference has no need."""
     model = make()
@@ -308,6 +327,7 @@ CASES = {
     "restarted": restarted,
     "begun": begun,
     "exported": exported,
+    **({"pieces": pieces} if comm.size == 4 else {}),
     "refused": refused,
     "freed": freed,
 }
