@@ -60,7 +60,7 @@ class Measured:
         """A turn's answers, one of each rank."""
         self.seconds += np.mean([answer["seconds"] for answer in answers], axis=0).tolist()
         self.loss = float(np.mean([answer["loss"] for answer in answers]))
-        self.pss_mb = sum(answer["pss_mb"] for answer in answers)
+        self.pss_mb = sum(answer.get("pss_mb", 0.0) for answer in answers)  # but MultiWorker's
         for times, name in (
             (self.waiting_s, "waiting_s"),
             (self.communication_s, "communication_s"),
@@ -146,7 +146,8 @@ def run(
     other = next(row["samples_per_s"] for row in rows if row["system"] == compared)
     print(f"# x: times {compared}")
     print(COLUMNS, UNITS, *(table_line(row, other) for row in rows), sep="\n")
-    memory = ", ".join(f"{row['system']} {row['pss_mb']:.0f}" for row in rows)
+    known = (row for row in rows if row["pss_mb"])
+    memory = ", ".join(f"{row['system']} {row['pss_mb']:.0f}" for row in known)
     print(*textwrap.wrap(f"# memory of all ranks together (PSS, MB): {memory}", 90), sep="\n# ")
     report.write(json_file, rows, header)
 
