@@ -91,7 +91,8 @@ class DistributedOptimizer(Wrapper):
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
         sharded: divide the update: each rank keeps 1 / size of the optimizer's state, updates as
             much of the weights, and gets the rest from the others. For optimizers that work element
-            by element; results are those of an update that is not divided.
+            by element; results are those of an update that is not divided. docs/guides/keras.md
+            says what it refuses, some of it in the first step. All ranks must take part in saving.
         check_numerics: what to do when a gradient of this rank holds NaN or infinity just before it
             is averaged; those of pieces and local variables are not. ``"raise"``: all ranks raise
             the same `NumericsError`, which names rank, variable, element and step; also where the
@@ -101,8 +102,8 @@ class DistributedOptimizer(Wrapper):
 
     Raises:
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
-            itself; another argument is out of range; or a `tf.distribute` strategy of several
-            replicas is active.
+            itself; another argument is out of range, or does not go with `sharded`; or a
+            `tf.distribute` strategy of several replicas is active.
         TypeError: there is no such argument; for one of Horovod's, it names the one to use.
     """
 
