@@ -170,7 +170,7 @@ def fit(
             around.append(Record(*recording, arguments.found, who.everyone))
         if steps is not None and verbose:
             # Of Keras's own, another rank could not go on with it.
-            around.append(OnRankZero(_Bar(verbose), ring))
+            around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))
         return fit_on(
             model,
             training,
@@ -180,7 +180,7 @@ def fit(
             exchanges=exchanges,
             elastic=steps,
             epochs=epochs,
-            verbose=verbose if who.is_first and steps is None else 0,
+            verbose=verbose if who.is_first or steps is not None else 0,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             validation_freq=validation_freq,
@@ -288,18 +288,6 @@ def _make_ready(model: Any, who: Training, training: Feed, *, weighs: bool) -> N
     if weighs:
         is_counted = int(training.dataset.cardinality()) >= 0
         weigh_steps(model, ring, is_counted)
-
-
-class _Bar(keras.callbacks.ProgbarLogger):
-    """What Keras prints with `verbose`."""
-
-    def __init__(self, verbose: Any) -> None:
-        super().__init__()
-        self._shown = verbose
-
-    def set_params(self, params: Any) -> None:
-        """Print, although Keras itself does not."""
-        super().set_params({**params, "verbose": self._shown})
 
 
 def _validate(model: Any, validation: Feed) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Loop:
             callbacks = keras.callbacks.CallbackList(
                 callbacks,
                 add_history=True,
-                add_progbar=verbose != 0,
+                add_progbar=verbose != 0 and self._elastic is None,
                 verbose=verbose,
                 epochs=epochs,
                 steps=self._passes.steps or self._passes.batches,
