@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 from tests import forkserver
+from tests.ranks import Ranks
 from tests.scheduling import Scheduling
 
 # Tests have limits of their own; on a busy machine an example takes many times its time.
@@ -73,6 +74,22 @@ def _no_thread_is_left() -> Iterator[None]:
     while (left := _threads() - before) and time.monotonic() < deadline:
         os.sched_yield()
     assert not left, f"still running: {sorted(left)}"
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
+    """Functions of the test's module on a ring: ``ranks(size, function, *arguments)``.
+
+    TensorFlow takes long to rewrite graphs: under `make check` they are run as they are traced,
+    but in files that say ``REWRITES_GRAPHS = True``, since they are about what is in them.
+    """
+    rewrites = getattr(request.module, "REWRITES_GRAPHS", False)
+    keep = "0" if rewrites else os.environ.get("KEEP_GRAPHS", "0")
+    rings = Ranks(tmp_path_factory.mktemp("ranks"), {"KEEP_GRAPHS": keep})
+    yield rings
+    rings.close()
 
 
 @pytest.fixture
