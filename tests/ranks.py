@@ -5,6 +5,11 @@
         assert rr.all_reduce(tf.constant([1.0, 2.0]) * rr.rank()).numpy().tolist() == [1.0, 2.0]
         return digest(...)  # what is returned must be the same on all ranks
 
+    @pytest.mark.parametrize("size", [2, in_full(3)])
+    @on_ranks()
+    def test_counts():
+        assert rr.all_reduce(1) == rr.size()
+
     def numbers(factor):
         return factor * rr.rank()
 
@@ -122,23 +127,26 @@ class Ranks:
 
 
 def on_ranks(
-    size: int, *, hosts: Sequence[str] = (), **environment: str
+    size: int | None = None, *, hosts: Sequence[str] = (), **environment: str
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a function a test that runs on every rank of a ring; all must return the same.
 
-    Its parameters are those of a parametrization; `size` and the others as in `Ranks.ring`.
+    Its parameters are those of a parametrization. So is `size`, where none is given here; it and
+    the others as in `Ranks.ring`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         def test(ranks: Ranks, **arguments: Any) -> None:
-            results = ranks.ring(size, hosts=hosts, **environment)(test, **arguments)
+            count = arguments.pop("size") if size is None else size
+            results = ranks.ring(count, hosts=hosts, **environment)(test, **arguments)
             assert all(result == results[0] for result in results), results
 
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(function, name))
+        names = ["ranks"] if size is not None else ["ranks", "size"]
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         parameters = inspect.signature(function).parameters.values()
-        ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([ranks, *parameters])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([*parameters, *added])  # type: ignore[attr-defined]
         test.on_rank = function  # type: ignore[attr-defined]
         return test
 

@@ -40,3 +40,9 @@ def other_values():
 def test_results_that_differ_fail(ranks):
     with pytest.raises(AssertionError, match=r"\[0, 1\]"):
         on_ranks(2)(other_values)(ranks)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_sizes_may_be_those_of_a_parametrization():
+    return rr.size()
