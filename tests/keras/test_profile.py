@@ -3,7 +3,10 @@
 What is said of which numbers is tested in tests/pure/test_profile.py.
 """
 
+import contextlib
+import io
 import logging
+import time
 
 import keras
 import numpy as np
@@ -14,102 +17,122 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.keras.callbacks import profile as module
-from tests.facts import facts_in
-from tests.jobs import run_job
 
 pytestmark = pytest.mark.timeout(300)
 
 NAMES = ["rr_bytes", "rr_hidden", "rr_slowest_rank", "rr_step_ms", "rr_waiting_ms"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("profiled")
+class Sleeps(keras.callbacks.Callback):
+    """In each epoch the rank given for it sleeps before each execution; rank 0 in validation."""
+
+    def __init__(self, *ranks, seconds=0.04):
+        super().__init__()
+        self.ranks, self.seconds = ranks, seconds
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.is_slow = rr.rank() == self.ranks[epoch]
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.is_slow:
+            time.sleep(self.seconds)
+
+    def on_test_begin(self, logs=None):
+        if rr.rank() == 0:
+            time.sleep(1.4)
 
 
-@pytest.fixture(scope="module")
-def job(folder):
-    arguments = ["tests/programs/profiled.py", str(folder)]
-    result = run_job(2, arguments, environment={"RINGREDUCE_PROFILE": "1"})
-    assert result.exit_code == 0, result.errors
-    return result
+def numbers(count):
+    generator = np.random.default_rng(0)
+    return generator.integers(0, 50, (count, 3)), generator.normal(size=(count, 1))
 
 
-@pytest.fixture(scope="module")
-def histories(job):
-    """By case, what each rank's History has."""
-    found = {}
-    for fact in facts_in(job.output):
-        found.setdefault(fact["case"], {})[fact["rank"]] = fact.get("history")
-    return found
+def compiled(strategy=None, **options):
+    layers = [keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(), strategy=strategy)
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model
 
 
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("case", ["late", "jit", "alone"])
-def test_logs_are_equal_on_all_ranks_and_add_up(histories, case):
-    first, second = (histories[case][rank] for rank in range(2))
-    assert {name: first[name] for name in NAMES} == {name: second[name] for name in NAMES}
-    for name in NAMES:
-        assert len(first[name]) == len(first["loss"])
-    for step_ms, waiting_ms in zip(first["rr_step_ms"], first["rr_waiting_ms"], strict=True):
-        assert 0 <= waiting_ms <= step_ms
-    assert all(0 <= part <= 1 for part in first["rr_hidden"])
-    assert all(count > 0 for count in first["rr_bytes"])
+def late(folder):
+    """Another rank is slower at first, so that no chance makes rank 1 the slowest there too.
+
+    What writes logs to files sees the numbers too.
+    """
+    board = keras.callbacks.TensorBoard(folder / "board", write_graph=False)
+    log = keras.callbacks.CSVLogger(folder / "log.csv")
+    x, y = numbers(96)
+    options = {"batch_size": 16, "epochs": 3, "verbose": 0, "validation_data": (x, y)}
+    callbacks = [log, board, Sleeps(0, 1, 1, seconds=0.2)]
+    history = rr.fit(compiled(), x, y, profile=True, callbacks=callbacks, **options).history
+    if rr.rank() == 0:
+        head, *_, last = (folder / "log.csv").read_text().splitlines()
+        row = dict(zip(head.split(","), last.split(","), strict=True))
+        assert {*NAMES} < {*row}
+        assert float(row["rr_slowest_rank"]) == 1
+        events = EventAccumulator(str(folder / "board" / "train"), {"tensors": 0})
+        events.Reload()
+        for name in (*NAMES, "loss"):
+            values = [
+                tf.make_ndarray(event.tensor_proto) for event in events.Tensors(f"epoch_{name}")
+            ]
+            assert values == pytest.approx(history[name], rel=1e-6)
+    return history
+
+
+def compiled_by_xla(_):
+    data = rr.shard(tf.data.Dataset.from_tensor_slices(numbers(128))).batch(8, drop_remainder=True)
+    model = compiled(jit_compile=True, steps_per_execution=3)
+    callbacks = [rr.callbacks.Together([Sleeps(0, 0, seconds=0.1)])]
+    return model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
+
+
+def apart(_):
+    """Uneven batches, and ranks that meet every fourth step."""
+    options = {"batch_size": 16, "epochs": 2, "verbose": 0, "callbacks": [Sleeps(1, 1)]}
+    return rr.fit(compiled(rr.LocalSGD(4, overlap=1)), *numbers(177), **options).history
+
+
+def profiled(train, folder):
+    """Return the history, and the lines that are printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        history = train(folder)
+    return history, printed.getvalue().splitlines()
 
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(
-    ("case", "ranks"),
+    ("train", "slow", "head", "verdict"),
     [
         # Though rank 0 sleeps longer, in validation.
-        ("late", [0, 1, 1]),
+        (late, [0, 1, 1], "3 epochs: 15 steps of ", "Rank 1 is slow from epoch 2 on"),
         # Of the last five steps the first execution is left out, and one of three sleeps.
-        ("jit", [0, 0]),
-        ("alone", [1, 1]),
+        (compiled_by_xla, [0, 0], "2 epochs: 10 steps of ", "Rank 0 is slow: it computes"),
+        (apart, [1, 1], "2 epochs: 22 steps of ", "Rank 1 is slow: it computes"),
     ],
 )
-def test_the_slow_rank_is_that_of_each_epoch(histories, case, ranks):
-    history = histories[case][0]
-    assert history["rr_slowest_rank"] == ranks
+def test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow(
+    ranks, tmp_path, train, slow, head, verdict
+):
+    """Steps are those without the first execution of each epoch."""
+    (history, lines), (other, others) = ranks.ring(2, RINGREDUCE_PROFILE="1")(
+        profiled, train, tmp_path
+    )
+    assert [other[name] for name in NAMES] == [history[name] for name in NAMES]
+    assert {len(history[name]) for name in NAMES} == {len(history["loss"])}
+    for step_ms, waiting_ms in zip(history["rr_step_ms"], history["rr_waiting_ms"], strict=True):
+        assert 0 <= waiting_ms <= step_ms
+    assert all(0 <= part <= 1 for part in history["rr_hidden"])
+    assert all(count > 0 for count in history["rr_bytes"])
+    assert history["rr_slowest_rank"] == slow
     # A quarter of what it sleeps for each step, since a busy machine hides some; without: below 1.
     assert min(history["rr_waiting_ms"]) > 10
-
-
-@pytest.mark.tensorflow
-def test_writers_see_them(job):
-    [fact] = [fact for fact in facts_in(job.output) if fact["case"] == "csv"]
-    row = dict(zip(fact["names"], fact["values"], strict=True))
-    assert set(NAMES) < set(row)
-    assert float(row["rr_slowest_rank"]) == 1
-
-
-@pytest.mark.tensorflow
-def test_tensorboard_shows_them(job, folder, histories):
-    events = EventAccumulator(str(folder / "board" / "train"), {"tensors": 0})
-    events.Reload()
-    assert {f"epoch_{name}" for name in (*NAMES, "loss")} <= {*events.Tags()["tensors"]}
-    for name in NAMES:
-        values = [tf.make_ndarray(each.tensor_proto) for each in events.Tensors(f"epoch_{name}")]
-        assert values == pytest.approx(histories["late"][0][name], rel=1e-6)
-
-
-@pytest.mark.tensorflow
-def test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow(job):
-    lines = [line for line in job.output.splitlines() if line.partition("] ")[2][:1] != "{"]
-    assert all(line.startswith("[0] ") for line in lines)
-    heads = [line for line in lines if line.startswith("[0] profile of ")]
-    counts = [head.partition(": ")[2].partition(" of")[0] for head in heads]
-    assert [head.partition(":")[0] for head in heads] == [
-        "[0] profile of 2 ranks in 3 epochs",
-        *["[0] profile of 2 ranks in 2 epochs"] * 2,
-    ]
-    # Without the first execution of each epoch.
-    assert counts == ["15 steps", "10 steps", "22 steps"]
-    text = "\n".join(lines)
-    assert "Rank 1 is slow from epoch 2 on" in text
-    assert "Rank 0 is slow: it computes" in text
-    assert "Rank 1 is slow: it computes" in text
-    assert max(map(len, lines)) <= 79
+    assert lines[0].startswith(f"profile of 2 ranks in {head}")
+    assert sum(line.startswith("profile of ") for line in lines) == 1
+    assert verdict in "\n".join(lines)
+    assert max(map(len, lines)) <= 75  # With the launcher's "[0] " 79.
+    assert not others
 
 
 # Alone ------------------------------------------------------------------------------------
