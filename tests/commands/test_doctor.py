@@ -34,6 +34,8 @@ def facts(rank: int, host: str = "alpha", **changes: Any) -> Facts:
         "compiled": "",
         "cores": (0, 1, 2, 3),
         "quota": None,
+        "host_cores": 4,
+        "load": 0.4,
         "memory": 16 * GIB,
         "available": 12 * GIB,
         "copied_s": 4e-3,
@@ -135,11 +137,31 @@ def test_a_problem_is_said_once_with_its_ranks(
             LINKS,
             "Functions were compiled, since the cache lacked them.",
         ),
+        (
+            job({"load": 25.04}),
+            LINKS,
+            "alpha has a load of 25.0 on 4 cores, before these ranks ran.",
+        ),
+        (
+            job(),
+            changed(WITHIN, seconds=(1.3e-3, 5e-3)),
+            "1 KiB takes 1300 us in shared memory, where 1 to 20 are usual.",
+        ),
+        (
+            job(),
+            changed(WITHIN, seconds=(2e-6, 28e-3)),
+            "64 MiB take as long as 7 copies of them, where 1 to 3 are usual.",
+        ),
     ],
 )
 def test_a_note_is_no_problem(them: list[Facts], links: list[Link], text: str) -> None:
     [found] = find(them, links)
     assert (found.text, found.is_problem) == (text, False)
+
+
+def test_a_load_that_leaves_a_core_for_each_rank_is_fine() -> None:
+    assert find(job({"load": 2.5}), LINKS) == []
+    assert len(find(job({"load": 2.6}), LINKS)) == 1
 
 
 def test_a_host_without_tensorflow_is_fine() -> None:
@@ -194,6 +216,8 @@ def test_differing_ranks_stand_apart_in_80_columns(
         "                ranks 2, 3: beta",
         "open files      ranks 0, 2, 3: up to 4096",
         "                rank 1: up to 512",
+        "load            0.4 on alpha",
+        "                0.4 on beta",
         "problem: rank 1: 512 files may be open, and a job of this size may need 1024.",
     ):
         assert line in said
@@ -216,6 +240,8 @@ def test_hosts_reached_by_an_agent_are_reported_as_json() -> None:
         *ranks[0].versions
     }
     assert (ranks[0].native, ranks[0].xla) == ("", "")
+    assert ranks[0].host_cores >= len(ranks[0].cores)
+    assert ranks[0].load >= 0
     # What each wrote and read, at no more than a terabyte a second.
     assert ranks[0].copied_s > SIZES[-1] / 1e12
 

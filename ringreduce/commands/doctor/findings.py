@@ -9,6 +9,10 @@ from ringreduce.vocabulary.words import named
 SIZES = (1 << 10, 64 << 20)  # bytes of the all-reduces that are timed
 _MEMORY_MIN = 1 << 30  # TensorFlow alone takes half of it
 _RATE_MIN = 80e6  # a link of 1 Gbit/s carries 117 MB/s
+# In shared memory 1 KiB takes 1 to 20 us, also where four ranks share two cores; 64 MiB take as
+# long as one to three copies of it. More shows that ranks do not run while others wait for them.
+_SMALL_MAX_S = 2e-4
+_COPIES_MAX = 6
 
 
 class Facts(msgspec.Struct, tag=True, frozen=True):
@@ -23,6 +27,8 @@ class Facts(msgspec.Struct, tag=True, frozen=True):
     compiled: str  # a folder of the cache that lacked functions, compiled anew; empty: none
     cores: tuple[int, ...]  # those that it may run on
     quota: float | None  # how much of their time it may have, in cores
+    host_cores: int  # all that the host has
+    load: float  # of the host: processes that ran or waited for a core, in the last minute
     memory: int  # bytes of the host or its container; `available` now
     available: int
     copied_s: float  # in which each rank copied the larger of `SIZES`, all at once
@@ -60,6 +66,8 @@ def find(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
         found += _of_host(host, [own for own in facts if own.host == host], links)
     hosts = {own.rank: own.host for own in facts}
     found += [each for link in links for each in _of_link(link, hosts)]
+    copied_s = {own.rank: own.copied_s for own in facts}
+    found += [each for link in links for each in _of_memory(link, copied_s)]
     return sorted(found, key=lambda each: not each.is_problem)
 
 
@@ -128,6 +136,12 @@ def _of_host(host: str, facts: Sequence[Facts], links: Sequence[Link]) -> Iterat
         text = f"{len(ranks)} ranks share {usable:g} cores of {host}."
         advice = f"Start at most {max(1, int(usable))} there, or let them use more cores."
         yield Finding(ranks, text, advice)
+    all_cores = max(own.host_cores for own in facts)
+    load = max(own.load for own in facts)
+    if load > max(0, all_cores - len(ranks)) + 0.5:
+        text = f"{host} has a load of {load:.1f} on {all_cores} cores, before these ranks ran."
+        advice = "See what runs there (top): ranks that wait for a core hold up all others."
+        yield Finding(ranks, text, advice, is_problem=False)
     share = min(own.available for own in facts) // len(ranks)
     if share < _MEMORY_MIN:
         text = f"{host} has {in_gib(share)} of free memory for each rank."
@@ -147,3 +161,19 @@ def _of_link(link: Link, hosts: Mapping[int, str]) -> Iterator[Finding]:
         text = f"{here} and {there} exchange {rate / 1e6:.0f} MB/s only."
         advice = "Choose a faster network by RINGREDUCE_IFACE, or use compression= or strategy=."
         yield Finding(link.ranks, text, advice)
+
+
+def _of_memory(link: Link, copied_s: Mapping[int, float]) -> Iterator[Finding]:
+    """Whether ranks that share memory are far slower than the memory is."""
+    if link.transport != "shm":
+        return
+    small, large = link.seconds
+    copies = large / max(copied_s[rank] for rank in link.ranks)
+    if small > _SMALL_MAX_S:
+        text = f"1 KiB takes {small * 1e6:.0f} us in shared memory, where 1 to 20 are usual."
+    elif copies > _COPIES_MAX:
+        text = f"64 MiB take as long as {copies:.0f} copies of them, where 1 to 3 are usual."
+    else:
+        return
+    advice = "Measure again when nothing else runs; start no more ranks than there are cores."
+    yield Finding(link.ranks, text, advice, is_problem=False)

@@ -45,7 +45,11 @@ def show(printed: str, *, as_json: bool) -> int:
         for text, who in by_ranks({own.rank: text_of(own) for own in facts}).items():
             table.add_row(label, Text(f"{who}: {text}" if who else text))
             label = ""
-    for number, host in enumerate(dict.fromkeys(own.host for own in facts)):
+    hosts = list(dict.fromkeys(own.host for own in facts))
+    for number, host in enumerate(hosts):
+        load = max(own.load for own in facts if own.host == host)
+        table.add_row("" if number else "load", Text(f"{load:.1f} on {host}"))
+    for number, host in enumerate(hosts):
         speed = SIZES[-1] / mean(own.copied_s for own in facts if own.host == host) / 1e9
         label = "" if number else "copying"
         table.add_row(label, Text(f"{speed:.1f} GB/s by each rank of {host} at once"))

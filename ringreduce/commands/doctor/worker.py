@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import platform
 import resource
 import statistics
@@ -42,6 +43,7 @@ def main() -> None:
 
 def examine(comm: Communicator) -> list[Any]:
     """`Facts` of all ranks and a `Link` for each group of `turns`; all ranks must call it."""
+    load = os.getloadavg()[0]  # Before the ranks add to it.
     source, target = (np.ones(SIZES[-1], np.uint8) for _ in range(2))
     copied_s = _median(partial(np.copyto, target, source), comm)
     links = []
@@ -56,7 +58,7 @@ def examine(comm: Communicator) -> list[Any]:
                 seconds = tuple(_median(partial(group.all_reduce, each), group) for each in arrays)
                 link = None if group.rank else Link(group.members, group.transport, seconds)
         links += [each for each in comm.all_gather_object(link) if each is not None]
-    return comm.all_gather_object(_facts(comm, copied_s)) + links
+    return comm.all_gather_object(_facts(comm, copied_s, load)) + links
 
 
 def _median(call: Callable[[], object], ring: Communicator) -> float:
@@ -73,7 +75,7 @@ def _median(call: Callable[[], object], ring: Communicator) -> float:
     return statistics.median([once() for _ in range(count)] or [first])
 
 
-def _facts(comm: Communicator, copied_s: float) -> Facts:
+def _facts(comm: Communicator, copied_s: float, load: float) -> Facts:
     memory, limit = psutil.virtual_memory(), cores.memory_limit()
     files = descriptors.needed(comm.size, 2 * comm.size, comm.config.streams)
     return Facts(
@@ -85,6 +87,8 @@ def _facts(comm: Communicator, copied_s: float) -> Facts:
         compiled=next(iter(compiled.incomplete), ""),
         cores=tuple(sorted(cores.bound_cores())),
         quota=cores.core_quota(),
+        host_cores=os.cpu_count() or 1,
+        load=load,
         memory=min(memory.total, limit or memory.total),
         available=min(memory.available, limit or memory.available),
         copied_s=copied_s,
