@@ -58,13 +58,16 @@ def test_the_diff_is_of_the_first_example():
 
 @pytest.mark.tensorflow
 @pytest.mark.timeout(200)
-def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
+@pytest.mark.parametrize("size", [in_full(1), in_full(2), 4])
+def test_the_first_example_ends_as_the_readme_says_on_any_number_of_ranks(train, size):
     command = shlex.split(re.search(r"\$ (ringreduce run .*)", README).group(1))
     assert command == ["ringreduce", "run", "-n", "4", "train.py"]
-    result = run_job(4, [train], directory=Path(train).parent)  # Where it saves its model.
+    [shown] = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    result = run_job(size, [train], directory=Path(train).parent)  # Where it saves its model.
     assert result.exit_code == 0, result.errors
-    last = dict(re.findall(r"rank (\d) of 4: first weight (-?\d\.\d{6})", result.output))
-    assert sorted(last) == ["0", "1", "2", "3"]
+    assert re.findall(r"loss: (\S+)", result.output)[-1:] == re.findall(r"loss: (\S+)", shown)
+    last = dict(re.findall(rf"rank (\d) of {size}: first weight (-?\d\.\d{{6}})", result.output))
+    assert sorted(map(int, last)) == list(range(size))
     assert len(set(last.values())) == 1
 
 
