@@ -83,8 +83,8 @@ def keep_large_blocks() -> None:
     """Make glibc's malloc reuse blocks of up to 4 MiB; with another C library do nothing.
 
     libzmq allocates each large message it receives. By default glibc maps and unmaps each such
-    block, and the page faults are expensive: 16 MiB took 15.2 ms with them and 12.3 ms without
-    (docs/performance.md). Affects the whole process.
+    block, and the page faults are expensive: 16 MiB took 15.2 ms with them and 12.3 ms without.
+    Affects the whole process.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
