@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,8 +32,8 @@ bucket_sizes = st.integers(1, 5000)
 plans = st.builds(BucketPlan.make, models, st.just(ITEMSIZES), bucket_sizes)
 
 
-def plan_of(*gradients: GradientSpec, bucket_bytes: int = 1 << 20) -> BucketPlan:
-    return BucketPlan.make(gradients, ITEMSIZES, bucket_bytes)
+def plan_of(*gradients: GradientSpec, bucket_bytes: int = 1 << 20, **options: Any) -> BucketPlan:
+    return BucketPlan.make(gradients, ITEMSIZES, bucket_bytes, **options)
 
 
 @given(plans)
@@ -46,47 +47,28 @@ def test_every_present_gradient_has_exactly_one_slot_or_is_sparse(plan):
 
 
 @given(plans)
-def test_slot_has_the_size_and_dtype_of_its_gradient(plan):
+def test_slots_are_aligned_one_after_the_other_and_as_large_as_their_gradients(plan):
     for bucket in plan.buckets:
+        itemsize, end = ITEMSIZES[bucket.dtype], 0
         for slot in bucket.slots:
             gradient = plan.gradients[slot.gradient]
             assert (slot.count, bucket.dtype) == (gradient.count, gradient.dtype)
-
-
-@given(plans)
-def test_slots_start_at_multiples_of_64_bytes(plan):
-    for bucket in plan.buckets:
-        assert all(slot.start * ITEMSIZES[bucket.dtype] % ALIGNMENT == 0 for slot in bucket.slots)
-
-
-@given(plans)
-def test_slots_lie_one_after_the_other_within_their_bucket(plan):
-    for bucket in plan.buckets:
-        end = 0
-        for slot in bucket.slots:
+            assert slot.start * itemsize % ALIGNMENT == 0
             assert slot.start >= end
             end = slot.start + slot.count
         assert end <= bucket.count
-
-
-@given(plans)
-def test_bucket_holds_no_more_padding_than_alignment_needs(plan):
-    for bucket in plan.buckets:
-        wasted = bucket.count - sum(slot.count for slot in bucket.slots)
-        assert wasted * ITEMSIZES[bucket.dtype] < ALIGNMENT * max(1, len(bucket.slots))
+        padding = bucket.count - sum(slot.count for slot in bucket.slots)
+        assert padding * itemsize < ALIGNMENT * max(1, len(bucket.slots))
 
 
 @given(plans)
 def test_gradients_of_a_dtype_are_placed_in_reverse_order(plan):
     """Backpropagation finishes the last one first."""
-    for dtype in ITEMSIZES:
-        placed = [
-            slot.gradient
-            for bucket in plan.buckets
-            if bucket.dtype == dtype
-            for slot in bucket.slots
-        ]
-        assert placed == sorted(placed, reverse=True)
+    placed: dict[str, list[int]] = {}
+    for bucket in plan.buckets:
+        placed.setdefault(bucket.dtype, []).extend(slot.gradient for slot in bucket.slots)
+    for gradients in placed.values():
+        assert gradients == sorted(gradients, reverse=True)
 
 
 @given(models, bucket_sizes)
@@ -103,101 +85,16 @@ def test_large_enough_bucket_takes_all_gradients_of_a_dtype(gradients):
     assert len(plan.buckets) == len({g.dtype for g in gradients if g.present and not g.sparse})
 
 
-def test_next_bucket_is_opened_when_the_next_gradient_would_not_fit():
-    spec = GradientSpec("w", (16,), "float32")  # 64 bytes
-    plan = plan_of(spec, spec, spec, spec, spec, bucket_bytes=128)
-    placed = [[slot.gradient for slot in bucket.slots] for bucket in plan.buckets]
-    assert placed == [[4, 3], [2, 1], [0]]
-
-
-def test_layout_in_words_of_elements():
-    plan = plan_of(GradientSpec("a", (3,), "float32"), GradientSpec("b", (17,), "float32"))
-    (bucket,) = plan.buckets
-    assert [(slot.gradient, slot.start, slot.count) for slot in bucket.slots] == [
-        (1, 0, 17),
-        (0, 32, 3),
-    ]
-    assert bucket.count == 48
-
-
-@pytest.mark.parametrize("change", [{"present": False}, {"sparse": True}], ids=str)
-def test_model_without_dense_gradients_has_no_bucket(change):
-    assert plan_of(GradientSpec("a", (3,), "float32", **change)).buckets == ()
-
-
-@given(models, bucket_sizes)
-def test_signature_is_the_same_for_equal_models(gradients, bucket_bytes):
-    copies = [replace(gradient) for gradient in gradients]
-    one = BucketPlan.make(gradients, ITEMSIZES, bucket_bytes)
-    assert one.signature == BucketPlan.make(copies, ITEMSIZES, bucket_bytes).signature
-
-
-@given(models, st.integers(0, 99))
-def test_signature_ignores_the_numbers_of_automatic_names(gradients, number):
-    renamed = [replace(gradient, path=f"{gradient.path}_{number}") for gradient in gradients]
-    assert plan_of(*gradients).signature == plan_of(*renamed).signature
+SPEC = GradientSpec("w", (16,), "float32")  # 64 bytes
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "agree"),
-    [
-        ("dense/kernel", "dense_1/kernel", True),
-        ("sequential_3/dense_12/kernel", "sequential/dense/kernel", True),
-        ("adam/sequential_dense_1_kernel_momentum", "adam/sequential_dense_kernel_momentum", True),
-        ("kernel:0", "kernel_1:0", True),
-        ("dense/kernel", "dense/bias", False),
-        ("encoder/dense/kernel", "decoder/dense/kernel", False),
-        ("conv2d/kernel", "conv3d/kernel", False),
-        ("block1/kernel", "block2/kernel", False),
-    ],
+    ("limits", "slots"), [((128,), [2, 2, 2, 2, 1]), ((256, 128), [2, 4, 3]), ((256,), [4, 4, 1])]
 )
-def test_names_agree_but_for_automatic_numbers(ours, theirs, agree):
-    one, other = (GradientSpec(path, (3,), "float32") for path in (ours, theirs))
-    assert (one.essence == other.essence) is agree
-    assert (plan_of(one).signature == plan_of(other).signature) is agree
-
-
-BASE = (GradientSpec("a", (2, 3), "float32"), GradientSpec("b", (4,), "float32"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"shape": (3, 2)},
-        {"shape": (6,)},
-        {"dtype": "float64"},
-        {"present": False},
-        {"sparse": True},
-        {"path": "z"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("index", [0, 1])
-def test_signature_reacts_to_a_gradients_kind(change, index):
-    changed = list(BASE)
-    changed[index] = replace(changed[index], **change)
-    assert plan_of(*BASE).signature != plan_of(*changed).signature
-
-
-@pytest.mark.parametrize("other", [BASE[::-1], BASE[:1], (*BASE, BASE[0])])
-def test_signature_reacts_to_order_and_number(other):
-    assert plan_of(*BASE).signature != plan_of(*other).signature
-
-
-def test_signature_reacts_to_the_size_of_buckets():
-    assert plan_of(*BASE).signature != plan_of(*BASE, bucket_bytes=64).signature
-
-
-def test_signature_reacts_to_whether_the_step_is_compiled():
-    compiled = BucketPlan.make(BASE, ITEMSIZES, 1 << 20, compiled=True)
-    assert compiled.signature != plan_of(*BASE).signature
-    assert compiled.describe_buckets().endswith("float32, with jit_compile=True")
-
-
-def test_signature_reacts_to_the_compression():
-    encoded = BucketPlan.make(BASE, ITEMSIZES, 1 << 20, compression="bf16")
-    assert encoded.signature != plan_of(*BASE).signature
-    assert encoded.describe_buckets().endswith("float32, with compression 'bf16'")
+def test_next_bucket_is_opened_when_the_next_gradient_would_not_fit(limits, slots):
+    """The first one may have a limit of its own, so that it starts early."""
+    plan = BucketPlan.make([SPEC] * 9, ITEMSIZES, *limits)
+    assert [len(bucket.slots) for bucket in plan.buckets] == slots
 
 
 @given(models, st.integers(1, 4096))
@@ -215,37 +112,101 @@ def test_large_gradients_are_alone_and_in_place(gradients, limit):
             assert max(sizes) < limit
 
 
-def test_buckets_are_described_by_number_and_first():
-    assert plan_of(*BASE, bucket_bytes=64).describe_buckets() == (
-        "2 buckets, the first of 16 float32"
-    )
-    assert plan_of(*BASE).describe_buckets() == "1 bucket, the first of 32 float32"
-    assert plan_of().describe_buckets() == "0 buckets"
+@given(models, bucket_sizes, st.integers(0, 99))
+def test_models_agree_whose_automatic_names_alone_differ(gradients, bucket_bytes, number):
+    renamed = [replace(gradient, path=f"{gradient.path}_{number}") for gradient in gradients]
+    one, other = (BucketPlan.make(g, ITEMSIZES, bucket_bytes) for g in (gradients, renamed))
+    assert one.signature == other.signature
+    assert first_difference(gradients, renamed) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agree"),
+    [
+        ("dense/kernel", "dense_1/kernel", True),
+        ("sequential_3/dense_12/kernel", "sequential/dense/kernel", True),
+        ("adam/sequential_dense_1_kernel_momentum", "adam/sequential_dense_kernel_momentum", True),
+        ("kernel:0", "kernel_1:0", True),
+        ("encoder/dense/kernel", "decoder/dense/kernel", False),
+        ("conv2d/kernel", "conv3d/kernel", False),
+        ("block1/kernel", "block2/kernel", False),
+    ],
+)
+def test_names_agree_but_for_automatic_numbers(ours, theirs, agree):
+    one, other = (GradientSpec(path, (3,), "float32") for path in (ours, theirs))
+    assert (one.essence == other.essence) is agree
+    assert (plan_of(one).signature == plan_of(other).signature) is agree
+
+
+A, B = BASE = (GradientSpec("a", (2, 3), "float32"), GradientSpec("b", (4,), "float32"))
 
 
 def test_signature_is_the_same_in_every_process():
     assert plan_of(*BASE).signature == 9758025106526364707
 
 
-@given(models)
-def test_first_difference_of_equal_models_is_none(gradients):
-    assert first_difference(gradients, [replace(g, path=f"{g.path}_7") for g in gradients]) is None
+@pytest.mark.parametrize(
+    ("gradients", "options"),
+    [
+        *(
+            (changed, {})
+            for change in (
+                *({"shape": (3, 2)}, {"shape": (6,)}, {"dtype": "float64"}),
+                *({"present": False}, {"sparse": True}, {"path": "z"}),
+            )
+            for changed in ((replace(A, **change), B), (A, replace(B, **change)))
+        ),
+        *((other, {}) for other in (BASE[::-1], BASE[:1], (*BASE, A))),
+        (BASE, {"bucket_bytes": 64}),
+        (BASE, {"compiled": True}),
+        (BASE, {"compression": "bf16"}),
+    ],
+    ids=str,
+)
+def test_signature_reacts_to_what_must_be_alike(gradients, options):
+    assert plan_of(*BASE).signature != plan_of(*gradients, **options).signature
 
 
-def test_first_difference_describes_both_sides():
-    theirs = (BASE[0], replace(BASE[1], path="c", shape=(5,)))
-    assert first_difference(BASE, theirs) == (
-        "b: float32 of shape (4,)",
-        "c: float32 of shape (5,)",
-    )
+@pytest.mark.parametrize(
+    ("gradients", "options", "text"),
+    [
+        (BASE, {"bucket_bytes": 64}, "2 buckets, the first of 16 float32"),
+        (BASE, {"compiled": True}, "1 bucket, the first of 32 float32, with jit_compile=True"),
+        (
+            BASE,
+            {"compression": "bf16"},
+            "1 bucket, the first of 32 float32, with compression 'bf16'",
+        ),
+        ((replace(A, present=False), replace(B, sparse=True)), {}, "0 buckets"),
+    ],
+)
+def test_buckets_are_described_by_number_and_first(gradients, options, text):
+    assert plan_of(*gradients, **options).describe_buckets() == text
 
 
-def test_first_difference_says_which_side_is_sparse():
-    theirs = (replace(BASE[0], sparse=True), BASE[1])
-    assert first_difference(BASE, theirs) == (
-        "a: float32 of shape (2, 3)",
-        "a: sparse float32 of shape (2, 3)",
-    )
+Q, K = (GradientSpec(f"{name}/kernel", (2, 2), "float32") for name in "qk")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "first", "second"),
+    [
+        (BASE, (A, replace(B, path="c", shape=(5,))), "b: float32 of shape (4,)", "c: float32 of"),
+        (BASE, (replace(A, sparse=True), B), "a: float32 of", "a: sparse float32 of shape (2, 3)"),
+        (BASE, (replace(A, present=False), B), "a: float32 of", "a: no gradient (None)"),
+        (BASE, BASE[:1], "2 gradients, one of them b: float32 of shape (4,)", "1 gradients"),
+        (BASE[:1], BASE, "1 gradients", "2 gradients, one of them b: float32 of shape (4,)"),
+        # Layers of one shape in another order; a difference before the number of gradients.
+        ((Q, K), (K, Q), "q/kernel: float32", "k/kernel: float32"),
+        (BASE, (replace(A, dtype="float64"),), "a: float32", "a: float64"),
+    ],
+)
+def test_the_first_difference_is_described_as_each_side_has_it(ours, theirs, first, second):
+    found = first_difference(ours, theirs)
+    assert found is not None
+    assert found[0].startswith(first)
+    assert found[1].startswith(second)
+    renamed = first_difference(ours, theirs, "variables")
+    assert renamed == tuple(text.replace("gradients", "variables") for text in found)
 
 
 @given(
@@ -265,58 +226,11 @@ def test_rows_are_gathered_where_a_rank_receives_no_more_than_of_the_table(
     assert gathers_rows(rows, spec, itemsize) is (gathered <= reduced + 1e-6)
 
 
-def test_where_both_ways_cost_the_same_rows_are_gathered():
-    spec = GradientSpec("e", (10, 2), "float32", sparse=True)  # 2 x 80 bytes, or 16 for each row
-    assert gathers_rows([5, 5], spec, 4)
-    assert not gathers_rows([5, 6], spec, 4)
-
-
-def test_rows_of_several_dimensions_count_whole():
-    spec = GradientSpec("e", (10, 2, 3), "float64", sparse=True)  # 2 x 480 bytes, or 56
-    assert gathers_rows([17, 0], spec, 8)
-    assert not gathers_rows([17, 1], spec, 8)
-
-
-def test_first_difference_says_when_a_gradient_is_missing():
-    theirs = (replace(BASE[0], present=False), BASE[1])
-    assert first_difference(BASE, theirs) == (
-        "a: float32 of shape (2, 3)",
-        "a: no gradient (None)",
-    )
-
-
-def test_first_difference_counts_when_one_model_is_longer():
-    assert first_difference(BASE, BASE[:1]) == (
-        "2 gradients, one of them b: float32 of shape (4,)",
-        "1 gradients",
-    )
-    assert first_difference(BASE[:1], BASE, "variables") == (
-        "1 variables",
-        "2 variables, one of them b: float32 of shape (4,)",
-    )
-
-
-def test_first_difference_finds_layers_of_one_shape_in_another_order():
-    first, second = (GradientSpec(f"{name}/kernel", (2, 2), "float32") for name in ("q", "k"))
-    assert first_difference((first, second), (second, first)) == (
-        "q/kernel: float32 of shape (2, 2)",
-        "k/kernel: float32 of shape (2, 2)",
-    )
-
-
-def test_first_difference_prefers_the_first_to_the_count():
-    ours, theirs = first_difference(BASE, (replace(BASE[0], dtype="float64"),))
-    assert (ours, theirs) == ("a: float32 of shape (2, 3)", "a: float64 of shape (2, 3)")
-
-
-def test_first_bucket_has_a_limit_of_its_own():
-    spec = GradientSpec("v", (16,), "float32")  # 64 bytes
-    plan = BucketPlan.make([spec] * 9, ITEMSIZES, 256, 128)
-    assert [len(bucket.slots) for bucket in plan.buckets] == [2, 4, 3]
-
-
-def test_first_bucket_has_no_limit_of_its_own_by_default():
-    spec = GradientSpec("v", (16,), "float32")
-    assert BucketPlan.make([spec] * 9, ITEMSIZES, 256) == BucketPlan.make(
-        [spec] * 9, ITEMSIZES, 256, 256
-    )
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "rows"),
+    [((10, 2), 4, 10), ((10, 2, 3), 8, 17)],  # 2 x 80 bytes, or 16 a row; 2 x 480, or 56
+)
+def test_where_both_ways_cost_the_same_rows_are_gathered(shape, itemsize, rows):
+    spec = GradientSpec("e", shape, "float32", sparse=True)
+    assert gathers_rows([rows - 5, 5], spec, itemsize)
+    assert not gathers_rows([rows - 5, 6], spec, itemsize)
