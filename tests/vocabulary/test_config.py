@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -25,55 +27,50 @@ LAUNCH = {
     "RINGREDUCE_RENDEZVOUS": "127.0.0.1:4000",
     "RINGREDUCE_JOB_ID": "nightly",
 }
+SECRET = "correct horse battery staple"
 
 
-def test_process_without_variables_is_a_world_of_one():
-    assert Config.from_environment({}) == Config(rank=0, size=1)
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Reads settings from variables, and returns the warnings, even if they are refused."""
+
+    def read(variables: dict[str, str]) -> list[str]:
+        launched._log_once.cache_clear()
+        with caplog.at_level(logging.WARNING, "ringreduce"), contextlib.suppress(ConfigError):
+            Config.from_environment(variables)
+        return [record.getMessage() for record in caplog.records]
+
+    return read
 
 
-def test_unrelated_variables_do_not_matter():
-    assert Config.from_environment({"HOME": "/", "RINGREDUCE_OTHER": "x"}) == Config()
+@pytest.mark.parametrize("variables", [{}, {"HOME": "/", "RINGREDUCE_OTHER": "x"}])
+def test_process_without_variables_is_a_world_of_one(variables):
+    assert Config.from_environment(variables) == Config(rank=0, size=1)
+    assert Config.from_environment(variables, rank=0, size=1) == Config()
+    assert Config.from_environment(Config().to_environment()) == Config()
 
 
-def test_every_variable_is_read():
-    limits = {
-        "RINGREDUCE_LOCAL_RANK": "1",
-        "RINGREDUCE_LOCAL_SIZE": "2",
-        "RINGREDUCE_RENDEZVOUS_FD": "7",
-        "RINGREDUCE_TIMEOUT_S": "2.5",
-        "RINGREDUCE_BUSY_TIMEOUT_S": "50",
-        "RINGREDUCE_JOIN_TIMEOUT_S": "9",
-        "RINGREDUCE_SEGMENT_BYTES": "4096",
-        "RINGREDUCE_STREAMS": "3",
-        "RINGREDUCE_TRANSPORT": "zmq",
-        "RINGREDUCE_HOST_ID": "rack-3",
-        "RINGREDUCE_LOG_DIR": "logs",
-        "RINGREDUCE_SECRET": "correct horse battery staple",
-        "RINGREDUCE_ENCRYPTION": "off",
-        "RINGREDUCE_IFACE": "eth0,^10.0.0.0/8",
-        "RINGREDUCE_PORTS": "20000-20063",
-    }
-    assert Config.from_environment(LAUNCH | limits) == Config(
-        rank=1,
-        size=4,
-        local_rank=1,
-        local_size=2,
-        rendezvous="127.0.0.1:4000",
-        rendezvous_fd=7,
-        job_id="nightly",
-        timeout_s=2.5,
-        busy_timeout_s=50.0,
-        join_timeout_s=9.0,
-        segment_bytes=4096,
-        streams=3,
-        transport="zmq",
-        host_id="rack-3",
-        log_dir="logs",
-        secret="correct horse battery staple",
-        encryption="off",
-        iface="eth0,^10.0.0.0/8",
-        ports="20000-20063",
-    )
+@pytest.mark.parametrize(
+    ("setting", "text", "value"),
+    [
+        ("local_rank", "1", 1),
+        ("local_size", "2", 2),
+        ("rendezvous_fd", "7", 7),
+        ("timeout_s", "2.5", 2.5),
+        ("busy_timeout_s", "50", 50.0),
+        ("join_timeout_s", "9", 9.0),
+        ("segment_bytes", "4096", 4096),
+        ("transport", "zmq", "zmq"),
+        ("log_dir", "logs", "logs"),
+        ("secret", SECRET, SECRET),
+        ("iface", "eth0,^10.0.0.0/8", "eth0,^10.0.0.0/8"),
+        ("ports", "20000-20063", "20000-20063"),
+    ],
+)
+def test_a_variable_is_read_as_its_setting(setting, text, value):
+    config = Config.from_environment(LAUNCH | {f"RINGREDUCE_{setting.upper()}": text})
+    assert getattr(config, setting) == value
+    assert (config.rank, config.size, config.job_id) == (1, 4, "nightly")
 
 
 def test_own_environment_is_read_when_none_is_given(monkeypatch):
@@ -82,78 +79,41 @@ def test_own_environment_is_read_when_none_is_given(monkeypatch):
     assert Config.from_environment().size == 4
 
 
-def test_argument_goes_before_the_variable():
+def test_an_argument_goes_before_the_variable_unless_it_is_none():
     assert Config.from_environment(LAUNCH, rank=2).rank == 2
-
-
-def test_argument_none_means_not_given():
     assert Config.from_environment(LAUNCH, rank=None).rank == 1
 
 
-def test_time_limit_holds_for_the_meeting_too():
+def test_time_limit_holds_for_the_meeting_too_which_may_have_its_own():
     assert Config.from_environment({"RINGREDUCE_TIMEOUT_S": "3"}).join_timeout_s == 3
-
-
-def test_time_limit_of_the_meeting_is_its_own_when_it_is_set():
     limits = {"RINGREDUCE_TIMEOUT_S": "3", "RINGREDUCE_JOIN_TIMEOUT_S": "8"}
     assert Config.from_environment(limits).join_timeout_s == 8
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
+    ("setting", "values"),
     [
-        ("RINGREDUCE_RANK", "4"),
-        ("RINGREDUCE_RANK", "-1"),
-        ("RINGREDUCE_RANK", "first"),
-        ("RINGREDUCE_RANK", ""),
-        ("RINGREDUCE_RANK", "1.0"),
-        ("RINGREDUCE_SIZE", "0"),
-        ("RINGREDUCE_SIZE", "-4"),
-        ("RINGREDUCE_SIZE", "four"),
-        ("RINGREDUCE_LOCAL_RANK", "4"),
-        ("RINGREDUCE_LOCAL_RANK", "-1"),
-        ("RINGREDUCE_LOCAL_RANK", "x"),
-        ("RINGREDUCE_LOCAL_SIZE", "0"),
-        ("RINGREDUCE_LOCAL_SIZE", "5"),
-        ("RINGREDUCE_LOCAL_SIZE", "x"),
-        ("RINGREDUCE_RENDEZVOUS", "localhost"),
-        ("RINGREDUCE_RENDEZVOUS", ":4000"),
-        ("RINGREDUCE_RENDEZVOUS", "localhost:"),
-        ("RINGREDUCE_RENDEZVOUS", "localhost:0"),
-        ("RINGREDUCE_RENDEZVOUS", "localhost:65536"),
-        ("RINGREDUCE_RENDEZVOUS", "localhost:http"),
-        ("RINGREDUCE_RENDEZVOUS", "localhost:-1"),
-        ("RINGREDUCE_RENDEZVOUS_FD", "x"),
-        ("RINGREDUCE_TIMEOUT_S", "0"),
-        ("RINGREDUCE_TIMEOUT_S", "-1"),
-        ("RINGREDUCE_TIMEOUT_S", "nan"),
-        ("RINGREDUCE_TIMEOUT_S", "soon"),
-        ("RINGREDUCE_JOIN_TIMEOUT_S", "0"),
-        ("RINGREDUCE_JOIN_TIMEOUT_S", "-0.5"),
-        ("RINGREDUCE_JOIN_TIMEOUT_S", "nan"),
-        ("RINGREDUCE_JOIN_TIMEOUT_S", "soon"),
-        ("RINGREDUCE_SEGMENT_BYTES", "0"),
-        ("RINGREDUCE_SEGMENT_BYTES", "63"),
-        ("RINGREDUCE_SEGMENT_BYTES", "100"),
-        ("RINGREDUCE_SEGMENT_BYTES", "-64"),
-        ("RINGREDUCE_SEGMENT_BYTES", "4194368"),
-        ("RINGREDUCE_SEGMENT_BYTES", "1e6"),
-        ("RINGREDUCE_IFACE", "eth0,"),
-        ("RINGREDUCE_IFACE", "^"),
-        ("RINGREDUCE_IFACE", "10.0.0.0/33"),
-        ("RINGREDUCE_IFACE", "^fd00:::/8"),
-        ("RINGREDUCE_PORTS", "0-10"),
-        ("RINGREDUCE_PORTS", "20063-20000"),
-        ("RINGREDUCE_PORTS", "20000-65536"),
-        ("RINGREDUCE_PORTS", "20000-"),
-        ("RINGREDUCE_PORTS", "any"),
+        ("rank", ["4", "-1", "first", "", "1.0"]),
+        ("size", ["0", "-4", "four"]),
+        ("local_rank", ["4", "-1", "x"]),
+        ("local_size", ["0", "5", "x"]),
+        ("rendezvous", ["localhost", ":4000", "localhost:", "localhost:0", "localhost:65536"]),
+        ("rendezvous", ["localhost:http", "localhost:-1"]),
+        ("rendezvous_fd", ["x"]),
+        ("timeout_s", ["0", "-1", "nan", "soon"]),
+        ("join_timeout_s", ["0", "-0.5", "nan", "soon"]),
+        ("segment_bytes", ["0", "63", "100", "-64", "4194368", "1e6"]),
+        ("iface", ["eth0,", "^", "10.0.0.0/33", "^fd00:::/8"]),
+        ("ports", ["0-10", "20063-20000", "20000-65536", "20000-", "any"]),
     ],
 )
-def test_bad_value_is_refused_with_its_variable_and_the_accepted_ones(variable, value):
-    with pytest.raises(ConfigError, match="accepted: ") as caught:
-        Config.from_environment(LAUNCH | {variable: value})
-    assert variable in str(caught.value)
-    assert value in str(caught.value)
+def test_bad_value_is_refused_with_its_variable_and_the_accepted_ones(setting, values):
+    variable = f"RINGREDUCE_{setting.upper()}"
+    for value in values:
+        with pytest.raises(ConfigError, match="accepted: ") as caught:
+            Config.from_environment(LAUNCH | {variable: value})
+        assert variable in str(caught.value)
+        assert value in str(caught.value)
 
 
 def test_rendezvous_with_an_endless_port_is_refused_like_any_other():
@@ -162,33 +122,21 @@ def test_rendezvous_with_an_endless_port_is_refused_like_any_other():
         host_and_port("localhost:" + "4" * 5000)
 
 
-@pytest.mark.parametrize("missing", LAUNCH)
-def test_launch_with_a_variable_missing_is_refused_by_name(missing):
-    """A worker of a broken launch must not train alone as if it were a world of one."""
-    partial = {name: value for name, value in LAUNCH.items() if name != missing}
-    with pytest.raises(ConfigError, match=f"{missing} is not") as caught:
+@pytest.mark.parametrize("name", LAUNCH)
+def test_a_launch_with_one_variable_only_or_one_missing_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"{name} is set"):
+        Config.from_environment({name: LAUNCH[name]})
+    partial = {other: LAUNCH[other] for other in LAUNCH if other != name}
+    with pytest.raises(ConfigError, match=f"{name} is not") as caught:
         Config.from_environment(partial)
-    assert all(name in str(caught.value) for name in partial)
-
-
-@pytest.mark.parametrize("present", LAUNCH)
-def test_launch_with_only_one_variable_is_refused(present):
-    with pytest.raises(ConfigError, match=f"{present} is set"):
-        Config.from_environment({present: LAUNCH[present]})
+    assert all(other in str(caught.value) for other in partial)
 
 
 def test_arguments_complete_a_launch():
     partial = {name: LAUNCH[name] for name in ("RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")}
     assert Config.from_environment(partial, rank=3, size=4).rank == 3
-
-
-def test_size_without_a_rendezvous_is_refused():
     with pytest.raises(ConfigError, match="RINGREDUCE_RENDEZVOUS"):
         Config.from_environment({}, rank=0, size=2)
-
-
-def test_world_of_one_may_be_asked_for_by_argument():
-    assert Config.from_environment({}, rank=0, size=1) == Config()
 
 
 def test_unknown_argument_is_refused_with_the_known_ones():
@@ -230,11 +178,6 @@ def test_environment_makes_the_same_settings_again(config):
     assert Config.from_environment(config.to_environment()) == config
 
 
-def test_environment_makes_the_same_world_of_one_again():
-    config = Config()
-    assert Config.from_environment(config.to_environment()) == config
-
-
 @pytest.mark.parametrize(
     ("address", "parts"),
     [
@@ -272,22 +215,12 @@ def test_worker_keeps_the_users_limits_unless_decided(member, monkeypatch, decid
     assert environment["RINGREDUCE_TIMEOUT_S"] == expected
 
 
-def test_worker_gets_its_share_of_the_threads(member):
-    environment = worker_environment(member, 3)
-    assert environment["OMP_NUM_THREADS"] == "3"
-
-
-def test_worker_keeps_the_users_number_of_threads(member, monkeypatch):
+def test_worker_gets_its_share_of_the_threads_unless_the_user_says_how_many(member, monkeypatch):
+    assert worker_environment(member, 3)["OMP_NUM_THREADS"] == "3"
+    # Between operations there are two at least.
+    assert worker_environment(member, 1)["TF_NUM_INTEROP_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert worker_environment(member, 1)["OMP_NUM_THREADS"] == "5"
-
-
-def test_worker_has_two_threads_between_operations_at_least(member):
-    environment = worker_environment(member, 1)
-    assert environment["TF_NUM_INTEROP_THREADS"] == "2"
-
-
-SECRET = "correct horse battery staple"
 
 
 @pytest.fixture
@@ -298,16 +231,12 @@ def secret_file(tmp_path):
     return path
 
 
-def test_secret_comes_from_a_file_without_its_line_end(secret_file):
-    variables = LAUNCH | {"RINGREDUCE_SECRET_FILE": str(secret_file)}
-    assert Config.from_environment(variables).secret == SECRET
-
-
-def test_variable_goes_before_the_file_and_an_empty_one_does_not(secret_file):
+def test_secret_comes_from_a_file_without_its_line_end_unless_it_is_given_otherwise(secret_file):
     variables = LAUNCH | {"RINGREDUCE_SECRET_FILE": str(secret_file)}
     other = "0123456789abcdef"
-    assert Config.from_environment(variables | {"RINGREDUCE_SECRET": other}).secret == other
+    assert Config.from_environment(variables).secret == SECRET
     assert Config.from_environment(variables | {"RINGREDUCE_SECRET": ""}).secret == SECRET
+    assert Config.from_environment(variables | {"RINGREDUCE_SECRET": other}).secret == other
     assert Config.from_environment(variables, secret=other).secret == other
 
 
@@ -345,9 +274,7 @@ def test_secret_file_that_is_none_is_refused(tmp_path):
 
 
 def test_secret_is_shown_nowhere():
-    config = Config(secret=SECRET)
-    assert SECRET not in repr(config)
-    assert SECRET not in str(config)
+    assert SECRET not in repr(Config(secret=SECRET))
     with pytest.raises(ConfigError) as caught:
         Config(secret="hush hush")
     assert "has 9 characters" in str(caught.value)
@@ -397,12 +324,13 @@ def test_no_color_is_respected(monkeypatch, value, wanted):
         ("SECRETFILE", "SECRET_FILE"),
     ],
 )
-def test_a_misspelt_variable_is_a_warning(name, meant, caplog):
-    launched._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        Config.from_environment({f"RINGREDUCE_{name}": "on"})
-    (record,) = caplog.records
-    assert f"RINGREDUCE_{name}; is RINGREDUCE_{meant} meant?" in record.getMessage()
+@pytest.mark.parametrize("rank", [{}, {"RINGREDUCE_RANK": "0"}])  # alone; half a launch
+def test_a_misspelt_variable_is_a_warning(name, meant, rank, warned):
+    [text] = warned({f"RINGREDUCE_{name}": "on", **rank})
+    assert f"RINGREDUCE_{name}; is RINGREDUCE_{meant} meant?" in text
+
+
+TORCH = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
 
 
 @pytest.mark.parametrize(
@@ -411,32 +339,16 @@ def test_a_misspelt_variable_is_a_warning(name, meant, caplog):
         (LAUNCH | {"RINGREDUCE_RANK": "0"}, 1),
         (LAUNCH, 0),
         (LAUNCH | {"RINGREDUCE_LOCAL_RANK": "0", "RINGREDUCE_LOCAL_SIZE": "1"}, 1),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}, 1),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}, 0),
+        (TORCH | {"RANK": "0"}, 1),
+        (TORCH | {"RANK": "1"}, 0),
         (seen.SRUN, 0),
     ],
 )
-def test_a_misspelt_variable_is_a_warning_of_one_rank_of_each_host(variables, count, caplog):
-    launched._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        Config.from_environment(
-            variables | {"RINGREDUCE_TIMEOUT": "5", "RINGREDUCE_SECRET": SECRET}
-        )
-    assert (
-        len([one for one in caplog.records if "RINGREDUCE_TIMEOUT;" in one.getMessage()]) == count
-    )
-
-
-def test_a_misspelt_variable_without_which_a_launch_is_incomplete_is_a_warning(caplog):
-    launched._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "ringreduce"), pytest.raises(ConfigError):
-        Config.from_environment({"RINGREDUCE_RANK": "0", "RINGREDUCE_SIZES": "2"})
-    assert "RINGREDUCE_SIZES; is RINGREDUCE_SIZE meant?" in caplog.text
+def test_a_misspelt_variable_is_a_warning_of_one_rank_of_each_host(variables, count, warned):
+    texts = warned(variables | {"RINGREDUCE_TIMEOUT": "5", "RINGREDUCE_SECRET": SECRET})
+    assert len([text for text in texts if "RINGREDUCE_TIMEOUT;" in text]) == count
 
 
 @pytest.mark.parametrize("name", ["OTHER", "BENCH_LINE", "TEST_FRESH", "TEST_SLOW_S", "COMPLETE"])
-def test_variables_of_others_are_theirs(name, caplog):
-    launched._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        Config.from_environment({f"RINGREDUCE_{name}": "on"})
-    assert not caplog.records
+def test_variables_of_others_are_theirs(name, warned):
+    assert not warned({f"RINGREDUCE_{name}": "on"})
