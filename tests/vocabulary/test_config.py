@@ -124,6 +124,7 @@ def test_rendezvous_with_an_endless_port_is_refused_like_any_other():
 
 @pytest.mark.parametrize("name", LAUNCH)
 def test_a_launch_with_one_variable_only_or_one_missing_is_refused_by_name(name):
+    """A worker of a broken launch must not train alone as if it were a world of one."""
     with pytest.raises(ConfigError, match=f"{name} is set"):
         Config.from_environment({name: LAUNCH[name]})
     partial = {other: LAUNCH[other] for other in LAUNCH if other != name}
