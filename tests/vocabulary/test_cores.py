@@ -26,6 +26,12 @@ def host(folder, cgroup, **limits):
     return folder
 
 
+def quota(cgroup, quota_us, period_us):
+    """A limit of cores as version 1 has it."""
+    times = {"quota": quota_us, "period": period_us}
+    return {f"{cgroup}/cpu.cfs_{name}_us": f"{us}\n" for name, us in times.items()}
+
+
 @pytest.mark.parametrize(
     ("cgroup", "limits", "expected"),
     [
@@ -42,24 +48,8 @@ def host(folder, cgroup, **limits):
         ("0::/a\n", {"b/cpu.max": "200000 100000\n"}, 8),
         # A container that sees the host's path, and its own cgroup at the top.
         ("0::/kubepods/pod7/c1\n", {"cpu.max": "400000 100000\n"}, 4),
-        (
-            V1,
-            {
-                "cpu/outer/job/cpu.cfs_quota_us": "500000\n",
-                "cpu/outer/job/cpu.cfs_period_us": "100000\n",
-            },
-            5,
-        ),
-        (
-            V1,
-            {
-                "cpu/outer/job/cpu.cfs_quota_us": "-1\n",
-                "cpu/outer/job/cpu.cfs_period_us": "100000\n",
-                "cpu/outer/cpu.cfs_quota_us": "150000\n",
-                "cpu/outer/cpu.cfs_period_us": "50000\n",
-            },
-            3,
-        ),
+        (V1, quota("cpu/outer/job", 500_000, 100_000), 5),
+        (V1, quota("cpu/outer/job", -1, 100_000) | quota("cpu/outer", 150_000, 50_000), 3),
     ],
 )
 def test_the_smallest_limit_counts(tmp_path, cgroup, limits, expected):
