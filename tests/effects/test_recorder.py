@@ -84,55 +84,35 @@ def test_standing_in_user_code_and_in_a_call() -> None:
     assert recorder.current_call().since_s >= standing.since_s
 
 
-def test_a_failed_call_keeps_its_error_and_is_not_counted() -> None:
+def test_a_failed_call_keeps_its_error_and_neither_counts_nor_gives_its_number_again() -> None:
+    """Another thread may have failed it before it ends."""
     recorder = recorded(2)
     recorder.events.begin(Kind.ALL_REDUCE, 8)
     error = PeerLostError("lost rank 1", rank=0, size=2, peer=1)
     recorder.fail(error)
+    recorder.events.end()
     last = recorder.entries()[-1]
     assert last.error == "PeerLostError: rank 0 of 2 lost rank 1."
     assert last.seconds is not None
     assert (recorder.current_call().calls, recorder.current_call().operation) == (2, None)
-    assert recorder.first_error is not None
-    assert (recorder.first_error.error, recorder.first_error.call.operation) == (
-        error,
-        "all_reduce",
-    )
-
-
-def test_breaking_between_two_calls_makes_no_entry() -> None:
-    recorder = recorded(2)
-    recorder.fail(MismatchError("disagree"))
-    assert numbers(recorder) == [0, 1]
-    assert recorder.first_error is not None
-    assert recorder.first_error.call.operation is None
-
-
-def test_the_first_error_is_kept() -> None:
-    recorder = recorded(1)
-    first = MismatchError("disagree")
-    recorder.fail(first)
-    recorder.fail(PeerLostError("lost rank 1"))
-    assert recorder.first_error is not None
-    assert recorder.first_error.error is first
-
-
-def test_a_call_that_another_thread_has_failed_does_not_end_twice() -> None:
-    recorder = recorded(1)
-    recorder.events.begin(Kind.BARRIER, 0)
-    recorder.fail(PeerLostError("lost rank 1"))
-    recorder.events.end()
-    assert (recorder.current_call().calls, len(recorder.entries())) == (1, 2)
-
-
-def test_a_number_is_not_given_twice_after_a_failure() -> None:
-    recorder = recorded(2)
-    recorder.events.begin(Kind.BARRIER, 0)
-    recorder.fail(PeerLostError("lost rank 1"))
+    first = recorder.first_error
+    assert first is not None
+    assert (first.error, first.call.operation) == (error, "all_reduce")
     recorder.events.begin(Kind.BARRIER, 0)
     recorder.events.end()
     assert numbers(recorder) == [0, 1, 2, 3]
     assert recorder.current_call().calls == 3
+
+
+def test_the_first_error_is_kept_and_makes_no_entry_between_two_calls() -> None:
+    recorder = recorded(2)
+    first = MismatchError("disagree")
+    recorder.fail(first)
+    recorder.fail(PeerLostError("lost rank 1"))
+    assert numbers(recorder) == [0, 1]
+    assert recorder.first_error is not None
+    assert recorder.first_error.error is first
+    assert recorder.first_error.call.operation is None
 
 
 def test_entries_name_the_thread_while_it_lives() -> None:
@@ -178,24 +158,18 @@ def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
     writer.join()
 
 
-def test_a_communicator_records_its_calls() -> None:
+def test_a_communicator_records_its_calls_and_why_it_breaks() -> None:
     def work(communicator):
         communicator.all_reduce(np.ones(4, np.float32))
         communicator.all_gather_object("x")
-        return [(e.operation, e.nbytes, e.error) for e in communicator._session._recorder.entries()]
-
-    for entries in ring_of_threads(2, work):
-        assert entries[:2] == [("barrier", 0, None), ("all_reduce", 16, None)]
-        assert (entries[2][0], len(entries)) == ("all_gather_object", 3)
-
-
-def test_a_communicator_that_breaks_records_why() -> None:
-    def work(communicator):
         with pytest.raises(MismatchError):
             communicator.all_reduce(np.ones(4 + communicator.rank, np.float32))
         return communicator._session._recorder
 
     for recorder in ring_of_threads(2, work):
-        assert recorder.entries()[-1].error.startswith("MismatchError: ")
+        *entries, last = [(e.operation, e.nbytes, e.error) for e in recorder.entries()]
+        assert entries[:2] == [("barrier", 0, None), ("all_reduce", 16, None)]
+        assert (entries[2][0], len(entries)) == ("all_gather_object", 3)
+        assert last[2].startswith("MismatchError: ")
         assert recorder.first_error.call.operation == "all_reduce"
-        assert recorder.current_call().calls == 1
+        assert recorder.current_call().calls == 3
