@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from ringreduce.pure import delays, liveness, watcher_messages, watching
+from ringreduce.pure import delays, liveness, watching
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
@@ -21,6 +22,8 @@ from ringreduce.pure.watcher_messages import (
     Message,
     Overdue,
     Value,
+    decode,
+    encode,
 )
 from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
 from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerLostError, PeerTimeoutError
@@ -40,28 +43,38 @@ def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TIMES", Times())
 
 
-def a_watch(size: int = 2, limit_s: float = 2.0) -> Watch:
-    return Watch(0, size, whole(size), limit_s, 0.0)
+def a_watch(size: int = 2, limit_s: float = 2.0, rank: int = 0) -> Watch:
+    return Watch(rank, size, whole(size), limit_s, 0.0)
 
 
 def sent(actions: list[Action]) -> list[Message]:
-    return [watcher_messages.decode(a.message, 3) for a in actions if isinstance(a, Send)]
+    return [decode(a.message, 3) for a in actions if isinstance(a, Send)]
 
 
 def errors(actions: list[Action]) -> list[Exception]:
     return [action.error for action in actions if isinstance(action, Ended)]
 
 
+WAITING = Here(operation="all_reduce", since_s=0.1)
+
+
 def logged(actions: list[Action]) -> list[str]:
     return [action.text for action in actions if isinstance(action, Log)]
 
 
-ABORT = watcher_messages.encode(abort_for(MismatchError("is the cause", rank=1, size=2), 1))
+ABORT = encode(abort_for(MismatchError("is the cause", rank=1, size=2), 1))
 
 
-def heartbeat(calls: int = 5, operation: str = "", number: int = 1, rank: int = 1) -> bytes:
-    own = Heartbeat(rank, number, calls, operation, 0.0)
-    return watcher_messages.encode(Heartbeats(((own, 0.0),)))
+def heartbeat(
+    calls: int = 5,
+    operation: str = "",
+    *due: Overdue,
+    number: int = 1,
+    rank: int = 1,
+    age_s: float = 0.0,
+) -> bytes:
+    own = Heartbeat(rank, number, calls, operation, 0.0, due)
+    return encode(Heartbeats(((own, age_s),)))
 
 
 def test_a_loss_that_was_none_does_not_shorten_the_wait_after_a_later_one() -> None:
@@ -106,7 +119,7 @@ def test_a_neighbour_is_late_only_after_the_limit_for_links(
 def test_a_loss_after_a_leave_is_no_failure(leaves: str) -> None:
     watch = a_watch()
     if leaves == "the other":
-        watch.receive(1, watcher_messages.encode(Left(1, 5)), 0.1)
+        watch.receive(1, encode(Left(1, 5)), 0.1)
     else:
         watch.is_closing = True
     for at_s in (0.2, 5.0, 10.0):
@@ -130,10 +143,10 @@ def test_a_rank_that_leaves_waits_for_neighbours_that_are_there_and_have_not_ack
     watch = a_watch(3)
     watch.send(Left(0, 5))
     assert watch.is_owed([])
-    watch.receive(1, watcher_messages.encode(Acknowledgement()), 0.1)
+    watch.receive(1, encode(Acknowledgement()), 0.1)
     assert watch.is_owed([1])
     assert not watch.is_owed([2])
-    watch.receive(2, watcher_messages.encode(Left(2, 5)), 0.2)
+    watch.receive(2, encode(Left(2, 5)), 0.2)
     assert not watch.is_owed([])
 
 
@@ -146,7 +159,7 @@ def test_messages_that_cannot_be_read_are_logged_a_few_times() -> None:
 
 def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_twice() -> None:
     watch, here = a_watch(), Here(operation="all_reduce")
-    watch.receive(1, watcher_messages.encode(Left(1, 5, "ValueError: no")), 0.1)
+    watch.receive(1, encode(Left(1, 5, "ValueError: no")), 0.1)
     assert not errors(watch.beat(here, Flow(), 0, 0.2))
     assert watch.due_s == pytest.approx(0.3)
     [error] = errors(watch.beat(here, Flow(), 0, 0.3))
@@ -157,35 +170,31 @@ def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides() 
     watch = a_watch()
     own = Claim("order", b"own", "and rank {peer} differ", "Do so.")
     assert sent(watch.send(own)) == [Value("order", b"own")]
-    [error] = errors(watch.receive(1, watcher_messages.encode(Value("order", b"other")), 0.1))
+    [error] = errors(watch.receive(1, encode(Value("order", b"other")), 0.1))
     assert str(error) == "rank 0 of 2 and rank 1 differ. Do so."
     late = a_watch()
-    assert not late.receive(1, watcher_messages.encode(Value("order", b"other")), 0.1)
+    assert not late.receive(1, encode(Value("order", b"other")), 0.1)
     notified, message = sent(late.send(own))
     assert notified == Value("order", b"own")
     assert isinstance(message, Abort)
 
 
-@pytest.mark.parametrize(
-    ("is_silent", "at_s", "what"),
-    [(True, 1.6, "no sign of life for"), (False, 5.6, "is alive, in user code")],
-)
-def test_a_warning_names_the_rank_that_is_waited_for_once(
-    is_silent: bool, at_s: float, what: str
-) -> None:
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_warning_names_the_rank_that_is_waited_for_once(is_silent: bool) -> None:
     watch, here = a_watch(), Here(operation="all_reduce", since_s=0.4)
     texts = []
-    for number in range(int(at_s / 0.2) + 1):
+    for number in range(9 if is_silent else 29):
         if not is_silent or number == 0:
             watch.receive(1, heartbeat(number=number + 1), 0.2 * number)
         texts += logged(watch.beat(here, Flow(), 0, 0.2 * number))
     [text] = [text for text in texts if "in all_reduce" in text]
-    assert f"in all_reduce after 5 calls: rank 1 {'has shown ' if is_silent else ''}{what}" in text
+    place = "has shown no sign of life for" if is_silent else "is alive, in user code"
+    assert f"in all_reduce after 5 calls: rank 1 {place}" in text
 
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows: bool) -> None:
-    watch, here = a_watch(3), Here(operation="all_reduce", since_s=0.1)
+    watch = a_watch(3)
     watch.receive(1, heartbeat(number=1), 0.25)
     reported = []
     for number in range(1, 20):
@@ -194,7 +203,7 @@ def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows
         late = watch.late(at_s)
         assert late == ([] if number == 1 else [1])
         watch.note_bytes({each: 9 * number if grows else 9 for each in late}, at_s)
-        [message] = sent(watch.beat(here, Flow(), 0, at_s))
+        [message] = sent(watch.beat(WAITING, Flow(), 0, at_s))
         assert isinstance(message, Heartbeats)
         reported.append(message.heartbeats[0][0].locked)
     assert reported == [(1,) if grows and number >= 4 else () for number in range(1, 20)]
@@ -212,26 +221,31 @@ def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life() -> None:
     assert watch.peer_table.silent_s(1, 1.75) == 0.75
 
 
-def test_a_rank_that_is_busy_ends_with_the_call() -> None:
-    watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
-    watch.receive(1, heartbeat(), 0.2)
-    watch.beat(here, Flow(), 0, 0.25)
-    assert watch.delays.is_busy
+@pytest.mark.parametrize(
+    ("calls", "operation", "is_busy"),
+    [(5, "", True), (4, "all_reduce", False), (5, "barrier", False)],
+)
+def test_a_rank_is_busy_outside_calls_until_the_call_that_waits_for_it_ends(
+    calls: int, operation: str, is_busy: bool
+) -> None:
+    watch = a_watch()
+    watch.receive(1, heartbeat(calls, operation), 0.2)
+    watch.beat(WAITING, Flow(), 0, 0.25)
+    assert watch.delays.is_busy == is_busy
     watch.beat(Here(calls=6), Flow(), 1, 0.5)
     assert not watch.delays.is_busy
 
 
-@pytest.mark.parametrize(("calls", "operation"), [(4, "all_reduce"), (5, "barrier")])
-def test_a_rank_in_an_earlier_or_another_call_is_not_busy(calls: int, operation: str) -> None:
-    watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
-    watch.receive(1, heartbeat(calls, operation), 0.2)
-    watch.beat(here, Flow(), 0, 0.25)
-    assert not watch.delays.is_busy
+def overdue(frames: int, dry_s: float, channel: int = 0, **more: Any) -> bytes:
+    """Rank 1 has got that many frames of rank 0, and waits for more since then."""
+    return heartbeat(5, "all_reduce", Overdue(0, channel, frames, dry_s), **more)
 
 
-def overdue(frames: int, dry_s: float, channel: int = 0, number: int = 1) -> bytes:
-    own = Heartbeat(1, number, 5, "all_reduce", 0.0, (Overdue(0, channel, frames, dry_s),))
-    return watcher_messages.encode(Heartbeats(((own, 0.0),)))
+def step(watch: Watch, payload: bytes, frames: int, at_s: float) -> list[Action]:
+    """Take a heartbeat of rank 1, to which this rank has sent that many frames."""
+    watch.receive(1, payload, at_s)
+    watch.tick(at_s)
+    return watch.beat(WAITING, Flow(sent=((1, 0, frames),)), 0, at_s)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +260,11 @@ def overdue(frames: int, dry_s: float, channel: int = 0, number: int = 1) -> byt
 def test_a_connection_that_carries_nothing_is_warned_of_and_ends_the_ring(
     sent: int, frames: int, channel: int, dry: float, is_dead: bool
 ) -> None:
-    watch, here = a_watch(limit_s=5.0), Here(operation="all_reduce")
-    texts: dict[str, float] = {}
+    watch, texts = a_watch(limit_s=5.0), dict[str, float]()
     for number in range(30):
         at_s = 0.25 * number
-        watch.receive(1, overdue(frames, dry * at_s, channel, number + 1), at_s)
-        watch.tick(at_s)
-        actions = watch.beat(here, Flow(sent=((1, 0, sent),)), 0, at_s)
+        payload = overdue(frames, dry * at_s, channel, number=number + 1)
+        actions = step(watch, payload, sent, at_s)
         for text in (*logged(actions), *map(str, errors(actions))):
             if "has waited" not in text:
                 texts.setdefault(text, at_s)
@@ -267,50 +279,39 @@ def test_a_connection_that_carries_nothing_is_warned_of_and_ends_the_ring(
 
 
 def test_two_silent_connections_are_warned_of_and_counted_at_the_same_time() -> None:
-    watch, here = a_watch(3, limit_s=5.0), Here(operation="all_reduce")
-    flow = Flow(sent=((1, 0, 7), (2, 1, 7)))
+    watch, flow = a_watch(3, limit_s=5.0), Flow(sent=((1, 0, 7), (2, 1, 7)))
     warned, ended = [], []
     for number in range(21):
         at_s = 0.25 * number
         for rank, channel in ((1, 0), (2, 1)):
-            due = (Overdue(0, channel, 6, at_s),)
-            own = Heartbeat(rank, number + 1, 5, "all_reduce", 0.0, due)
-            watch.receive(rank, watcher_messages.encode(Heartbeats(((own, 0.0),))), at_s)
+            watch.receive(rank, overdue(6, at_s, channel, rank=rank, number=number + 1), at_s)
         watch.tick(at_s)
-        actions = watch.beat(here, flow, 0, at_s)
+        actions = watch.beat(WAITING, flow, 0, at_s)
         warned += [(at_s, text[:15]) for text in logged(actions) if "sends to" in text]
         ended += [at_s for _ in errors(actions)]
     assert warned == [(2.0, "sends to rank 1"), (2.0, "sends to rank 2")]
     assert ended == [5.0]
 
 
-def test_frames_sent_just_now_or_by_a_process_that_stood_still_are_not_held_against_a_link() -> (
+def test_frames_sent_just_now_or_while_the_process_stood_still_are_not_held_against_a_link() -> (
     None
 ):
-    watch, here = a_watch(limit_s=2.0), Here(operation="all_reduce")
-    times = [0.25 * number for number in range(20)]
+    watch, times = a_watch(limit_s=2.0), [0.25 * number for number in range(20)]
     for frames, at_s in enumerate(times):
-        watch.receive(1, overdue(frames, at_s, number=frames + 1), at_s)
-        watch.tick(at_s)
-        assert not errors(watch.beat(here, Flow(sent=((1, 0, frames + 1),)), 0, at_s))
+        assert not errors(step(watch, overdue(frames, at_s, number=frames + 1), frames + 1, at_s))
     # From now on no more is sent, and the process is stopped meanwhile.
     watch.tick(times[-1] + 1.9)
-    watch.receive(1, overdue(19, 7.0, number=99), times[-1] + 2.0)
-    watch.tick(times[-1] + 2.1)
-    assert not errors(watch.beat(here, Flow(sent=((1, 0, 20),)), 0, times[-1] + 2.1))
+    assert not errors(step(watch, overdue(19, 7.0, number=99), 20, times[-1] + 2.1))
 
 
 @pytest.mark.parametrize(("age_s", "is_dead"), [(0.4, False), (0.0, True)])
 def test_what_a_receiver_said_before_it_was_stopped_says_nothing(
     age_s: float, is_dead: bool
 ) -> None:
-    # It had waited for long, said so, and was stopped as soon as a frame was on its way.
-    watch, here, found = a_watch(limit_s=0.7), Here(operation="all_reduce"), []
-    for number, at_s in enumerate((1.0, 1.25, 1.5, 1.75)):
-        own = Heartbeat(1, number + 1, 5, "", 0.0, (Overdue(0, 0, 6, 9.0),))
-        watch.receive(1, watcher_messages.encode(Heartbeats(((own, age_s),))), at_s)
-        watch.tick(at_s)
-        found += errors(watch.beat(here, Flow(sent=((1, 0, 7),)), 0, at_s))
+    """It had waited for long, said so, and was stopped as soon as a frame was on its way."""
+    watch, found = a_watch(limit_s=0.7), []
+    for number, at_s in enumerate((1.0, 1.25, 1.5, 1.75), 1):
+        found += errors(step(watch, overdue(6, 9.0, number=number, age_s=age_s), 7, at_s))
     assert bool(found) is is_dead
 
 
@@ -323,49 +324,42 @@ def test_a_neighbour_whose_heartbeats_come_the_other_way_is_alive() -> None:
     assert "RINGREDUCE_LINK_TIMEOUT_S" in str(error)
 
 
-def test_a_timeout_of_a_process_that_stood_still_says_so() -> None:
+def test_a_timeout_names_the_rank_that_all_wait_for_or_that_this_process_stood_still() -> None:
     watch = a_watch()
-    watch.tick(0.1)
-    watch.tick(3.1)
-    met = PeerTimeoutError("waited 2.0 s", peer=1, remedy="Read rank 1's log first; raise it.")
-    text = str(watch.named(met, Here(operation="all_reduce"), 3.2))
-    assert "This process stood still for 3.0 s" in text
-
-
-def test_a_timeout_names_the_rank_that_all_wait_for() -> None:
-    watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
     watch.receive(1, heartbeat(), 0.2)
     watch.tick(0.2)
     met = PeerTimeoutError("waited 2.0 s", peer=0, remedy="Read rank 0's log first; raise it.")
-    named = watch.named(met, here, 0.3)
+    named = watch.named(met, WAITING, 0.3)
     assert named.peer == 1
     assert "Rank 1 is alive, in user code for 0.1 s" in str(named)
     assert str(named).endswith("raise it.")
+    watch.tick(3.2)
+    assert "This process stood still for 3.0 s" in str(watch.named(met, WAITING, 3.3))
 
 
 def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for() -> None:
     listening = Listening(2, 0, 1, "tcp://127.0.0.1:4187")
-    payload = watcher_messages.encode(listening)
-    between, receiver = Watch(1, 3, whole(3), 2.0, 0.0), a_watch(3)
+    payload = encode(listening)
+    between, receiver = a_watch(3, rank=1), a_watch(3)
     # It goes on to the other neighbour, once, whichever way it came.
     assert between.receive(2, payload, 0.1) == [Send(payload, frozenset({2}))]
     assert not between.receive(0, payload, 0.2)
     assert receiver.receive(1, payload, 0.3) == [Found(listening)]
     assert not receiver.receive(2, payload, 0.4)
     # The rank that listens does not pass on its own.
-    sender = Watch(2, 3, whole(3), 2.0, 0.0)
+    sender = a_watch(3, rank=2)
     assert sender.send(listening) == [Send(payload)]
     assert not sender.receive(1, payload, 0.5)
 
 
 def test_a_rank_behind_two_that_have_left_is_out_of_reach_and_not_busy() -> None:
     """Ranks 0 and 2 of four: 1 and 3, which would pass on where 2 listens, have gone."""
-    watches = {rank: Watch(rank, 4, whole(4), 2.0, 0.0) for rank in (0, 2)}
+    watches = {rank: a_watch(4, rank=rank) for rank in (0, 2)}
     assert sent(watches[2].send(Listening(2, 0, 0, "tcp://127.0.0.1:4187")))
     for watch in watches.values():
         for rank in (1, 3):
             watch.receive(rank, heartbeat(rank=rank), 0.2)
-            watch.receive(rank, watcher_messages.encode(Left(rank, 5)), 0.3)
+            watch.receive(rank, encode(Left(rank, 5)), 0.3)
     for own, other in ((0, 2), (2, 0)):
         # It may have something under way; then it is silent, and so waited for no longer.
         assert watches[own].peer_table.doing(other, 0.4).is_busy
