@@ -55,12 +55,10 @@ def test_what_stops_the_slowest_is_communication_and_the_rest_is_waiting():
     }
 
 
-def test_alone_nothing_is_waited_for_and_all_of_no_communication_is_hidden():
+def test_nothing_is_waited_for_alone_and_no_part_is_negative():
     logs = step_of(ranks(20, communicating=0, hidden=0)).logs()
     assert (logs["rr_waiting_ms"], logs["rr_slowest_rank"], logs["rr_hidden"]) == (0, 0, 1)
-
-
-def test_what_surrounds_calls_makes_no_part_negative():
+    # What surrounds calls takes time too.
     step = step_of(ranks(30, 20, communicating=-0.1))
     assert (step.communicating_s, step.logs()["rr_hidden"]) == (0, 1)
 
@@ -69,6 +67,8 @@ def test_facts_are_of_the_steps_since_then():
     before, now = Facts(3, *[1.5] * 9, rank=2, cores=4.0), Facts(8, *[4.0] * 9, rank=2, cores=4.0)
     assert now.since(before) == Facts(5, *[2.5] * 9, rank=2, cores=4.0)
 
+
+NOTHING = ["Nothing of this kind."]
 
 # The verdict ------------------------------------------------------------------------------
 
@@ -92,17 +92,14 @@ def test_the_verdict_says_where_a_step_went_and_what_would_help():
 
 def test_ranks_that_only_compute_have_nothing_to_gain():
     lines, found = of(ranks(30, 31, 30))
-    assert found == ["Nothing of this kind."]
+    assert found == NOTHING
     assert "waiting for the slowest rank" in lines[2]
-
-
-def test_alone_there_is_nobody_to_wait_for():
     lines, found = of(ranks(30, communicating=0, hidden=0))
     assert lines[:2] == [
         "profile of 1 rank in 1 epoch: 100 steps of 30.0 ms",
         "  no other rank to wait for",
     ]
-    assert found == ["Nothing of this kind."]
+    assert found == NOTHING
 
 
 EVEN, LATE = ranks(30, 30), ranks(30, 50)
@@ -132,7 +129,7 @@ def test_steps_count_alike_in_epochs_of_unequal_length():
 
 @pytest.mark.parametrize("epoch", [ranks(30, 33), ranks(30, 50, steps=4)])
 def test_a_little_waiting_is_chance(epoch):
-    assert of(epoch)[1] == ["Nothing of this kind."]
+    assert of(epoch)[1] == NOTHING
 
 
 def test_a_batch_too_small_to_divide():
@@ -149,7 +146,7 @@ def test_communication_that_is_not_hidden():
     assert text.endswith("smaller bucket_bytes.")
     _, [text] = of(ranks(20, 20, communicating=8, hidden=2, links=[(MB, 1.0)] * 2))
     assert text.endswith('bucket_bytes; send less than 1.00 MB a step, with compression="bf16".')
-    assert of(ranks(20, 20, communicating=2, hidden=8))[1] == ["Nothing of this kind."]
+    assert of(ranks(20, 20, communicating=2, hidden=8))[1] == NOTHING
 
 
 def test_an_update_that_each_rank_of_a_host_makes_whole():
@@ -169,46 +166,44 @@ def test_a_slow_link_is_named_if_ranks_wait_for_it():
         "The link from rank 1 to rank 2 carries 20.0 MB/s while it has data, the others 90.0, and "
         "all ranks wait for it. See its network."
     )
-    assert of(ranks(20, 20, 20, hidden=29, links=links))[1] == ["Nothing of this kind."]
+    assert of(ranks(20, 20, 20, hidden=29, links=links))[1] == NOTHING
+
+
+def on_cores(cores, local_size, threads, cpu_s):
+    return {"cores": cores, "local_size": local_size, "threads": threads, "cpu_s": cpu_s}
 
 
 @pytest.mark.parametrize(
-    ("facts", "text"),
+    ("facts", "shared", "remedy"),
     [
         (
-            {"cores": 2.0, "local_size": 4, "threads": 1, "cpu_s": 1.5},
-            "4 threads of 4 ranks share 2 cores on rank 0's host, 97% busy, where more of them "
-            "compute no faster. Use 2 ranks there, or more hosts.",
+            on_cores(2.0, 4, 1, 1.5),
+            "4 threads of 4 ranks share 2 cores on rank 0's host, 97% busy",
+            "Use 2 ranks there, or more hosts.",
         ),
         (
-            {"cores": 8.0, "local_size": 4, "threads": 8, "cpu_s": 6.0},
-            "32 threads of 4 ranks share 8 cores on rank 0's host, 97% busy, where more of them "
-            "compute no faster. Use --threads-per-worker 2.",
+            on_cores(8.0, 4, 8, 6.0),
+            "32 threads of 4 ranks share 8 cores on rank 0's host, 97% busy",
+            "Use --threads-per-worker 2.",
         ),
         # A quota of each rank's own container.
-        (
-            {"cores": 1.5, "local_size": 4, "threads": 8, "cpu_s": 4.65},
-            "8 threads of 1 rank share 1.5 cores on rank 0's host, 100% busy, where more of them "
-            "compute no faster. Use --threads-per-worker 1.",
-        ),
-        (
-            {"cores": 1.0, "local_size": 1, "threads": 4, "cpu_s": 3.0},
-            "4 threads of 1 rank share 1 core on rank 0's host, 97% busy, where more of them "
-            "compute no faster. Use --threads-per-worker 1.",
-        ),
-        # As many as there are cores, each rank bound to its own, and cores that are idle.
-        ({"cores": 8.0, "local_size": 4, "threads": 2, "cpu_s": 6.0}, ""),
-        ({"cores": 1.0, "local_size": 4, "threads": 1, "cpu_s": 3.0}, ""),
-        ({"cores": 2.0, "local_size": 4, "threads": 1, "cpu_s": 0.9}, ""),
+        (on_cores(1.5, 4, 8, 4.65), "8 threads of 1 rank share 1.5 cores", "-per-worker 1."),
+        (on_cores(1.0, 1, 4, 3.0), "4 threads of 1 rank share 1 core on", "-per-worker 1."),
     ],
 )
-def test_cores_that_too_many_threads_share(facts, text):
-    assert of(ranks(30, 30, 30, 30, **facts))[1] == [text or "Nothing of this kind."]
+def test_cores_that_too_many_threads_share(facts, shared, remedy):
+    [text] = of(ranks(30, 30, 30, 30, **facts))[1]
+    assert text.startswith(shared)
+    assert text.endswith(remedy)
+
+
+@pytest.mark.parametrize("limits", [(8.0, 4, 2, 6.0), (1.0, 4, 1, 3.0), (2.0, 4, 1, 0.9)])
+def test_as_many_threads_as_cores_or_a_core_for_each_rank_or_idle_ones_are_enough(limits):
+    assert of(ranks(30, 30, 30, 30, **on_cores(*limits)))[1] == NOTHING
 
 
 def test_what_gains_most_comes_first_and_shared_cores_before_all():
-    shared = {"cores": 2.0, "local_size": 4, "threads": 1, "cpu_s": 2.75}
-    epoch = ranks(20, 20, 30, 20, communicating=25, hidden=3, **shared)
-    _, found = of(epoch)
+    shared = on_cores(2.0, 4, 1, 2.75)
+    _, found = of(ranks(20, 20, 30, 20, communicating=25, hidden=3, **shared))
     starts = ["4 threads of", "Of 28.0 ms of communication", "Rank 2 is slow"]
     assert [text[: len(start)] for text, start in zip(found, starts, strict=True)] == starts
