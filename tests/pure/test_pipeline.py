@@ -9,8 +9,9 @@ import pytest
 
 from ringreduce.pure.pipeline import Step, schedule
 
-STAGES, MICRO_BATCHES = range(1, 6), range(1, 10)
-CASES = list(itertools.product(STAGES, MICRO_BATCHES))
+cases = pytest.mark.parametrize(
+    ("stages", "micro_batches"), list(itertools.product((1, 2, 3, 5), (1, 2, 4, 5, 9)))
+)
 
 
 def source_of(step: Step, stage: int, stages: int) -> int | None:
@@ -21,8 +22,7 @@ def source_of(step: Step, stage: int, stages: int) -> int | None:
 
 def target_of(step: Step, stage: int, stages: int) -> int | None:
     """The stage that gets an array after `stage` has made this step; None: no stage."""
-    other = stage + 1 if step.is_forward else stage - 1
-    return other if 0 <= other < stages else None
+    return source_of(step._replace(is_forward=not step.is_forward), stage, stages)
 
 
 class Line:
@@ -83,22 +83,23 @@ def run(stages: int, micro_batches: int, capacity: int, *, late: bool) -> list[l
     return done
 
 
-@pytest.mark.parametrize("late", [False, True])
+@cases
 @pytest.mark.parametrize("capacity", [0, 1])
-@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
-def test_no_stage_waits_for_ever_or_gets_another_micro_batch(stages, micro_batches, capacity, late):
-    run(stages, micro_batches, capacity, late=late)
+def test_no_stage_waits_for_ever_or_gets_another_micro_batch(stages, micro_batches, capacity):
+    for late in (False, True):
+        run(stages, micro_batches, capacity, late=late)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
+@cases
 def test_it_takes_as_long_as_the_longest_way_through_it(stages, micro_batches):
     done = run(stages, micro_batches, 1, late=False)
     # Forward and backward passes of one unit each.
     assert len(done[0]) == 2 * (micro_batches + stages - 1)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
+@cases
 def test_each_micro_batch_goes_forward_and_then_backward_once_and_in_order(stages, micro_batches):
+    """A stage keeps what few forward passes need."""
     for stage in range(stages):
         steps = schedule(stage, stages, micro_batches)
         for is_forward in (True, False):
@@ -106,18 +107,12 @@ def test_each_micro_batch_goes_forward_and_then_backward_once_and_in_order(stage
             assert numbers == list(range(micro_batches))
         for number in range(micro_batches):
             assert steps.index(Step(True, number)) < steps.index(Step(False, number))
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
-def test_a_stage_keeps_what_few_forward_passes_need(stages, micro_batches):
-    for stage in range(stages):
-        steps = schedule(stage, stages, micro_batches)
         kept = list(itertools.accumulate(1 if step.is_forward else -1 for step in steps))
         assert max(kept) == min(stages - stage, micro_batches)
         assert kept[-1] == 0
 
 
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", [1, 2, 5])
 def test_with_sends_that_block_it_would_wait_for_ever(stages):
     """Why they must not: two neighbours send to each other before either receives."""
     calls: list[deque[tuple[str, int]]] = [deque() for _ in range(stages)]
