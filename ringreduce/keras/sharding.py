@@ -27,7 +27,7 @@ from ringreduce.keras.parts.training import joint
 from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
 from ringreduce.keras.wrappable import all_within, require_elementwise, state_for
 from ringreduce.pure.buckets import GradientSpec
-from ringreduce.tensorflow.sharding import ShardedBuckets
+from ringreduce.tensorflow.sharding import ShardedBuckets, piece_of
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
@@ -148,14 +148,11 @@ class Sharding:
                     remedy="Pass sparse_as_dense=True too, or leave sharded out for large tables.",
                 )
             given[place] = gradient
-        own = [self._slice(variable, number) for number, variable in enumerate(self._sharded)]
-        found = self._buckets.scatter(given, own)
+        found = self._buckets.scatter(given)
         return [found[place] for place in places]
 
     def _slice(self, variable: Any, number: int) -> Any:
-        piece = self._buckets.pieces[number]
-        flat = tf.reshape(tf.convert_to_tensor(variable), [-1])
-        return flat[piece.first : piece.first + piece.length]
+        return piece_of(variable, self._buckets.pieces[number])
 
     def update(
         self, inner: Any, apply: _Apply, means: Sequence[Any], variables: Sequence[Any]

@@ -34,6 +34,11 @@ from ringreduce.vocabulary.types import dtype_named
 _Tensors = Sequence[Any]
 
 
+def piece_of(whole: Any, piece: Piece) -> Any:
+    """Return the elements of `whole`, a tensor or variable, that `piece` names, flat."""
+    return tf.reshape(tf.convert_to_tensor(whole), [-1])[piece.first : piece.first + piece.length]
+
+
 class ShardedBuckets:
     """The buckets of variables, of which each rank updates its share.
 
@@ -59,7 +64,8 @@ class ShardedBuckets:
         self._wholes: list[Any] = []  # the gradients that a trace has scattered last
         # By which variables have gradients.
         self._reducers: dict[tuple[bool, ...], BucketReducer] = {}
-        self._native: dict[tuple[bool, ...], tuple[int, int]] = {}
+        # By that, and whether XLA compiles.
+        self._native: dict[tuple[tuple[bool, ...], bool], tuple[int, int]] = {}
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """What of each variable a rank updates."""
@@ -70,10 +76,10 @@ class ShardedBuckets:
         found = pieces(self._plan, shares)
         return [found[number] for number in range(len(self._plan.gradients))]
 
-    def scatter(self, gradients: _Tensors, own: _Tensors) -> list[Any]:
-        """This rank's pieces of the means of `gradients`, None where there is none.
+    def scatter(self, gradients: _Tensors) -> list[Any]:
+        """Return this rank's pieces of the means of `gradients`, None where there is none.
 
-        Collective. `own` are tensors like the results, whose memory may be used for them.
+        Collective.
         """
         refuse_unreachable(self._ring)
         failures.watch(self._ring)
@@ -85,7 +91,7 @@ class ShardedBuckets:
         self._wholes = [] if tf.executing_eagerly() else dense
         reducer = self._reducer_of(present)
         if self._is_native():
-            found = self._handed_over(self._numbers(present)[0], dense, own)
+            found = self._scattered_natively(present, dense)
         else:
             results = [((piece.length,), spec.dtype) for piece, spec in self._each()]
             run = _noted(self._ring, lambda *arrays: self._scattered(reducer, arrays))
@@ -126,33 +132,56 @@ class ShardedBuckets:
 
     # --- The engine's ---
 
+    def _scattered_natively(self, present: tuple[bool, ...], gradients: _Tensors) -> list[Any]:
+        """Return this rank's pieces of the means of `gradients`, all of which the engine has."""
+        number, in_place = self._numbers(present)[0], self._in_place()
+        slots = zip(self._plan.buckets, in_place, strict=True)
+        wholes = {slot.gradient for bucket, stays in slots for slot in bucket.slots if stays}
+        like = []
+        for place, (piece, spec) in enumerate(self._each()):
+            shape = spec.shape if place in wholes else (piece.length,)
+            with tf.device("CPU:0"):
+                like.append(tf.raw_ops.Empty(shape=shape, dtype=spec.dtype))
+        found = self._handed_over(number, gradients, like, in_place)
+        return [
+            piece_of(one, piece) if place in wholes else one
+            for place, (one, piece) in enumerate(zip(found, self.pieces, strict=True))
+        ]
+
+    def _in_place(self) -> list[bool]:
+        """Which buckets XLA has in memory as they are: within a host, each of one gradient."""
+        may_be = xla.is_compiling() and self._ring.transport == "shm"
+        return [may_be and bucket.slots[0].count == bucket.count for bucket in self._plan.buckets]
+
     def _numbers(self, present: tuple[bool, ...]) -> tuple[int, int]:
         """The numbers of the plans of a step for the engine, which are made once."""
-        if present in self._native:
-            return self._native[present]
+        key = present, xla.is_compiling()
+        if key in self._native:
+            return self._native[key]
         # What the engine calls must not keep this object, which has it forgotten.
         reducer, memory = self._reducer_of(present), self._memory
-        wholes, owns = [], []
-        for bucket in self._plan.buckets:
-            size = self._sizes[bucket.dtype]
-            wholes.append([(slot.start * size, slot.count * size) for slot in bucket.slots])
+        scattering, gathering = [], []
+        buckets = zip(self._plan.buckets, memory.buckets, self._in_place(), strict=True)
+        for bucket, values, in_place in buckets:
+            size, flat = values.itemsize, values.view(np.uint8)
+            wholes = [(slot.start * size, slot.count * size) for slot in bucket.slots]
             mine = [self.pieces[slot.gradient] for slot in bucket.slots]
-            owns.append([(piece.start * size, piece.length * size) for piece in mine])
-        every = [each.view(np.uint8) for each in memory.buckets]
-        sizes = [each.nbytes for each in every]
+            own = [(piece.start * size, piece.length * size) for piece in mine]
+            given = (None, wholes, None) if in_place else (flat, wholes, own)
+            scattering.append(Layout(given[0], flat.nbytes, *given[1:]))
+            gathering.append(Layout(flat, flat.nbytes, own, wholes))
 
         def scatter(item: BucketItem) -> None:
             if item.bucket == 0:
                 reducer.begin_step()
-            reducer.scatter(item.bucket, memory.buckets[item.bucket])
+            values = memory.buckets[item.bucket]
+            reducer.scatter(item.bucket, item.view(values.nbytes).view(values.dtype))
 
         def gather(item: BucketItem) -> None:
             memory.give(item.bucket)
 
-        scattering = list(map(Layout, every, sizes, wholes, owns))
-        gathering = list(map(Layout, every, sizes, owns, wholes))
         found = self._serve(scattering, scatter), self._serve(gathering, gather)
-        self._native[present] = found
+        self._native[key] = found
         return found
 
     def _serve(self, layouts: list[Layout], run: Callable[[BucketItem], None]) -> int:
@@ -163,13 +192,17 @@ class ShardedBuckets:
         weakref.finalize(self, engine.forget, number).atexit = False
         return number
 
-    def _handed_over(self, number: int, given: _Tensors, like: _Tensors) -> list[Any]:
-        """What the engine makes of tensors, all of which are handed over first."""
-        way = self._compiled if xla.is_compiling() else self._in_graph
+    def _handed_over(
+        self, number: int, given: _Tensors, like: _Tensors, in_place: Sequence[bool] = ()
+    ) -> list[Any]:
+        """Return what the engine makes of tensors, all of which are handed over first."""
         places = [[slot.gradient for slot in bucket.slots] for bucket in self._plan.buckets]
         by_bucket = [([given[i] for i in each], [like[i] for i in each]) for each in places]
-        results = itertools.chain(*way(number, by_bucket))
-        found = dict(zip(itertools.chain(*places), results, strict=True))
+        if xla.is_compiling():
+            waited = self._compiled(number, by_bucket, in_place or [False] * len(places))
+        else:
+            waited = self._in_graph(number, by_bucket)
+        found = dict(zip(itertools.chain(*places), itertools.chain(*waited), strict=True))
         return [found[place] for place in range(len(given))]
 
     def _in_graph(self, number: int, by_bucket: Any) -> list[list[Any]]:
@@ -181,18 +214,21 @@ class ShardedBuckets:
         order.done(self._ring, [result for results in waited for result in results])
         return waited
 
-    def _compiled(self, number: int, by_bucket: Any) -> list[list[Any]]:
+    def _compiled(self, number: int, by_bucket: Any, in_place: Sequence[bool]) -> list[list[Any]]:
         after = order.token(self._ring)
-        starts = enumerate(given for given, _ in by_bucket)
-        tokens = [xla.start(number, bucket, given, after)[-1] for bucket, given in starts]
+        started = [
+            xla.start(number, bucket, given, after, stays)
+            for bucket, ((given, _), stays) in enumerate(zip(by_bucket, in_place, strict=True))
+        ]
+        tokens = [token for *_, token in started]
         waited: list[list[Any]] = []
         over: list[Any] = []
-        for bucket, (_, like) in enumerate(by_bucket):
+        for bucket, ((_, like), (*kept, _)) in enumerate(zip(by_bucket, started, strict=True)):
             shapes = [(tensor.shape, tensor.dtype) for tensor in like]
             # The last wait keeps XLA from dropping the others.
             last = bucket == len(by_bucket) - 1
             before = [*tokens, *over] if last else tokens
-            *results, token = xla.wait(number, bucket, shapes, before, last=last)
+            *results, token = xla.wait(number, bucket, shapes, before, kept, last)
             waited.append(results)
             over.append(token)
         order.follow(self._ring, over[-1])
