@@ -89,12 +89,14 @@ COLLECTIVES = {
         expected=lambda inputs, rank, op: _own_chunk(_reduced(inputs, op), len(inputs), rank),
         bus_factor=lambda size: (size - 1) / size,
         reduces=True,
+        is_even=True,
     ),
     "all_gather": Collective(
         run=lambda comm, buffer, out, op: comm.all_gather(_chunk_of(comm, buffer)),
         expected=lambda inputs, rank, op: _joined(inputs),
         bus_factor=lambda size: (size - 1) / size,
         reduces=False,
+        is_even=True,
     ),
     "broadcast": Collective(
         run=lambda comm, buffer, out, op: comm.broadcast(buffer, root=0),

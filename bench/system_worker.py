@@ -19,6 +19,7 @@ import numpy as np
 
 from bench.collectives import COLLECTIVES
 from bench.turns import TURN_TIMEOUT_S, Line
+from ringreduce.pure.schedule import chunk_bounds
 
 Call = Callable[[], Any]
 
@@ -63,7 +64,25 @@ def join_ringreduce(arguments: argparse.Namespace) -> Member:
         buffer, out = filled(values), values.copy()
         return lambda: COLLECTIVES["sendrecv"].run(comm, buffer, out, "")
 
+    def reduce_scatter(values: np.ndarray) -> Call:
+        buffer = filled(values)
+        return lambda: comm.reduce_scatter(buffer, "sum")
+
+    def all_gather(values: np.ndarray) -> Call:
+        buffer = filled(values)
+        if not arguments.registered:
+            bounds = chunk_bounds(buffer.size, comm.size)
+            return lambda: comm.all_gather(buffer[bounds[comm.rank] : bounds[comm.rank + 1]])
+
+        def call() -> np.ndarray:
+            # In place, as a sharded update gives all ranks the weights.
+            comm._session.calls.gather_shares(buffer, 0)
+            return buffer
+
+        return call
+
     loads = {"all_reduce": all_reduce, "all_to_all": all_to_all, "sendrecv": sendrecv}
+    loads |= {"reduce_scatter": reduce_scatter, "all_gather": all_gather}
     return Member(comm.rank, comm.size, loads, {"transport": comm.transport})
 
 
@@ -113,7 +132,28 @@ def join_gloo(arguments: argparse.Namespace) -> Member:
 
         return call
 
+    def reduce_scatter(values: np.ndarray) -> Call:
+        tensor = torch.from_numpy(values.copy())
+        result = torch.empty(len(values) // arguments.size)
+
+        def call() -> Any:
+            distributed.reduce_scatter_tensor(result, tensor)
+            return result
+
+        return call
+
+    def all_gather(values: np.ndarray) -> Call:
+        result = torch.from_numpy(values.copy())
+        chunk = result.chunk(arguments.size)[arguments.rank].clone()
+
+        def call() -> Any:
+            distributed.all_gather_into_tensor(result, chunk)
+            return result
+
+        return call
+
     loads = {"all_reduce": all_reduce, "all_to_all": all_to_all, "sendrecv": sendrecv}
+    loads |= {"reduce_scatter": reduce_scatter, "all_gather": all_gather}
     return Member(arguments.rank, arguments.size, loads, {})
 
 
@@ -153,7 +193,26 @@ def join_openmpi(arguments: argparse.Namespace) -> Member:
 
         return call
 
+    def reduce_scatter(values: np.ndarray) -> Call:
+        buffer, result = values.copy(), np.empty(len(values) // world.size, np.float32)
+
+        def call() -> np.ndarray:
+            world.Reduce_scatter_block(buffer, result)
+            return result
+
+        return call
+
+    def all_gather(values: np.ndarray) -> Call:
+        buffer = values.copy()
+
+        def call() -> np.ndarray:
+            world.Allgather(MPI.IN_PLACE, buffer)
+            return buffer
+
+        return call
+
     loads = {"all_reduce": all_reduce, "all_to_all": all_to_all, "sendrecv": sendrecv}
+    loads |= {"reduce_scatter": reduce_scatter, "all_gather": all_gather}
     return Member(world.rank, world.size, loads, {})
 
 

@@ -28,7 +28,7 @@ from ringreduce.vocabulary.worker_environment import worker_environment
 RINGS = ("ringreduce", "rr.fit")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 # The collectives that `peers` can compare; those of each system are in its entry.
-MEASURED = ("all_reduce", "all_to_all", "sendrecv")
+MEASURED = ("all_reduce", "all_to_all", "sendrecv", "reduce_scatter", "all_gather")
 WORKER = (sys.executable, "-m", "bench.system_worker")
 
 
