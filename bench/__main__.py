@@ -180,7 +180,9 @@ def link(
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="mlp, cnn or transformer.")] = "cnn",
+    model: Annotated[
+        str, typer.Option(help="mlp, cnn, transformer, or wide: a transformer of 10 M weights.")
+    ] = "cnn",
     workers: Annotated[int, typer.Option(min=2, help="Replicas and ranks.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system.")] = 8,
     steps: Annotated[int, typer.Option(min=2, help="Steps in a round.")] = 10,
@@ -217,7 +219,7 @@ def train(
 
     if latency and not link:
         raise typer.BadParameter("--latency is of the links that --link makes")
-    if model not in (known := ("mlp", "cnn", "transformer")):
+    if model not in (known := ("mlp", "cnn", "transformer", "wide")):
         raise typer.BadParameter(f"{model!r} is no model; {', '.join(known)} are")
     with unavailable_is_an_answer():
         training.run(

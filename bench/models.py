@@ -41,19 +41,27 @@ def _cnn() -> keras.Model:
     )
 
 
-def _transformer() -> keras.Model:
-    """Four pre-norm blocks of width 128 on 64 x 64: 0.80 M parameters, many small operations."""
-    inputs = keras.Input((64, 64))
-    x = keras.layers.Dense(128)(inputs)
+def _transformer(length: int = 64, width: int = 128, heads: int = 4) -> keras.Model:
+    """Four pre-norm blocks of `width` on (length, 64): 0.80 M parameters, many small operations.
+
+    Of width 456 10.0 M.
+    """
+    inputs = keras.Input((length, 64))
+    x = keras.layers.Dense(width)(inputs)
     for _ in range(4):
         y = keras.layers.LayerNormalization()(x)
-        x = x + keras.layers.MultiHeadAttention(num_heads=4, key_dim=32)(y, y)
+        x = x + keras.layers.MultiHeadAttention(num_heads=heads, key_dim=width // heads)(y, y)
         y = keras.layers.LayerNormalization()(x)
-        y = keras.layers.Dense(512, activation="gelu")(y)
-        x = x + keras.layers.Dense(128)(y)
+        y = keras.layers.Dense(4 * width, activation="gelu")(y)
+        x = x + keras.layers.Dense(width)(y)
     x = keras.layers.LayerNormalization()(x)
     x = keras.layers.GlobalAveragePooling1D()(x)
     return keras.Model(inputs, keras.layers.Dense(10)(x))
 
 
-MODELS = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
+MODELS = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "transformer": _transformer,
+    "wide": lambda: _transformer(8, 456, 8),
+}
