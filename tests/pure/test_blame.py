@@ -19,6 +19,7 @@ def lost(rank: int, peer: int, when_s: float = 0.0) -> Facts:
 
 BUSY = Facts(1, 5, None, stood_s=3.0)
 SILENT = Facts(2, silent_s=2.0)
+IN_BARRIER = waiting(1, operation="barrier")
 
 
 @pytest.mark.parametrize(
@@ -32,18 +33,9 @@ SILENT = Facts(2, silent_s=2.0)
         ([waiting(0), BUSY, Facts(2, 4, "barrier")], Finding(Reason.BEHIND, (2,), (0,))),
         ([lost(0, 2), BUSY, SILENT], Finding(Reason.NAMED, (2,), (0,))),
         ([lost(0, 2), lost(2, 1, 9.0), BUSY], Finding(Reason.NAMED, (1,), (2,))),
-        (
-            [lost(0, 2), Facts(2, error=Error("ValueError", 9.0))],
-            Finding(Reason.OWN_ERROR, (2,)),
-        ),
-        (
-            [waiting(0), waiting(1, operation="barrier"), SILENT],
-            Finding(Reason.SILENT, (2,)),
-        ),
-        (
-            [waiting(0), waiting(1, operation="barrier")],
-            Finding(Reason.OUT_OF_STEP, (0, 1), (0, 1)),
-        ),
+        ([lost(0, 2), Facts(2, error=Error("ValueError", 9.0))], Finding(Reason.OWN_ERROR, (2,))),
+        ([waiting(0), IN_BARRIER, SILENT], Finding(Reason.SILENT, (2,))),
+        ([waiting(0), IN_BARRIER], Finding(Reason.OUT_OF_STEP, (0, 1), (0, 1))),
     ],
 )
 def test_the_culprit_is_found(facts: list[Facts], finding: Finding) -> None:
