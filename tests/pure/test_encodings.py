@@ -5,7 +5,7 @@ import pytest
 
 from ringreduce.pure.encodings import encoding_of
 
-COUNTS = (0, 1, 2, 255, 256, 257, 509, 1009)
+COUNTS = (0, 1, 255, 256, 257, 1009)
 NAMES = ("fp16", "bf16", "int8")
 # Of the largest value of 256.
 STEP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127 * 1.001}
@@ -75,8 +75,7 @@ def test_what_is_not_finite_stays_so(name, bad):
     values[300] = bad
     wire, found = coded(name, values, np.zeros(600, np.float32))
     assert not np.isfinite(found[300])
-    assert np.isfinite(found[:256]).all()
-    assert np.isfinite(found[512:]).all()
+    assert np.isfinite(np.delete(found, slice(256, 512))).all()
     encoding = encoding_of(name)
     assert not encoding.are_finite(wire, 600)
     assert encoding.are_finite(coded(name, values[:256])[0], 256)
