@@ -46,44 +46,38 @@ def losses(*parts):
     return [loss * (1 + part) for loss, part in zip(LOSSES, parts, strict=False)]
 
 
+SAME = (True, 0, "")
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "found"),
     [
-        {},
-        {"losses": losses(1e-6, 1e-4, 5e-3)},
+        ({}, SAME),
+        ({"losses": losses(1e-6, 1e-4, 5e-3)}, SAME),
         # Training ends sooner.
-        {"losses": LOSSES[:2]},
-        {"after": changed(0, 0.01)},
+        ({"losses": LOSSES[:2]}, SAME),
+        ({"after": changed(0, 0.01)}, SAME),
         # Of a bias before a normalization the gradient is 0, but for rounding.
-        {"after": changed(1, 0.5)},
+        ({"after": changed(1, 0.5)}, SAME),
+        ({"losses": losses(2e-3, 0, 0)}, (False, 1, "")),
+        ({"losses": losses(0, 0, 2e-2)}, (False, 3, "")),
+        ({"after": changed(0, 0.1)}, (False, 0, "conv/kernel")),
+        # It is not trained, and changes no loss.
+        ({"after": changed(2, 0.1)}, (False, 0, "norm/moving_mean")),
+        ({"names": ["other", *NAMES[1:]]}, (False, 0, "conv/kernel")),
+        ({"names": NAMES[:2]}, (False, 0, "norm/moving_mean")),
     ],
 )
-def test_what_rounding_does_is_no_difference(changes):
-    assert compare(ONE, recorded(**changes)).agrees
+def test_the_first_difference_is_named_that_rounding_does_not_explain(changes, found):
+    difference = compare(ONE, recorded(**changes))
+    assert (difference.agrees, difference.step, difference.weight) == found
 
 
 @pytest.mark.parametrize("one", [math.nan, 2.3])
 def test_losses_that_are_not_known_or_not_finite(one):
-    unknown = [[one, math.nan, math.inf]] * 2
-    assert compare(*(recorded(losses=each) for each in unknown)).agrees
-    assert compare(recorded(losses=unknown[0]), ONE).step == (1 if math.isnan(one) else 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "step", "weight"),
-    [
-        ({"losses": losses(2e-3, 0, 0)}, 1, ""),
-        ({"losses": losses(0, 0, 2e-2)}, 3, ""),
-        ({"after": changed(0, 0.1)}, 0, "conv/kernel"),
-        # It is not trained, and changes no loss.
-        ({"after": changed(2, 0.1)}, 0, "norm/moving_mean"),
-        ({"names": ["other", *NAMES[1:]]}, 0, "conv/kernel"),
-        ({"names": NAMES[:2]}, 0, "norm/moving_mean"),
-    ],
-)
-def test_the_first_difference_is_named(changes, step, weight):
-    found = compare(ONE, recorded(**changes))
-    assert (found.agrees, found.step, found.weight) == (False, step, weight)
+    unknown = [one, math.nan, math.inf]
+    assert compare(recorded(losses=unknown), recorded(losses=unknown)).agrees
+    assert compare(recorded(losses=unknown), ONE).step == (1 if math.isnan(one) else 2)
 
 
 def test_of_16_bit_floats_more_is_rounding():
@@ -99,11 +93,7 @@ OTHER = [old + 1 for old in BEFORE]
 @pytest.mark.parametrize(
     ("changes", "again", "first"),
     [
-        (
-            {"before": OTHER},
-            {"before": OTHER},
-            "The initial weights differ in each run.",
-        ),
+        ({"before": OTHER}, {"before": OTHER}, "The initial weights differ in each run."),
         ({"before": OTHER}, {}, "The initial weights depend on the number of ranks."),
         ({"losses": losses(0.1)}, {"losses": losses(0.2)}, "Two runs with 1 rank differ too"),
         (
@@ -129,8 +119,5 @@ def test_all_of_it_fits_80_columns():
     rows = [row(ONE.run), *(row(each.run, own) for each, own in zip(runs[1:], found, strict=True))]
     assert {len(line) for line in rows} == {len(HEADER)}
     said = "\n".join(verdict([each.run for each in runs], found, compare(ONE, ONE)))
-    assert (
-        "from step 1 on the loss, which is 2.3 and 2.53\nThe likely reason:\n  1. Nothing in"
-        in said
-    )
+    assert "from step 1 on the loss, which is 2.3 and 2.53\nThe likely reason:\n  1. " in said
     assert "Fastest on this machine: 16 ranks, 246.91 times as fast as 2 ranks." in said
