@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ringreduce.vocabulary import launched
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
@@ -141,13 +140,7 @@ def test_what_is_refused_names_the_variables(variables, named):
         assert text in str(caught.value)
 
 
-def test_the_user_decides_between_launchers():
-    variables = seen.TORCHRUN | seen.HOROVOD | SECRET
-    assert Config.from_environment(variables | {"RINGREDUCE_LAUNCHER": "horovod"}).rank == 3
-    assert Config.from_environment(variables | {"RINGREDUCE_LAUNCHER": "torchrun"}).rank == 5
-
-
-def test_our_own_variables_and_arguments_come_first():
+def test_our_own_variables_and_arguments_decide_also_between_launchers():
     ours = {
         "RINGREDUCE_RANK": "0",
         "RINGREDUCE_SIZE": "2",
@@ -157,6 +150,9 @@ def test_our_own_variables_and_arguments_come_first():
     assert Config.from_environment(seen.SRUN | ours).size == 2
     assert Config.from_environment(seen.SRUN, rank=0, size=1).size == 1
     assert Config.from_environment(seen.OPEN_MPI | SECRET, timeout_s=3.0).timeout_s == 3
+    for launcher, rank in (("horovod", 3), ("torchrun", 5)):
+        both = seen.TORCHRUN | seen.HOROVOD | SECRET | {"RINGREDUCE_LAUNCHER": launcher}
+        assert Config.from_environment(both).rank == rank
     with pytest.raises(ConfigError, match="RINGREDUCE_SIZE"):
         Config.from_environment(seen.SRUN | {"RINGREDUCE_RANK": "0"})
 
@@ -272,45 +268,30 @@ def test_the_choice_is_logged_once_without_the_secret(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("variables", "times"),
-    [
-        (seen.SBATCH_SCRIPT | {"SLURM_NTASKS": "7"}, 1),
-        (seen.SALLOC_SHELL | {"SLURM_NTASKS": "8"}, 1),
-        (seen.SBATCH_SCRIPT | {"SLURM_NTASKS": "9", "RINGREDUCE_LAUNCHER": "none"}, 0),
-        (seen.SBATCH_SCRIPT | {"SLURM_NTASKS": "1"}, 0),
-        (seen.INTERACTIVE, 0),
-    ],
-)
-def test_a_script_that_forgets_srun_is_warned(variables, times, caplog):
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        Config.from_environment(variables)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * times
-    assert all("srun" in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "of 4"}, ["WORLD_SIZE=4 is set, and RANK is not"]),
-        ({"RANK": "0", "MASTER_ADDR": "of 0"}, ["RANK=0 is set, and WORLD_SIZE is not"]),
-        ({"RANK": "1"}, ["RANK=1 is set, and WORLD_SIZE is not"]),
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "none", "RINGREDUCE_LAUNCHER": "none"}, []),
-        ({"WORLD_SIZE": "1", "MASTER_ADDR": "alone"}, []),
-        ({"RANK": "0"}, []),
-        ({"RANK": "high"}, []),
-        ({"WORLD_SIZE": "4"}, []),
-        (seen.SRUN | {"WORLD_SIZE": "2", "MASTER_ADDR": "slurm"}, []),
+        # A script that forgets srun.
+        (seen.SBATCH_SCRIPT | {"SLURM_NTASKS": "7"}, "srun"),
+        (seen.SALLOC_SHELL | {"SLURM_NTASKS": "8"}, "srun"),
+        (seen.SBATCH_SCRIPT | {"SLURM_NTASKS": "9", "RINGREDUCE_LAUNCHER": "none"}, None),
+        (seen.SBATCH_SCRIPT | {"SLURM_NTASKS": "1"}, None),
+        (seen.INTERACTIVE, None),
+        # Half of what PyTorch sets.
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "WORLD_SIZE=4 is set, and RANK is not"),
+        ({"RANK": "0", "MASTER_ADDR": "a"}, "RANK=0 is set, and WORLD_SIZE is not"),
+        ({"RANK": "1"}, "RANK=1 is set, and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a", "RINGREDUCE_LAUNCHER": "none"}, None),
+        ({"WORLD_SIZE": "1", "MASTER_ADDR": "a"}, None),
+        ({"RANK": "0"}, None),
+        ({"RANK": "high"}, None),
+        ({"WORLD_SIZE": "4"}, None),
+        (seen.SRUN | {"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, None),
     ],
 )
-def test_half_of_what_pytorch_sets_is_warned_of(variables, said, caplog):
-    launched._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        Config.from_environment(variables)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"this process trains alone: {text}, PyTorch's variables. Unset what is left from before, "
-        "or set both in each process; RINGREDUCE_LAUNCHER=none hides this warning"
-        for text in said
-    ]
+def test_a_process_that_trains_alone_by_mistake_is_warned_once(variables, said, warned):
+    texts = warned(variables)
+    assert len(texts) == (said is not None)
+    assert all(said in text and "RINGREDUCE_LAUNCHER=none" in text for text in texts)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
@@ -319,12 +300,10 @@ def test_half_of_what_pytorch_sets_is_warned_of(variables, said, caplog):
     [(1, 64, "0", True), (16, 64, "0", True), (17, 64, "0", False), (1, 65, "1", False)],
 )
 def test_cores_that_mpirun_leaves_idle_are_said_by_rank_0(
-    own, parents, rank, is_warned, monkeypatch, caplog
+    own, parents, rank, is_warned, monkeypatch, warned
 ):
     cores = {0: own, os.getppid(): parents}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])))
     ours = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
-    with caplog.at_level(logging.WARNING, "ringreduce"):
-        Config.from_environment(seen.OPEN_MPI | ours)
     expected = [f"mpirun has bound this process to {own} of {parents} cores"] if is_warned else []
-    assert [record.getMessage().partition(",")[0] for record in caplog.records] == expected
+    assert [text.partition(",")[0] for text in warned(seen.OPEN_MPI | ours)] == expected
