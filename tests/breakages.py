@@ -2,7 +2,7 @@
 
     python -m tests.breakages [NAME ...] [--touched [COMMIT]] [--list] [--jobs N] [--again]
 
-The breakages are in `tests/breakage_list.py`. For each, the C tests run if it is in the C library;
+The breakages are in `tests/breakage_list.txt`. For each, the C tests run if it is in the C library;
 then its likely test files, up to the first failure, also those cases that `make test-full` alone
 runs; and if they pass, the whole suite, as `make test` runs it. A failing Python test counts only
 if it passes without the breakage. Results are kept in tests/breakages.json, so an interrupted run
@@ -310,13 +310,14 @@ def _is_there(test: str) -> bool:
 
 def _touched(commit: str) -> list[Breakage]:
     """The breakages of which the entry, the file or a test file has changed since `commit`."""
-
     since = commit or _git("log", "-1", "--format=%H", "--", str(RESULTS)).strip()
     changed = {*_git("diff", "--name-only", since).splitlines()}
     changed |= {*_git("ls-files", "--others", "--exclude-standard").splitlines()}
-    before = _git("show", f"{since}:tests/breakage_list.py")
-    names = {each.name for each in BREAKAGES if f'"{each.name}"' not in before}
-    return [each for each in BREAKAGES if changed & {each.file, *each.tests} or each.name in names]
+    before = _git("grep", "-h", "-e", "", since, "--", "tests/breakage_list.*")
+    known = {*re.findall(r"[\w'-]+", before)}
+    return [
+        each for each in BREAKAGES if changed & {each.file, *each.tests} or each.name not in known
+    ]
 
 
 def _is_compiled(breakage: Breakage) -> bool:
