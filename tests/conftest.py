@@ -12,7 +12,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,15 @@ if os.environ.get("RINGREDUCE_TEST_RANDOM", "") != "1":
 
 # The kernel takes a moment to forget a thread that has been joined.
 _SETTLE_S = 5.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew", action="store_true", help="write the pages under golden/ anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--renew") and os.environ.get("CI"):
+        raise pytest.UsageError("--renew writes the pages that tests compare with; CI compares")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -90,6 +99,23 @@ def ranks(
     rings = Ranks(tmp_path_factory.mktemp("ranks"), {"KEEP_GRAPHS": keep})
     yield rings
     rings.close()
+
+
+@pytest.fixture
+def check_page(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a page with the file of that name in golden/; ``--renew`` writes the file.
+
+    Spaces at ends of lines do not count.
+    """
+
+    def check(name: str, page: str) -> None:
+        file = request.path.parent / "golden" / name
+        page = "".join(f"{line.rstrip()}\n" for line in page.splitlines())
+        if request.config.getoption("--renew"):
+            file.write_text(page)
+        assert page == file.read_text()
+
+    return check
 
 
 @pytest.fixture

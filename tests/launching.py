@@ -22,16 +22,24 @@ from tests.processes import DEADLINE_S, clean_environment, wait_until
 
 __all__ = ["RANK", "WAITS", "Terminal", "numbers", "run", "script"]
 
-RANK = "import os\nrank = int(os.environ['RINGREDUCE_RANK'])\n"
+# Ranks wait for files beside the program.
+RANK = """import os, pathlib, signal, sys, time
+rank = int(os.environ['RINGREDUCE_RANK'])
+def beside(name):
+    return pathlib.Path(__file__).with_name(name)
+def wait_for(name):
+    while not beside(name).exists():
+        time.sleep(0.01)
+"""
 # Says its number, then waits for a signal: what the launcher ends.
 WAITS = (
     "import os, signal\nprint('pid', os.getpid(), flush=True)\nwhile True:\n    signal.pause()\n"
 )
 
 
-def script(directory: Path, text: str) -> str:
-    """Write a program; return its name, relative to where `launcher` starts."""
-    (directory / "script.py").write_text(textwrap.dedent(text))
+def script(directory: Path, *texts: str) -> str:
+    """Write a program of these texts; return its name, relative to where `launcher` starts."""
+    (directory / "script.py").write_text("".join(map(textwrap.dedent, texts)))
     return "script.py"
 
 

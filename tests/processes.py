@@ -181,9 +181,7 @@ class Process:
         self._popen.wait(10)
 
 
-def launcher(
-    directory: Path, *arguments: str, environment: Mapping[str, str] | None = None
-) -> Process:
-    """``ringreduce *arguments``, started in `directory`."""
+def launcher(directory: Path, *arguments: str, **variables: str) -> Process:
+    """``ringreduce *arguments``, started in `directory` with these further variables."""
     command = [sys.executable, "-m", "ringreduce", *arguments]
-    return Process(command, directory, name="launcher", environment=environment)
+    return Process(command, directory, name="launcher", environment=clean_environment(**variables))

@@ -182,8 +182,7 @@ class Job:
         with self._stack:
             if plan.starter == "launcher":
                 command = ["run", "-n", str(plan.size), *arguments]
-                environment = clean_environment(**variables)
-                process = launcher(directory, *command, environment=environment)
+                process = launcher(directory, *command, **variables)
                 self.processes = [self._stack.enter_context(process)]
             else:
                 self._start_workers(directory, arguments, variables)

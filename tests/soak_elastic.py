@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tests.facts import facts_in
-from tests.processes import clean_environment, launcher, wait_until
+from tests.processes import launcher, wait_until
 
 SIZE, EPOCHS, STEPS = 4, 6, 40
 PROGRAM = str(Path(__file__).parent / "programs" / "soaked.py")
@@ -53,16 +53,15 @@ def run(
     transport = "auto" if "stop" in hows.values() else chosen.choice(["auto", "zmq"])
     done = ["writes"] * writes + [f"reset of {rank}" for rank in resets]
     options = ("-n", str(SIZE), "--elastic")
-    environment = clean_environment(
-        OMP_NUM_THREADS="1",
-        TF_CPP_MIN_LOG_LEVEL="3",
-        RINGREDUCE_TIMEOUT_S=str(TIMEOUT_S),
-        RINGREDUCE_JOIN_TIMEOUT_S="60",
-        RINGREDUCE_TRANSPORT=transport,
-    )
+    variables = {
+        **{"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        "RINGREDUCE_TIMEOUT_S": str(TIMEOUT_S),
+        "RINGREDUCE_JOIN_TIMEOUT_S": "60",
+        "RINGREDUCE_TRANSPORT": transport,
+    }
     struck: list[tuple[int, float]] = []
     command = ("run", *options, PROGRAM, str(EPOCHS), str(WRITES_S * writes), str(folder))
-    with launcher(folder, *command, environment=environment) as job:
+    with launcher(folder, *command, **variables) as job:
 
         def processes() -> dict[int, int]:
             said = facts_in(job.stdout)

@@ -16,7 +16,7 @@ from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.vocabulary.config import TIMES
 from tests.launching import RANK, Terminal, run, script
-from tests.processes import clean_environment, launcher
+from tests.processes import launcher
 
 # Draws as Keras's bar does: what was there is overwritten, and the line ends with the epoch.
 BAR = (
@@ -117,7 +117,7 @@ def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
         "run",
         *options,
         name,
-        environment=clean_environment(RINGREDUCE_TIME_SCALE="0.02"),
+        RINGREDUCE_TIME_SCALE="0.02",
     ) as job:
         job.wait_shown("[0] 1/3 loss: 0.5\n")
         (tmp_path / "line").touch()
@@ -247,8 +247,7 @@ def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
         print("later", flush=True)
         """
     name = script(tmp_path, text)
-    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
-    with launcher(tmp_path, "run", "-n", "1", name, environment=environment) as job:
+    with launcher(tmp_path, "run", "-n", "1", name, RINGREDUCE_TIME_SCALE="0.02") as job:
         job.wait_error("[0] ValueError: bad data")
         (tmp_path / "end").touch()
         assert job.wait() == 0
@@ -267,9 +266,8 @@ def hold():
 atexit.register(hold)
 raise ValueError("bad data")
 """
-    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.05")
     name = script(tmp_path, RANK + text)
-    with launcher(tmp_path, "run", "-n", "3", name, environment=environment) as job:
+    with launcher(tmp_path, "run", "-n", "3", name, RINGREDUCE_TIME_SCALE="0.05") as job:
         job.wait_error("(the same on ranks 0, 1, 2)")
         (tmp_path / "end").touch()
         job.wait()
@@ -305,7 +303,7 @@ def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(tmp_path: 
         said = job.stderr.splitlines()
         assert said[0] == "ringreduce: stopped by SIGINT"
         assert said[1].startswith("ringreduce: ranks 0, 1: KeyboardInterrupt (File ")
-        assert said[1].endswith('script.py", line 7, in <module>)')
+        assert said[1].endswith('script.py", line 12, in <module>)')
         assert said[2] == "ringreduce: rank 2:"
         assert said[-1] == "ringreduce:   OSError: no space"
 
@@ -346,10 +344,8 @@ except KeyboardInterrupt:
     print("saves", flush=True)
     raise
 """
-    environment = clean_environment(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="")
-    with launcher(
-        tmp_path, "run", "-n", "2", script(tmp_path, text), environment=environment
-    ) as job:
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, text), **quiet) as job:
         job.wait_shown("trains", times=2)
         shown = len(job.stderr.splitlines())
         job.signal(2)

@@ -19,7 +19,7 @@ from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 from tests.commands.test_nodes import free_port, job
 from tests.launching import RANK, WAITS, numbers, run, script
-from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
+from tests.processes import Process, launcher, wait_gone, wait_until
 
 # Its arguments say in which step a rank fails and how, and without whom the others go on.
 TRAINS = """
@@ -78,9 +78,8 @@ wait_for("all have told")
 
 def play(directory: Path, size: int, text: str, *options: str, **variables: str) -> Process:
     """A job whose ranks tell, to its end."""
-    name, environment = script(directory, TELLS + text), clean_environment(**variables)
-    options = ("run", "-n", str(size), *options, name)
-    with launcher(directory, *options, environment=environment) as job:
+    options = ("run", "-n", str(size), *options, script(directory, TELLS + text))
+    with launcher(directory, *options, **variables) as job:
         job.wait_shown("pid", times=size)
         (directory / "all have told").touch()
         job.wait()

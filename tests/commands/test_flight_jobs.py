@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from ringreduce.commands.cli import app
 from ringreduce.pure.flight import Dump, decode_dump
 from ringreduce.vocabulary.errors import ConfigError
-from tests.processes import Process, clean_environment, launcher, wait_until
+from tests.processes import Process, launcher, wait_until
 
 SIZE = 3
 BEGINNING = """
@@ -30,8 +30,7 @@ def job(directory: Path, text: str, **environment: str) -> Process:
     """Three workers that run `text` after a first all-reduce, with their logs in ``logs``."""
     (directory / "train.py").write_text(BEGINNING + textwrap.dedent(text))
     arguments = ("run", "-n", str(SIZE), "--timeout", "20", "--log-dir", "logs", "train.py")
-    variables = clean_environment(**environment)
-    return launcher(directory, *arguments, environment=variables)
+    return launcher(directory, *arguments, **environment)
 
 
 def report(directory: Path, folder: str = "logs") -> Result:
@@ -147,8 +146,9 @@ def test_a_signal_before_a_rank_has_joined_does_not_end_the_job(tmp_path: Path) 
 
 def test_the_folder_may_come_from_the_environment(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('here')\n")
-    environment = clean_environment(RINGREDUCE_LOG_DIR=str(tmp_path / "kept"))
-    with launcher(tmp_path, "run", "train.py", environment=environment) as process:
+    with launcher(
+        tmp_path, "run", "train.py", RINGREDUCE_LOG_DIR=str(tmp_path / "kept")
+    ) as process:
         assert process.wait() == 0
     assert (tmp_path / "kept" / "rank-0.log").read_text() == "here\n"
 

@@ -11,7 +11,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import types
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import DEADLINE_S, clean_environment, launcher, wait_gone
 from tests.scope import in_full
 
+SOON = {"RINGREDUCE_TIME_SCALE": "0.02"}
 THREAD_VARIABLES = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
 
 
@@ -50,16 +50,12 @@ PRINT_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))\n"
 
 
 def test_every_line_begins_with_its_rank_and_is_whole(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        RANK
-        + """
+    text = """
         for number in range(300):
             for part in (f"line {number}", " of ", f"rank {rank}", "\\n"):
                 os.write(1, part.encode())
-        """.replace("\n        ", "\n"),
-    )
-    lines = run(tmp_path, "-n", "3", name).stdout.splitlines()
+        """
+    lines = run(tmp_path, "-n", "3", script(tmp_path, RANK, text)).stdout.splitlines()
     for rank in range(3):
         own = [line for line in lines if line.startswith(f"[{rank}] ")]
         assert own == [f"[{rank}] line {number} of rank {rank}" for number in range(300)]
@@ -87,19 +83,10 @@ def test_a_line_that_a_child_holds_open_is_shown_at_the_end(tmp_path: Path) -> N
 
 
 def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        """
-        import pathlib
-        for _ in range(2000):
-            print("x" * 100)
-        pathlib.Path("done").touch()
-        """,
-    )
-    command = [sys.executable, "-m", "ringreduce", "run", "-n", "1", name]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE
-    ) as job:
+    text = "for _ in range(2000):\n    print('x' * 100)\nbeside('done').touch()\n"
+    command = [sys.executable, "-m", "ringreduce", "run", "-n", "1", script(tmp_path, RANK, text)]
+    environment = clean_environment()
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         job.stdout.close()
         assert job.wait(DEADLINE_S) == 0
@@ -130,39 +117,33 @@ def test_a_module_is_run_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "keras.py").touch()
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").touch()
-    (tmp_path / "trainer" / "main.py").write_text(
-        "import keras, sys\nprint(__name__, sys.argv[1:])"
-    )
+    text = "import keras, sys\nprint(__name__, sys.argv[1:])"
+    (tmp_path / "trainer" / "main.py").write_text(text)
     done = run(tmp_path, "-n", "1", "-m", "trainer.main", "-m", "x")
     # That one worker imports Keras and joins no ring is no fault.
     assert (done.stdout, done.stderr) == ("[0] __main__ ['-m', 'x']\n", "")
 
 
 def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path: Path) -> None:
-    outer = {
-        "RINGREDUCE_RANK": "7",
-        "RINGREDUCE_SIZE": "9",
-        "RINGREDUCE_LOCAL_RANK": "3",
-        "RINGREDUCE_LOCAL_SIZE": "4",
-        "RINGREDUCE_RENDEZVOUS": "192.0.2.1:4000",
-        "RINGREDUCE_RENDEZVOUS_FD": "77",
-        "RINGREDUCE_JOB_ID": "outer",
-    }
+    outer = {"RANK": "7", "SIZE": "9", "LOCAL_RANK": "3", "LOCAL_SIZE": "4", "JOB_ID": "outer"}
+    outer |= {"RENDEZVOUS": "192.0.2.1:4000", "RENDEZVOUS_FD": "77"}
+    outer = {f"RINGREDUCE_{name}": value for name, value in outer.items()}
     limits = {"RINGREDUCE_TIMEOUT_S": "7", "RINGREDUCE_SEGMENT_BYTES": "4096"}
     done = run(tmp_path, "-n", "3", script(tmp_path, PRINT_ENVIRONMENT), **outer, **limits)
     variables = environments(done)
-    assert [v["RINGREDUCE_RANK"] for v in variables] == ["0", "1", "2"]
-    assert [v["RINGREDUCE_LOCAL_RANK"] for v in variables] == ["0", "1", "2"]
-    assert {v["RINGREDUCE_SIZE"] for v in variables} == {"3"}
-    assert {v["RINGREDUCE_LOCAL_SIZE"] for v in variables} == {"3"}
-    assert len({v["RINGREDUCE_JOB_ID"] for v in variables}) == 1
-    assert len({v["RINGREDUCE_RENDEZVOUS"] for v in variables}) == 1
+    for name, values in {
+        **{"RANK": ["0", "1", "2"], "LOCAL_RANK": ["0", "1", "2"]},
+        **{"SIZE": ["3"] * 3, "LOCAL_SIZE": ["3"] * 3},
+    }.items():
+        assert [worker[f"RINGREDUCE_{name}"] for worker in variables] == values
+    assert len({(v["RINGREDUCE_JOB_ID"], v["RINGREDUCE_RENDEZVOUS"]) for v in variables}) == 1
     assert ["RINGREDUCE_RENDEZVOUS_FD" in v for v in variables] == [True, False, False]
-    for own in variables:
-        assert not outer.items() & own.items()
-        assert limits.items() <= own.items()
-        assert {own[name] for name in THREAD_VARIABLES} == {str(default_threads(3))}
-        assert "COLUMNS" not in own  # Only of a terminal.
+    for worker in variables:
+        assert not outer.items() & worker.items()
+        assert limits.items() <= worker.items()
+        assert {worker[name] for name in THREAD_VARIABLES} == {str(default_threads(3))}
+        assert "COLUMNS" not in worker  # Only of a terminal.
+    assert default_threads(10_000) == 1
 
 
 def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_path: Path) -> None:
@@ -175,10 +156,6 @@ def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_
     assert (variables["RINGREDUCE_PROFILE"], variables["RINGREDUCE_ELASTIC"]) == ("1", "1")
 
 
-def test_more_workers_than_cores_get_one_thread_each() -> None:
-    assert default_threads(10_000) == 1
-
-
 # --- The command line -----------------------------------------------------------------------
 
 
@@ -187,30 +164,17 @@ def command_line(*arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(app, arguments, prog_name="ringreduce", env={**shown, **environment})
 
 
-def test_version_prints_the_version() -> None:
+def test_version_and_help_in_80_columns_with_defaults() -> None:
     done = command_line("--version")
     assert (done.exit_code, done.stdout) == (0, f"ringreduce {ringreduce.__version__}\n")
-
-
-@pytest.mark.parametrize("arguments", [[], ["run"], ["--help"], ["run", "--help"]])
-def test_without_arguments_or_asked_it_prints_help(arguments: list[str]) -> None:
-    done = command_line(*arguments)
-    assert "Usage: ringreduce" in done.stdout + done.stderr
-
-
-def test_the_help_of_80_columns_breaks_no_word_and_shows_defaults() -> None:
-    done = command_line("run", "--help")
+    for arguments in ([], ["run"], ["--help"], ["run", "--help"]):
+        done = command_line(*arguments)
+        assert "Usage: ringreduce" in done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     shown = " ".join(" ".join(line.strip("\u2502 ").split()) for line in lines)
-    for words in (
-        "When one fails, all are stopped, and the first failure in time is shown",
-        "[default: (1, or all slots of the hosts)]",
-        "[default: (cores / N)]",
-        "[default: (30)]",
-        "[default: (auto)]",
-    ):
-        assert words in shown
+    for default in ("(1, or all slots of the hosts)", "(cores / N)", "(30)", "(auto)"):
+        assert f"[default: {default}]" in shown
 
 
 @pytest.mark.parametrize(
@@ -223,11 +187,8 @@ def test_the_help_of_80_columns_breaks_no_word_and_shows_defaults() -> None:
     ],
 )
 def test_a_shell_completes_commands_options_and_values(typed: str, offered: set[str]) -> None:
-    done = command_line(
-        _RINGREDUCE_COMPLETE="complete_bash",
-        COMP_WORDS=typed,
-        COMP_CWORD=str(typed.count(" ")),
-    )
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    done = command_line(_RINGREDUCE_COMPLETE="complete_bash", **asked)
     assert set(done.stdout.split()) == offered
 
 
@@ -250,8 +211,7 @@ def test_a_shell_completes_commands_options_and_values(typed: str, offered: set[
 )
 def test_a_wrong_command_line_is_refused(arguments: list[str], complaint: str) -> None:
     done = command_line("run", *arguments)
-    assert done.exit_code == 2
-    assert "Usage: ringreduce run" in done.stderr
+    assert (done.exit_code, "Usage: ringreduce run" in done.stderr) == (2, True)
     assert complaint in done.stderr
 
 
@@ -268,12 +228,8 @@ def test_an_option_that_the_script_gets_is_a_hint_if_there_is_none_before_it(
         "for 2 workers write `ringreduce run -n 2 script.py ...`\n"
     )
     assert command_line("run", "-n", "1", name, *misplaced).stderr == ""
-    assert command_line("run", name, "--epochs", "3", "-v").stderr == ""
-    programs = [
-        [name, "--epochs", "3", *misplaced],
-        [name, *misplaced],
-        [name, "--epochs", "3", "-v"],
-    ]
+    assert command_line("run", name, "-v").stderr == ""
+    programs = [[name, "--epochs", "3", *misplaced], [name, *misplaced], [name, "-v"]]
     assert [(plan.arguments, plan.size) for plan in plans] == [(each, 1) for each in programs]
 
 
@@ -310,16 +266,16 @@ def test_a_worker_that_ended_well_before_is_named_since_others_may_wait_for_it(
     tmp_path: Path,
 ) -> None:
     os.mkfifo(tmp_path / "number of rank 1")
-    program = """
-import contextlib, select
-with open("number of rank 1", "w" if rank else "r") as pipe:
-    number = 0 if rank else int(pipe.read())
-    rank and pipe.write(str(os.getpid()))
-with contextlib.suppress(ProcessLookupError):
-    number and select.select([os.pidfd_open(number)], [], [])  # Until it has ended.
-os._exit(0 if rank else 3)
-"""
-    done = run(tmp_path, "-n", "2", script(tmp_path, RANK + program))
+    text = """
+        import contextlib, select
+        with open("number of rank 1", "w" if rank else "r") as pipe:
+            number = 0 if rank else int(pipe.read())
+            rank and pipe.write(str(os.getpid()))
+        with contextlib.suppress(ProcessLookupError):
+            number and select.select([os.pidfd_open(number)], [], [])  # Until it has ended.
+        os._exit(0 if rank else 3)
+        """
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK, text))
     assert done.returncode == 3
     assert "ringreduce: rank 1 had ended by itself, exit code 0\n" in done.stderr
 
@@ -346,8 +302,7 @@ def test_ranks_that_import_keras_and_never_join_are_named(tmp_path: Path) -> Non
 def test_ranks_that_import_keras_are_named_while_they_run(tmp_path: Path) -> None:
     (tmp_path / "keras.py").touch()
     name = script(tmp_path, RANK + "import keras, colorsys\n" + WAITS)
-    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
-    with launcher(tmp_path, "run", "-n", "2", name, environment=environment) as job:
+    with launcher(tmp_path, "run", "-n", "2", name, **SOON) as job:
         job.wait_error("imported Keras, and no rank has joined a ring yet")
         job.signal(signal.SIGTERM)
         job.wait()
@@ -355,10 +310,7 @@ def test_ranks_that_import_keras_are_named_while_they_run(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        """
-        import os, signal, time
+    text = """
         import numpy, ringreduce
         ring = ringreduce.init(timeout_s=1)
         ring.all_reduce(numpy.ones(3))
@@ -368,9 +320,8 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -
             ring.all_reduce(numpy.ones(3))
         finally:
             print("failed", time.monotonic_ns(), flush=True)
-        """,
-    )
-    done = run(tmp_path, "-n", "2", name)
+        """
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK, text))
     ended_s = time.monotonic() - min(numbers(done.stdout, "failed")) / 1e9
     assert done.returncode == 1
     assert "ringreduce: rank 1 held up or left the others and did not fail itself; " in done.stderr
@@ -378,24 +329,16 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -
 
 
 def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        RANK
-        + textwrap.dedent(
-            """
-            import pathlib, signal
-            if rank == 0:
-                signal.signal(signal.SIGTERM, lambda *_: exit("asked to end"))
-                pathlib.Path("ready").touch()
-                while True:
-                    signal.pause()
-            while not pathlib.Path("ready").exists():
-                pass
-            raise ValueError("bad data")
-            """
-        ),
-    )
-    done = run(tmp_path, "-n", "2", name)
+    text = """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: exit("asked to end"))
+            beside("ready").touch()
+            while True:
+                signal.pause()
+        wait_for("ready")
+        raise ValueError("bad data")
+        """
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK, text))
     assert "[0] asked to end" in done.stderr
     assert "rank 0" not in done.stderr  # It only did as it was told.
 
@@ -403,51 +346,37 @@ def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> N
 def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:
     # Rank 0 leaves more in its pipe than is read at once, so that its exit is seen while what it
     # told waits to be read. Rank 1, the cause, ends later.
-    name = script(
-        tmp_path,
-        RANK
-        + textwrap.dedent(
-            """
-            import fcntl, pathlib, ringreduce
-            if rank == 0:
-                fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 1 << 20)
-                text = b"a line of a log that fills the pipe\\n" * 20_000
-                while text:
-                    text = text[os.write(2, text):]
-                pathlib.Path("writes").write_text(str(os.getpid()))
-                os.rename("writes", "left")
-                raise ringreduce.PeerLostError("lost rank 1", peer=1)
-            while not (left := pathlib.Path("left")).exists():
-                pass
-            while pathlib.Path("/proc", left.read_text()).exists():
-                pass  # until the launcher has seen that it has ended
-            raise ValueError("bad data")
-            """
-        ),
-    )
-    done = run(tmp_path, "-n", "2", name)
+    text = """
+        import fcntl, ringreduce
+        if rank == 0:
+            fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 1 << 20)
+            text = b"a line of a log that fills the pipe\\n" * 20_000
+            while text:
+                text = text[os.write(2, text):]
+            beside("writes").write_text(str(os.getpid()))
+            os.rename("writes", "left")
+            raise ringreduce.PeerLostError("lost rank 1", peer=1)
+        wait_for("left")
+        while pathlib.Path("/proc", beside("left").read_text()).exists():
+            pass  # until the launcher has seen that it has ended
+        raise ValueError("bad data")
+        """
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK, text))
     assert "ringreduce: rank 1 failed first" in done.stderr
 
 
 def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        RANK
-        + textwrap.dedent(
-            """
-            import atexit, pathlib, signal
-            if rank == 0:
-                # As TensorFlow's threads may keep Python from ending.
-                atexit.register(signal.pause)
-                atexit.register(pathlib.Path("raised").touch)
-                raise ValueError("bad data")
-            while not pathlib.Path("raised").exists():
-                pass
-            raise RuntimeError("was left by rank 0, which ended with ValueError: bad data")
-            """
-        ),
-    )
-    done = run(tmp_path, "-n", "2", name)
+    text = """
+        import atexit
+        if rank == 0:
+            # As TensorFlow's threads may keep Python from ending.
+            atexit.register(signal.pause)
+            atexit.register(beside("raised").touch)
+            raise ValueError("bad data")
+        wait_for("raised")
+        raise RuntimeError("was left by rank 0, which ended with ValueError: bad data")
+        """
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK, text))
     assert "ringreduce: rank 0 failed first (ValueError)" in done.stderr
     assert done.stderr.count('raise ValueError("bad data")') == 1
     assert "then rank 1 (exit code 1): RuntimeError: was left by rank 0" in done.stderr
@@ -469,42 +398,24 @@ def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path: Path) -> No
 def test_a_signal_that_ends_the_launcher_reaches_every_worker(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    name = script(
-        tmp_path,
-        f"""
-        import signal
+    text = f"""
         def leave(number, frame):
             print("got", signal.Signals(number).name, flush=True)
             raise SystemExit(0)
         signal.signal({int(number)}, leave)
-        print("ready", flush=True)
-        while True:
-            signal.pause()
-        """,
-    )
-    with launcher(tmp_path, "run", "-n", "2", name) as job:
-        job.wait_shown("ready", times=2)
+        """
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, RANK, text, WAITS)) as job:
+        job.wait_shown("pid", times=2)
         job.signal(number)
         assert job.wait() == 128 + number
-        assert sorted(line for line in job.stdout.splitlines() if "got" in line) == [
-            f"[0] got {number.name}",
-            f"[1] got {number.name}",
-        ]
+        for rank in (0, 1):
+            assert job.stdout.count(f"[{rank}] got {number.name}\n") == 1
         assert f"ringreduce: stopped by {number.name}" in job.stderr
 
 
 def test_a_repeated_signal_kills_at_once(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        """
-        import os, signal
-        signal.signal(signal.SIGINT, lambda *_: print("no", flush=True))
-        print("pid", os.getpid(), flush=True)
-        while True:
-            signal.pause()
-        """,
-    )
-    with launcher(tmp_path, "run", "-n", "2", name) as job:
+    deaf = "signal.signal(signal.SIGINT, lambda *_: print('no', flush=True))\n"
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, RANK, deaf, WAITS)) as job:
         job.wait_shown("pid", times=2)
         job.signal(signal.SIGINT)
         job.wait_shown("no", times=2)
@@ -514,23 +425,17 @@ def test_a_repeated_signal_kills_at_once(tmp_path: Path) -> None:
         wait_gone(numbers(job.stdout))
 
 
-SAVES = """
-import pathlib, signal
-try:
-    print("ready", flush=True)
-    signal.pause()
-except KeyboardInterrupt:
-    while not pathlib.Path("end").exists():
-        pass
-    print("saved", flush=True)
-"""
-
-
 def test_a_handler_has_its_grace_and_the_launcher_says_that_it_waits(tmp_path: Path) -> None:
-    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
+    text = """
+        try:
+            print("ready", flush=True)
+            signal.pause()
+        except KeyboardInterrupt:
+            wait_for("end")
+            print("saved", flush=True)
+        """
     options = ("-n", "2", "--grace", "60")
-    name = script(tmp_path, SAVES)
-    with launcher(tmp_path, "run", *options, name, environment=environment) as job:
+    with launcher(tmp_path, "run", *options, script(tmp_path, RANK, text), **SOON) as job:
         job.wait_shown("ready", times=2)
         job.signal(signal.SIGINT)
         job.wait_error("waits up to 60 s for ranks 0, 1 to end; Ctrl-C now kills at once\n")
@@ -542,13 +447,16 @@ def test_a_handler_has_its_grace_and_the_launcher_says_that_it_waits(tmp_path: P
 
 
 def test_ctrl_c_after_a_failure_kills_at_once_and_the_failure_is_shown(tmp_path: Path) -> None:
-    deaf = "import signal\nif rank == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    fails = "    open('ready', 'w').close()\nelse:\n"
-    fails += "    while not os.path.exists('ready'): pass\n    raise SystemExit(3)\n"
-    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
+    text = """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            beside("ready").touch()
+        else:
+            wait_for("ready")
+            raise SystemExit(3)
+        """
     options = ("-n", "2", "--grace", "60", "--max-restarts", "1")
-    name = script(tmp_path, RANK + deaf + fails + WAITS)
-    with launcher(tmp_path, "run", *options, name, environment=environment) as job:
+    with launcher(tmp_path, "run", *options, script(tmp_path, RANK, text, WAITS), **SOON) as job:
         job.wait_error("waits up to 60 s for rank 0 to end")
         job.signal(signal.SIGINT)
         assert job.wait() == 3
@@ -568,16 +476,9 @@ def test_a_stopped_worker_ends_with_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        """
-        import signal
-        signal.signal(signal.SIGUSR1, lambda *_: print("saved", flush=True))
-        print("ready", flush=True)
-        signal.pause()
-        """,
-    )
-    with launcher(tmp_path, "run", "-n", "2", name) as job:
+    text = "signal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))\n"
+    text += "print('ready', flush=True)\nsignal.pause()"
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, RANK, text)) as job:
         job.wait_shown("ready", times=2)
         job.signal(signal.SIGUSR1)
         assert job.wait() == 0
@@ -615,9 +516,8 @@ def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path: Path) -> None
         (folder / "keras.py").touch()
         script(folder, RING)
     command = "run", "-n", "2", "script.py"
-    misspelt = clean_environment(RINGREDUCE_TIMEOUT="5")
     with (
-        launcher(folders[0], *command, environment=misspelt) as one,
+        launcher(folders[0], *command, RINGREDUCE_TIMEOUT="5") as one,
         launcher(folders[1], *command) as two,
     ):
         assert (one.wait(), two.wait()) == (0, 0)

@@ -41,7 +41,7 @@ from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 from tests.launching import RANK, WAITS, numbers, script
-from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
+from tests.processes import Process, launcher, wait_gone, wait_until
 
 SECRET = "a secret that all launchers have"
 RECORDS = [
@@ -323,12 +323,12 @@ def test_a_rendezvous_that_is_taken_or_elsewhere_is_named() -> None:
 
 
 def job(directory: Path, port: int, number: int, *arguments: str, **variables: str) -> Process:
-    environment = clean_environment(RINGREDUCE_SECRET=SECRET, **variables)
+    variables["RINGREDUCE_SECRET"] = SECRET
     folder = directory / f"node{number}"
     folder.mkdir()
     options = ("--nnodes", "2", "--node-rank", str(number), "--rendezvous", f"127.0.0.1:{port}")
     path = str(directory / "script.py")
-    return launcher(folder, "run", *options, *arguments, path, environment=environment)
+    return launcher(folder, "run", *options, *arguments, path, **variables)
 
 
 def test_a_failure_before_the_ring_forms_ends_all_hosts_and_all_name_it(tmp_path: Path) -> None:
@@ -462,8 +462,7 @@ def test_the_end_of_a_launcher_ends_the_others_and_is_named(
 def test_options_that_make_no_sense_are_refused(
     tmp_path: Path, options: list[str], complaint: str
 ) -> None:
-    environment = clean_environment(HOME=str(tmp_path))
     name = script(tmp_path, "print('ran')")
-    with launcher(tmp_path, "run", *options, name, environment=environment) as run:
+    with launcher(tmp_path, "run", *options, name, HOME=str(tmp_path)) as run:
         assert run.wait() == 2
         assert complaint in " ".join(run.stderr.split())

@@ -19,7 +19,7 @@ import pytest
 from ringreduce.commands.launch.exchange import MAGIC, Hello
 from ringreduce.commands.launch.frames import encode
 from tests.launching import RANK, WAITS, numbers, script
-from tests.processes import Process, clean_environment, launcher, wait_gone
+from tests.processes import Process, launcher, wait_gone
 
 SSH = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
@@ -40,7 +40,7 @@ def job(directory: Path, *arguments: str, **environment: str) -> Process:
     path.write_text(SSH)
     path.chmod(0o755)
     command = ("run", "--ssh", shlex.quote(str(path)), *arguments)
-    return launcher(directory, *command, environment=clean_environment(**environment))
+    return launcher(directory, *command, **environment)
 
 
 def started(directory: Path) -> list[int]:

@@ -110,8 +110,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def job(directory: Path, ssh: str, *arguments: str) -> Process:
-    environment = clean_environment(HOME=str(directory))
-    return launcher(directory, "run", "--ssh", ssh, *arguments, environment=environment)
+    return launcher(directory, "run", "--ssh", ssh, *arguments, HOME=str(directory))
 
 
 def test_a_ring_forms_between_hosts(tmp_path: Path, server: Server) -> None:

@@ -294,8 +294,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     before = set(os.listdir("/dev/shm"))
-    environment = clean_environment(TMPDIR=str(temporary))
-    with launcher(tmp_path, "run", "-n", "2", "worker.py", environment=environment) as job:
+    with launcher(tmp_path, "run", "-n", "2", "worker.py", TMPDIR=str(temporary)) as job:
         job.wait_shown("joined", times=2)
         workers = [int(pid) for pid in re.findall(r"joined (\d+)", job.stdout)]
         family = [process.pid for process in psutil.Process(job.pid).children(recursive=True)]
