@@ -1,32 +1,22 @@
 """`python -m bench strategies`: its arithmetic, its tables, its refusals, and that it runs."""
 
-import json
 import xml.etree.ElementTree as xml
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from bench import __main__ as main
 from bench import chart
 from bench.strategies import accuracy, meter, run, seeds, speed
 from bench.strategies.fleet import Turn
 from bench.strategies.ways import EVERY_STEP, NAMED, NEVER, SYNCHRONOUS, WAYS
-from tests.project.test_bench import bench, shaped_links_are_possible
+from tests.project.test_bench import refusal, rows_of, shaped_links_are_possible
 
 
 def test_a_link_is_full_while_either_direction_is():
     """Two links for four seconds: the first sends for one and receives for another."""
     times = np.array([0.0, 1, 2, 3, 4])
-    counts = np.array(
-        [
-            [0.0, 0, 0, 0],
-            [100, 0, 50, 0],
-            [100, 90, 50, 0],
-            [100, 90, 50, 0],
-            [170, 90, 50, 0],
-        ]
-    )
+    first = np.array([[0.0, 0], [100, 0], [100, 90], [100, 90], [170, 90]])
+    counts = np.hstack((first, [[0, 0], *[[50, 0]] * 4]))
     first, second = meter.use(times, counts, 0.0, 4.0, bytes_per_s=100.0)
     assert first == {"sent": 170, "received": 90, "full": 0.5}
     assert second == {"sent": 50, "received": 0, "full": 0}
@@ -106,10 +96,7 @@ def test_curves_are_drawn_over_the_range_that_matters():
     ],
 )
 def test_bad_options_are_refused(options, said):
-    result = CliRunner().invoke(main.app, ["strategies", *options.split()])
-    assert result.exit_code == 2
-    shown = " ".join(word for word in result.output.split() if word != "│")
-    assert said in shown
+    assert said in refusal(f"strategies {options}")
 
 
 @pytest.mark.tensorflow
@@ -117,27 +104,21 @@ def test_bad_options_are_refused(options, said):
 @pytest.mark.full
 def test_speed_is_measured_for_a_system_of_each_kind(tmp_path):
     linked = shaped_links_are_possible()
-    file = tmp_path / "out.json"
     systems = ["single", NEVER, EVERY_STEP, "int8", "local", SYNCHRONOUS]
-    options = f"strategies --rounds 1 --steps 2 --every 2 --json {file}"
+    options = "strategies --rounds 1 --steps 2 --every 2"
     options += "".join(f" --only {name}" for name in systems)
-    if linked:
-        options += f" --link 1gbit --plot {tmp_path}"
-    result = bench(options)
-    assert result.exit_code == 0, result.stderr
-    rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
+    options += linked * f" --link 1gbit --plot {tmp_path}"
+    rows = {row["system"]: row for row in rows_of(options, tmp_path / "out.json")}
     assert set(rows) == set(systems)
     assert all(row["samples_per_s"] > 0 for row in rows.values())
     assert rows[NEVER]["x_never"] == rows[EVERY_STEP]["x_every"] == 1
     if linked:
-        sent = {name: row["sent_bytes"] for name, row in rows.items()}
-        assert sent["single"] is None
         # Weights have 40.2 MB: those of each worker go to and fro; those who meet every two steps
         # send half.
-        assert sent[EVERY_STEP] == pytest.approx(40.2e6, rel=0.05)
-        assert sent["int8"] == pytest.approx(sent[EVERY_STEP] / 4, rel=0.05)
-        assert sent["local"] == pytest.approx(sent[EVERY_STEP] / 2, rel=0.05)
-        assert sent[SYNCHRONOUS] == pytest.approx(2 * sent[EVERY_STEP], rel=0.05)
+        shares = {EVERY_STEP: 1, "int8": 1 / 4, "local": 1 / 2, SYNCHRONOUS: 2}
+        for name, share in shares.items():
+            assert rows[name]["sent_bytes"] == pytest.approx(share * 40.2e6, rel=0.05)
+        assert rows["single"]["sent_bytes"] is None
         assert (tmp_path / "strategies-links.svg").exists()
 
 
@@ -145,10 +126,7 @@ def test_speed_is_measured_for_a_system_of_each_kind(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.full
 def test_accuracies_are_compared_seed_by_seed(tmp_path):
-    file = tmp_path / "out.json"
-    options = f"strategies --seeds 2 --only {EVERY_STEP} --only int8 --json {file}"
-    result = bench(options)
-    assert result.exit_code == 0, result.stderr
-    base, encoded = json.loads(file.read_text())["rows"]
+    options = f"strategies --seeds 2 --only {EVERY_STEP} --only int8"
+    base, encoded = rows_of(options, tmp_path / "out.json")
     assert min(base["accuracies"] + encoded["accuracies"]) > 0.95
     assert abs(encoded["difference_points"]) < 2

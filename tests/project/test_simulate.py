@@ -7,16 +7,14 @@ import xml.etree.ElementTree as xml
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from bench import __main__ as main
 from bench import chart
 from bench.simulate import check, fit, model, run, scale, training
 from bench.simulate.model import Link, Memory
 from bench.simulate.training import Conditions, Model
 from ringreduce.collectives.ring import Ring
 from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
-from tests.project.test_bench import bench, shaped_links_are_possible
+from tests.project.test_bench import bench, refusal, shaped_links_are_possible
 
 MIB = 1 << 20
 WIRE = Link(alpha=1e-3, beta=1e-7)
@@ -25,19 +23,16 @@ MEMORY = Memory(1e-5, 1e-10)
 STEADY = Conditions(jitter=0.0, slow_share=0.0)
 
 
-@pytest.mark.parametrize("size", [1, 100, MIB])
-def test_a_rank_alone_takes_no_time(size):
-    assert model.all_reduce(1, size, WIRE) == 0
-    assert model.all_to_all(1, size, WIRE) == 0
-    assert model.two_levels(1, 1, size, WIRE, MEMORY) == 0
-
-
-@pytest.mark.parametrize("ranks", [3, 7, 64])
+@pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_a_ring_carries_its_share_of_the_bytes_over_each_link(ranks):
     """2 (n - 1) / n of them, at no latency, as `busbw` counts; headers are little beside them."""
-    nbytes = 64 * MIB
-    seconds = model.all_reduce(ranks, nbytes, Link(0.0, 1e-7))
+    nbytes, link = 64 * MIB, Link(0.0, 1e-7)
+    seconds = model.all_reduce(ranks, nbytes, link)
     assert seconds == pytest.approx(2 * (ranks - 1) / ranks * nbytes * 1e-7, rel=2e-4)
+    # Over two levels, that of a ring of the hosts; a rank alone sends nothing.
+    of_hosts = model.two_levels(ranks, 8 if ranks > 1 else 1, nbytes, link, Memory(0.0, 0.0))
+    assert of_hosts == pytest.approx(model.ring(ranks, nbytes, link), rel=1e-3)
+    assert (model.all_to_all(ranks, nbytes, link) == 0) == (ranks == 1)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +48,13 @@ def test_where_only_latency_counts_the_time_is_the_number_of_messages(collective
     assert [collective(ranks) for ranks in (2, 3, 4, 8, 16)] == messages
 
 
-def test_a_row_of_an_exchange_travels_to_every_rank():
-    link = Link(0.0, 1.0)
+def test_a_row_of_an_exchange_travels_to_every_rank_and_pays_below_a_size():
     sent = sum((1, 2, 2)) * 1000 + 3 * SEALED_OVERHEAD_BYTES
-    assert model.exchange(6, 1000, link) == pytest.approx(sent)
+    assert model.exchange(6, 1000, Link(0.0, 1.0)) == pytest.approx(sent)
+    link = Link(1e-4, 1e-9)
+    pays = scale.exchange_pays_up_to(16, link)
+    assert model.exchange(16, pays, link) <= model.ring(16, pays, link)
+    assert model.exchange(16, 2 * pays, link) > model.ring(16, 2 * pays, link)
 
 
 def test_segments_of_a_chunk_hide_what_the_cores_do_and_one_alone_does_not():
@@ -86,51 +84,27 @@ def test_more_bytes_and_worse_links_take_longer(ranks):
             assert collective(ranks, MIB, worse) >= collective(ranks, MIB, link)
 
 
-def test_two_levels_send_as_much_over_a_hosts_link_as_a_ring_of_the_hosts():
-    link = Link(0.0, 1e-7)
-    free = Memory(0.0, 0.0)
-    assert model.two_levels(4, 8, 64 * MIB, link, free) == pytest.approx(
-        model.ring(4, 64 * MIB, link), rel=1e-3
-    )
+def test_parameters_are_found_from_times_and_never_negative():
+    def times(link, *sizes):
+        return {size: model.all_reduce(2, size, link) for size in sizes}
 
-
-def test_the_exchange_pays_below_the_size_at_which_it_costs_the_same():
-    link = Link(1e-4, 1e-9)
-    pays = scale.exchange_pays_up_to(16, link)
-    assert model.exchange(16, pays, link) <= model.ring(16, pays, link)
-    assert model.exchange(16, 2 * pays, link) > model.ring(16, 2 * pays, link)
-
-
-@pytest.mark.parametrize("link", [Link(1e-3, 1e-7), Link(2e-5, 1e-10)])
-def test_the_parameters_of_a_link_are_found_from_its_times(link):
-    sizes = (1024, 65536, MIB, 4 * MIB)
-    times = {size: model.all_reduce(2, size, link) for size in sizes}
-    found = fit.link(times)
-    assert found.alpha == pytest.approx(link.alpha, rel=0.02)
-    assert found.beta == pytest.approx(link.beta, rel=0.05)
-
-
-def test_the_parameters_of_cores_and_of_memory_are_found_too():
-    link = Link(1e-4, 0.0, 1e-9)
-    found = fit.cores({size: model.all_reduce(2, size, link) for size in (1024, MIB)})
+    for link in (Link(1e-3, 1e-7), Link(2e-5, 1e-10)):
+        found = fit.link(times(link, 1024, 65536, MIB, 4 * MIB))
+        assert found.alpha == pytest.approx(link.alpha, rel=0.02)
+        assert found.beta == pytest.approx(link.beta, rel=0.05)
+    found = fit.cores(times(Link(1e-4, 0.0, 1e-9), 1024, MIB))
     assert (found.alpha, found.gamma) == pytest.approx((1e-4, 1e-9), rel=0.05)
     assert found.beta == 0
     memory = fit.memory({size: MEMORY.all_reduce(2, size) for size in (1024, MIB)})
     assert (memory.alpha, memory.gamma) == pytest.approx((MEMORY.alpha, MEMORY.gamma))
-
-
-def test_a_fitted_term_is_never_negative():
     assert fit.line({(1, 1000): 1.0, (1, 2000): 2.5}) == (0.0, pytest.approx(1.1e-3, rel=0.1))
-
-
-def test_buckets_are_those_of_a_step():
-    trained = Model("model", (MIB,) * 9, 0.1)
-    assert trained.buckets() == [MIB, *[4 * MIB] * 2]
-    assert trained.buckets(100 * MIB) == [MIB, 8 * MIB]
 
 
 def test_a_step_waits_for_what_cannot_be_hidden():
     """Buckets of 1 MiB are ready after 7, 8 and 9 s."""
+    nine = Model("model", (MIB,) * 9, 0.1)
+    assert nine.buckets() == [MIB, *[4 * MIB] * 2]
+    assert nine.buckets(100 * MIB) == [MIB, 8 * MIB]
     trained, factors = Model("model", (MIB,) * 3, 9.0), np.ones(1)
 
     def step(seconds):
@@ -142,6 +116,12 @@ def test_a_step_waits_for_what_cannot_be_hidden():
     assert step(0.5) == pytest.approx(9.5)  # the last one
     assert step(2.0) == pytest.approx(7 + 3 * 2)  # all, one behind the other
 
+    def efficiency(seconds):
+        return training.efficiency(trained, [MIB] * 3, lambda _: seconds, np.ones(5), STEADY)
+
+    assert efficiency(0.0) == pytest.approx(1)
+    assert efficiency(9.0) == pytest.approx(9 / (5 + 27))  # the first is ready after 5 s
+
 
 def test_the_slowest_rank_sets_the_pace():
     generator = np.random.default_rng(0)
@@ -150,16 +130,6 @@ def test_the_slowest_rank_sets_the_pace():
     few, many = (training.slowest(n, 300, uneven, generator).mean() for n in (2, 1024))
     assert 1 < few < many
     assert many == pytest.approx(3, rel=0.15)  # one of so many is slow in every step
-
-
-def test_efficiency_is_the_share_that_waiting_leaves():
-    trained, factors = Model("model", (MIB,) * 3, 9.0), np.ones(5)
-    free, dear = (
-        training.efficiency(trained, [MIB] * 3, lambda nbytes, s=s: s, factors, STEADY)
-        for s in (0.0, 9.0)
-    )
-    assert free == pytest.approx(1)
-    assert dear == pytest.approx(9 / (5 + 27))  # the first is ready after 5 s
 
 
 @pytest.mark.parametrize("hosts", [16, 256])
@@ -202,13 +172,20 @@ def test_a_chart_is_xml_with_all_its_labels():
     assert sum(node.tag.endswith("polyline") for node in drawn.iter()) == 2
 
 
-def test_without_a_check_the_stored_parameters_are_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "facts", lambda: HEADER)
+def test_without_a_check_or_root_the_stored_parameters_are_used(tmp_path, monkeypatch):
+    header = {"command": "bench", "commit": "none", "cpu": "a core", "cores": 2}
+    header |= {"memcpy_gb_s": 1.0, "loopback_stream_gb_s": 1.0}
+    monkeypatch.setattr(run, "facts", lambda: header)
+    monkeypatch.setattr("bench.namespaces.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("bench.namespaces.shutil.which", lambda name: name)
+    result = bench("simulate")
+    assert result.exit_code == 0
+    assert "# not checked: shaped links need root" in result.output
     file, plot = tmp_path / "out.json", tmp_path / "plot.svg"
-    arguments = ["simulate", "--no-check", "--json", str(file), "--plot", str(plot)]
-    result = CliRunner().invoke(main.app, arguments)
+    result = bench(f"simulate --no-check --json {file} --plot {plot}")
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.replace(str(plot), "plot.svg").splitlines())) <= 80
+    assert "goodput" in result.output
     assert "parameters are those of docs/scaling.md" in result.output
     xml.parse(plot)
     out = json.loads(file.read_text())
@@ -216,27 +193,9 @@ def test_without_a_check_the_stored_parameters_are_used(tmp_path, monkeypatch):
     assert out["header"]["parameters"] == dataclasses.asdict(run.STORED)
 
 
-HEADER = {
-    **{"command": "bench", "commit": "none", "cpu": "a core", "cores": 2},
-    **{"memcpy_gb_s": 1.0, "loopback_stream_gb_s": 1.0},
-}
-
-
-def test_without_root_it_says_so_and_goes_on(monkeypatch):
-    monkeypatch.setattr(run, "facts", lambda: HEADER)
-    monkeypatch.setattr("bench.namespaces.os.geteuid", lambda: 1000)
-    monkeypatch.setattr("bench.namespaces.shutil.which", lambda name: name)
-    result = CliRunner().invoke(main.app, ["simulate"])
-    assert result.exit_code == 0
-    assert "# not checked: shaped links need root" in result.output
-    assert "goodput" in result.output
-
-
-@pytest.mark.parametrize("workers", ["two", "1,2", "2,1000", ""])
+@pytest.mark.parametrize("workers", ["two", "1,2", "2,1000", "''"])
 def test_numbers_of_ranks_that_no_ring_has_are_refused(workers):
-    result = CliRunner().invoke(main.app, ["simulate", "-n", workers])
-    assert result.exit_code == 2
-    assert "ranks" in result.output
+    assert "ranks" in refusal(f"simulate -n {workers}")
 
 
 @pytest.mark.full
