@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,9 @@ INSIDE = Frame("/x/ringreduce/ringreduce/communicator/communicator.py", 400, "_c
 def dump(rank: int, size: int = 4, calls: int = 17, **fields: Any) -> Dump:
     """A rank in user code for 20 s after `calls` calls, unless `fields` say otherwise."""
     defaults: dict[str, Any] = {
-        "format": FORMAT,
-        "why": "SIGUSR1",
-        "when": NOW,
-        "iso": "2027-01-15T08:00:00+00:00",
-        "host": "node",
-        "pid": 100 + rank,
-        "job": "job",
-        "transport": "shm",
-        "operation": None,
-        "nbytes": 0,
-        "since": NOW - 20,
+        **{"format": FORMAT, "why": "SIGUSR1", "when": NOW, "iso": "2027-01-15T08:00:00+00:00"},
+        **{"host": "node", "pid": 100 + rank, "job": "job", "transport": "shm"},
+        **{"operation": None, "nbytes": 0, "since": NOW - 20},
         "stacks": [Stack("MainThread", True, [PLACE, INSIDE])],
     }
     return Dump(rank=rank, size=size, calls=calls, **(defaults | fields))
@@ -105,92 +98,189 @@ def part(of: Dump, members: list[int], number: int = 1) -> Group:
     return Group(number=number, epoch=0, members=members, **fields)
 
 
-# --- A rank's own error -----------------------------------------------------------------------
+# --- Verdicts ---------------------------------------------------------------------------------
 
 
-def test_an_exception_of_the_program_goes_before_all_that_others_say() -> None:
-    raised = failed(
-        2, "ValueError", after_s=0.5, in_call=None, text="no such shard", trace=[PLACE, INSIDE]
-    )
-    found = verdict(lost(0, 3), lost(1, 2), raised, lost(3, 2))
-    assert found.culprits == (2,)
-    assert found.text == (
-        "Rank 2 is the culprit: its own error came first, in user code, at train.py:12: "
-        "ValueError: no such shard."
-    )
-
-
-def test_of_several_own_errors_the_first_counts() -> None:
-    found = verdict(
-        failed(0, "KeyError", after_s=1), failed(1, "MemoryError", after_s=0.5), lost(2, 1)
-    )
-    assert found.culprits == (1,)
-    assert "MemoryError" in found.text
-
-
-def test_a_rank_interrupted_in_a_call_is_to_blame_itself() -> None:
-    found = verdict(lost(0, 1), lost(1, 1, text="was interrupted", after_s=1), lost(2, 1))
-    assert found.culprits == (1,)
-    assert "in all_reduce #17, at train.py:12" in found.text
-
-
-def test_an_error_of_the_ring_that_a_rank_found_itself_counts_as_its_own() -> None:
-    told = [failed(r, "ProtocolError", origin=3, after_s=0.1) for r in (0, 1, 2)]
-    assert verdict(*told, failed(3, "ProtocolError")).culprits == (3,)
-
-
-# --- Disagreement -----------------------------------------------------------------------------
-
-
-def test_one_rank_that_makes_another_call_is_the_culprit() -> None:
-    others = [failed(r, "MismatchError", peer=1, text="disagree") for r in (0, 2, 3)]
-    found = verdict(*others, failed(1, "MismatchError", peer=0, nbytes=80))
-    assert found.culprits == (1,)
-    assert "was in all_reduce #17 of 80 bytes, at train.py:12, unlike all others" in found.text
-
-
-def test_two_sides_of_a_disagreement_are_both_named() -> None:
-    dumps = [
-        failed(r, "MismatchError", peer=1 - r % 2, in_call="barrier" if r % 2 else "broadcast")
-        for r in range(4)
+def complaints(kind: str, peers: dict[int, int | None], **fields: Any) -> list[Dump]:
+    """Ranks that fail so, a tenth of a second apart, each about a peer."""
+    return [
+        failed(rank, kind, **{"peer": peer, "after_s": number / 10, **fields})
+        for number, (rank, peer) in enumerate(peers.items())
     ]
-    found = verdict(*dumps)
-    assert found.culprits == (0, 1)
-    assert found.text.startswith("Ranks 0, 1 disagree with each other. MismatchError: ")
 
 
-def test_a_disagreement_that_was_told_names_who_found_it() -> None:
-    found = verdict(failed(2, "MismatchError", origin=0, peer=3), dump(3))
-    assert found.culprits == (0, 3)
+RAISED = {"in_call": None, "text": "no such shard", "trace": [PLACE, INSIDE]}
+WAIT_ROUND = [timed_out(rank, (rank - 1) % 4, after_s=rank) for rank in range(4)]
+MISSES = {"text": "rank 0 of 4 makes call 17, and rank 3 has left after 16"}
+UNJOINED = {"in_call": None, "calls": 0}
+QUICK = {"since": NOW - 0.2}
 
-
-def test_a_rank_that_leaves_early_is_the_culprit_and_not_who_misses_it() -> None:
-    text = "rank 0 of 4 makes call 17, and rank 3 has left after 16"
-    found = verdict(*(failed(r, "MismatchError", peer=3, text=text) for r in (0, 1, 2)))
-    assert found.culprits == (3,)
-    assert found.text.startswith(
-        "Rank 3 is the culprit: ranks 0, 1, 2 name it, and it left no record"
-    )
-
-
-def test_a_rank_that_disagrees_with_nobody_in_particular() -> None:
-    assert verdict(failed(2, "MismatchError")).culprits == (2,)
-
-
-# --- Ranks that others name -------------------------------------------------------------------
-
-
-def test_a_killed_rank_leaves_no_record_and_is_named_by_others() -> None:
-    found = verdict(
-        lost(0, 3, text="rank 0 of 4 lost rank 3: it died."),
-        lost(1, 3, origin=0, after_s=0.1),
-        lost(2, 3, after_s=0.1),
-    )
-    assert found.culprits == (3,)
-    assert found.text == (
+# By what has happened: the records, who is to blame, and the words that say why.
+VERDICTS: dict[str, tuple[list[Dump], tuple[int, ...], str]] = {
+    "an exception of the program goes before all that others say": (
+        [lost(0, 3), lost(1, 2), failed(2, "ValueError", after_s=0.5, **RAISED), lost(3, 2)],
+        (2,),
+        "Rank 2 is the culprit: its own error came first, in user code, at train.py:12: "
+        "ValueError: no such shard.",
+    ),
+    "of several own errors the first counts": (
+        [failed(0, "KeyError", after_s=1), failed(1, "MemoryError", after_s=0.5), lost(2, 1)],
+        (1,),
+        "MemoryError",
+    ),
+    "a rank interrupted in a call is to blame itself": (
+        [lost(0, 1), lost(1, 1, text="was interrupted", after_s=1), lost(2, 1)],
+        (1,),
+        "in all_reduce #17, at train.py:12",
+    ),
+    "an error of the ring that a rank found itself counts as its own": (
+        [
+            *complaints("ProtocolError", {0: None, 1: None, 2: None}, origin=3),
+            failed(3, "ProtocolError"),
+        ],
+        (3,),
+        "its own error came first",
+    ),
+    # --- Disagreement ---
+    "one rank makes another call": (
+        [
+            *complaints("MismatchError", {0: 1, 2: 1, 3: 1}, text="disagree"),
+            failed(1, "MismatchError", peer=0, nbytes=80),
+        ],
+        (1,),
+        "was in all_reduce #17 of 80 bytes, at train.py:12, unlike all others",
+    ),
+    "two sides disagree": (
+        [
+            failed(r, "MismatchError", peer=1 - r % 2, in_call="barrier" if r % 2 else "broadcast")
+            for r in range(4)
+        ],
+        (0, 1),
+        "Ranks 0, 1 disagree with each other. MismatchError: ",
+    ),
+    "a disagreement was told of, by the one that found it": (
+        [failed(2, "MismatchError", origin=0, peer=3), dump(3)],
+        (0, 3),
+        "Ranks 0, 3 disagree",
+    ),
+    "a rank leaves early, and others miss it": (
+        complaints("MismatchError", {0: 3, 1: 3, 2: 3}, **MISSES),
+        (3,),
+        "Rank 3 is the culprit: ranks 0, 1, 2 name it, and it left no record",
+    ),
+    "a rank disagrees with nobody in particular": ([failed(2, "MismatchError")], (2,), "Rank 2"),
+    # --- Ranks that others name ---
+    "a killed rank leaves no record": (
+        [
+            lost(0, 3, text="rank 0 of 4 lost rank 3: it died."),
+            lost(1, 3, origin=0, after_s=0.1),
+            lost(2, 3, after_s=0.1),
+        ],
+        (3,),
         "Rank 3 is the culprit: ranks 0, 1, 2 lost it, and it left no record, so it was killed or "
-        "ended. Rank 0: PeerLostError: rank 0 of 4 lost rank 3: it died."
-    )
+        "ended. Rank 0: PeerLostError: rank 0 of 4 lost rank 3: it died.",
+    ),
+    "who waits for whom is followed round the ring": (
+        [timed_out(0, 3), dump(1), timed_out(2, 1, after_s=0.2), timed_out(3, 2)],
+        (1,),
+        "Rank 1 is the culprit: rank 2 waited for it, and it was in user code for 20.0 s, at "
+        "train.py:12 (model.fit(data)).",
+    ),
+    "a rank told of the break in user code is still the culprit": (
+        [
+            timed_out(0, 1),
+            timed_out(1, 1, origin=0, in_call=None, after_s=0.3),
+            timed_out(2, 1, origin=0),
+        ],
+        (1,),
+        "in user code for 10.3 s, at train.py:12, when the ring broke",
+    ),
+    "a stopped rank that complains when it is woken has one voice": (
+        [timed_out(0, 1), lost(1, 0, after_s=30), timed_out(2, 1), timed_out(3, 1, after_s=0.1)],
+        (1,),
+        "Rank 1 is the culprit",
+    ),
+    "each waits for the next, and one is behind": (
+        [timed_out(rank, (rank - 1) % 4, calls=16 if rank == 2 else 17) for rank in range(4)],
+        (2,),
+        "failed in all_reduce #16",
+    ),
+    "nothing but the first error tells": (WAIT_ROUND, (3,), "Rank 3"),
+    "ranks never joined": (
+        [
+            failed(0, "RendezvousError", text="rank 2 did not come.", **UNJOINED),
+            failed(1, "RendezvousError", **UNJOINED),
+        ],
+        (2, 3),
+        "Ranks 2, 3 are the culprits: without a record",
+    ),
+    # --- Records that were asked for ---
+    "a rank is in user code while the others wait": (
+        [waiting(0), waiting(1), dump(2, since=NOW - 21), waiting(3)],
+        (2,),
+        "Rank 2 is the culprit: it was in user code for 21.0 s, at train.py:12 "
+        "(model.fit(data)), while ranks 0, 1, 3 wait in all_reduce #17 for 20.0 s; it has "
+        "not called that.",
+    ),
+    "the one with the fewest calls": (
+        [waiting(0), dump(1), dump(2, calls=12), waiting(3, calls=16)],
+        (2,),
+        "Rank 2",
+    ),
+    "a rank is behind in a call": (
+        [waiting(0), waiting(1, calls=16), waiting(2), waiting(3)],
+        (1,),
+        "the others have completed that",
+    ),
+    "a rank that could not be asked is suspected": (
+        [waiting(0), waiting(2), waiting(3)],
+        (1,),
+        "Rank 1 is the culprit, probably: without a record",
+    ),
+    "different calls of the same number": (
+        [waiting(0), waiting(1, "barrier", 0), waiting(2, "barrier", 0), waiting(3)],
+        (0, 1, 2, 3),
+        "The ranks are out of step in call #17: ranks 0, 3 are in all_reduce of 4096 bytes; "
+        "ranks 1, 2 are in barrier.",
+    ),
+    "one rank in a different call of the same number": (
+        [waiting(0), waiting(1), waiting(2, nbytes=8192), waiting(3)],
+        (2,),
+        "rank 2 is in all_reduce of 8192 bytes",
+    ),
+    "lengths of a gather may differ": (
+        [waiting(rank, "all_gather", 80 * rank) for rank in range(4)],
+        (),
+        "No culprit found. Longest of all, rank 0 was in all_gather #17",
+    ),
+    "a job is at work": (
+        [waiting(0, **QUICK), dump(1, **QUICK), waiting(2, **QUICK), dump(3, **QUICK)],
+        (),
+        "no rank had stood still for 1 s",
+    ),
+    "a rank that waits in a recv is not in user code": (
+        [waiting(0), waiting(1), waiting(3), dump(2, pending="recv from rank 1, tag 7")],
+        (2,),
+        "it was in recv from rank 1, tag 7, for 20.0 s",
+    ),
+    "all are in user code": (
+        [dump(rank, since=NOW - 10 - rank) for rank in range(4)],
+        (),
+        "rank 3 was in user code for 13.0 s, at train.py:12 (model.fit(data))",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_who_is_to_blame_and_why(case: str) -> None:
+    dumps, culprits, words = VERDICTS[case]
+    found = verdict(*dumps)
+    assert found.culprits == culprits
+    assert words in found.text
+
+
+def test_a_peer_that_is_no_rank_is_not_believed() -> None:
+    assert verdict(lost(0, 99)).culprits != (99,)
 
 
 def test_a_rank_whose_record_cannot_be_read_is_not_said_to_be_killed() -> None:
@@ -198,126 +288,6 @@ def test_a_rank_whose_record_cannot_be_read_is_not_said_to_be_killed() -> None:
     assert found.culprits == (3,)
     assert "its record cannot be read" in found.text
     assert "killed" not in found.text
-
-
-def test_who_waits_for_whom_is_followed_round_the_ring_to_its_cause() -> None:
-    found = verdict(timed_out(0, 3), dump(1), timed_out(2, 1, after_s=0.2), timed_out(3, 2))
-    assert found.culprits == (1,)
-    assert found.text.startswith(
-        "Rank 1 is the culprit: rank 2 waited for it, and it was in user code for 20.0 s, at "
-        "train.py:12 (model.fit(data))."
-    )
-
-
-def test_a_rank_told_of_the_break_in_user_code_is_still_the_culprit() -> None:
-    told = timed_out(1, 1, origin=0, in_call=None, after_s=0.3)
-    found = verdict(timed_out(0, 1), told, timed_out(2, 1, origin=0))
-    assert found.culprits == (1,)
-    assert "in user code for 10.3 s, at train.py:12, when the ring broke" in found.text
-
-
-def test_a_stopped_rank_that_complains_when_it_is_woken_has_one_voice() -> None:
-    found = verdict(
-        timed_out(0, 1), lost(1, 0, after_s=30), timed_out(2, 1), timed_out(3, 1, after_s=0.1)
-    )
-    assert found.culprits == (1,)
-
-
-def test_when_each_waits_for_the_next_the_one_behind_is_the_culprit() -> None:
-    found = verdict(
-        *(timed_out(rank, (rank - 1) % 4, calls=16 if rank == 2 else 17) for rank in range(4))
-    )
-    assert found.culprits == (2,)
-    assert "failed in all_reduce #16" in found.text
-
-
-def test_when_nothing_else_tells_the_first_error_does() -> None:
-    found = verdict(*(timed_out(rank, (rank - 1) % 4, after_s=rank) for rank in range(4)))
-    assert found.culprits == (3,)
-
-
-def test_a_peer_that_is_no_rank_is_not_believed() -> None:
-    assert verdict(lost(0, 99)).culprits != (99,)
-
-
-def test_ranks_that_never_joined_are_named() -> None:
-    alone = failed(0, "RendezvousError", in_call=None, calls=0, text="rank 2 did not come")
-    found = verdict(alone, failed(1, "RendezvousError", in_call=None, calls=0))
-    assert found.culprits == (2, 3)
-    assert "Ranks 2, 3 are the culprits: without a record" in found.text
-    assert "rank 2 did not come." in found.text
-
-
-# --- Records that were asked for --------------------------------------------------------------
-
-
-def test_a_rank_in_user_code_while_the_others_wait_is_the_culprit() -> None:
-    found = verdict(waiting(0), waiting(1), dump(2, since=NOW - 21), waiting(3))
-    assert found.culprits == (2,)
-    assert found.text == (
-        "Rank 2 is the culprit: it was in user code for 21.0 s, at train.py:12 "
-        "(model.fit(data)), while ranks 0, 1, 3 wait in all_reduce #17 for 20.0 s; it has "
-        "not called that."
-    )
-
-
-def test_the_one_with_the_fewest_calls_is_the_culprit() -> None:
-    found = verdict(waiting(0), dump(1), dump(2, calls=12), waiting(3, calls=16))
-    assert found.culprits == (2,)
-
-
-def test_a_rank_behind_in_a_call_is_the_culprit() -> None:
-    found = verdict(waiting(0), waiting(1, calls=16), waiting(2), waiting(3))
-    assert found.culprits == (1,)
-    assert "the others have completed that" in found.text
-
-
-def test_a_rank_that_could_not_be_asked_is_suspected() -> None:
-    found = verdict(waiting(0), waiting(2), waiting(3))
-    assert found.culprits == (1,)
-    assert "Rank 1 is the culprit, probably: without a record" in found.text
-    assert "SIGSTOP" in found.text
-
-
-def test_different_calls_of_the_same_number() -> None:
-    found = verdict(waiting(0), waiting(1, "barrier", 0), waiting(2, "barrier", 0), waiting(3))
-    assert found.culprits == (0, 1, 2, 3)
-    assert found.text == (
-        "The ranks are out of step in call #17: ranks 0, 3 are in all_reduce of 4096 bytes; "
-        "ranks 1, 2 are in barrier."
-    )
-
-
-def test_one_rank_in_a_different_call_of_the_same_number() -> None:
-    found = verdict(waiting(0), waiting(1), waiting(2, nbytes=8192), waiting(3))
-    assert found.culprits == (2,)
-    assert "rank 2 is in all_reduce of 8192 bytes" in found.text
-
-
-def test_lengths_of_a_gather_may_differ() -> None:
-    dumps = [waiting(rank, "all_gather", 80 * rank) for rank in range(4)]
-    found = verdict(*dumps)
-    assert found.culprits == ()
-    assert found.text.startswith("No culprit found. Longest of all, rank 0 was in all_gather #17")
-
-
-def test_a_job_at_work_has_no_culprit() -> None:
-    quick = {"since": NOW - 0.2}
-    found = verdict(waiting(0, **quick), dump(1, **quick), waiting(2, **quick), dump(3, **quick))
-    assert found.culprits == ()
-    assert "no rank had stood still for 1 s" in found.text
-
-
-def test_a_rank_that_waits_in_a_recv_is_not_in_user_code() -> None:
-    found = verdict(waiting(0), waiting(1), waiting(3), dump(2, pending="recv from rank 1, tag 7"))
-    assert found.culprits == (2,)
-    assert "it was in recv from rank 1, tag 7, for 20.0 s" in found.text
-
-
-def test_a_job_in_user_code_everywhere_has_no_culprit() -> None:
-    found = verdict(*(dump(rank, since=NOW - 10 - rank) for rank in range(4)))
-    assert found.culprits == ()
-    assert "rank 3 was in user code for 13.0 s, at train.py:12 (model.fit(data))" in found.text
 
 
 ANY_FAILURE = st.builds(
@@ -449,118 +419,93 @@ def test_a_folder_without_records_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_the_group_that_broke_first_is_explained() -> None:
     """Its ranks end with that error, which the job's ring has from them, later."""
-    ended = {"in_call": None, "after_s": 1.0, "kind": "MismatchError"}
-    dumps = [
-        failed(
-            rank, **ended, groups=[part(failed(rank, "MismatchError", peer=peer, calls=5), ours)]
-        )
-        for rank, peer, ours in ((0, 2, [0, 2]), (2, 0, [0, 2]))
-    ]
-    dumps += [
+
+    def broken(rank: int, peer: int) -> Dump:
+        in_group = part(failed(rank, "MismatchError", peer=peer, calls=5), [0, 2])
+        return failed(rank, "MismatchError", in_call=None, after_s=1.0, groups=[in_group])
+
+    others = [
         lost(rank, 0, after_s=2.0, groups=[part(waiting(rank), [1, 3], 2)]) for rank in (1, 3)
     ]
-    found = verdict(*dumps)
+    found = verdict(broken(0, 2), broken(2, 0), *others)
     assert found.culprits == (0, 2)
     assert found.text.startswith(
         "In the group of ranks 0 and 2, ranks 0, 2 disagree with each other. MismatchError: "
     )
 
 
-def test_an_exception_of_the_program_goes_before_what_it_broke_in_a_group() -> None:
-    in_group = part(lost(0, 1, after_s=-1.0), [0, 1])
-    raised = failed(1, "ValueError", in_call=None, text="no such shard")
-    found = verdict(lost(0, 1, groups=[in_group], after_s=0.5), raised, size=2)
-    assert found.culprits == (1,)
-    assert found.text.startswith("Rank 1 is the culprit: its own error came first, in user code")
+# By what has happened: the records of how many ranks, who is to blame, and why.
+IN_GROUPS: dict[str, tuple[list[Dump], int, int, str]] = {
+    "an exception goes before what it broke in a group": (
+        [
+            lost(0, 1, groups=[part(lost(0, 1, after_s=-1.0), [0, 1])], after_s=0.5),
+            failed(1, "ValueError", in_call=None, text="no such shard"),
+        ],
+        *(2, 1),
+        "Rank 1 is the culprit: its own error came first, in user code",
+    ),
+    "a killed rank is named in its group": (
+        [dump(r, groups=[part(lost(r, 3), [2, 3])] if r == 2 else []) for r in range(3)],
+        *(4, 3),
+        "In the group of ranks 2 and 3, rank 3 is the culprit: rank 2 lost it, and it left no ",
+    ),
+    # Rank 1 keeps rank 0 waiting in the job, and is itself kept waiting by rank 2 in a group.
+    "a rank holds up a group where nothing has failed": (
+        [
+            waiting(0),
+            dump(1, groups=[part(waiting(1, calls=3), [1, 2])]),
+            dump(2, groups=[part(dump(2, calls=3), [1, 2])]),
+        ],
+        *(3, 2),
+        "In the group of ranks 1 and 2, rank 2 is the culprit: it was in user code for 20.0 s",
+    ),
+    "a rank that has closed a group is in user code for it": (
+        [dump(0, groups=[part(waiting(0, calls=2), [0, 1])]), dump(1)],
+        *(2, 1),
+        "while rank 0 waits in all_reduce #2 for 20.0 s",
+    ),
+}
 
 
-def test_a_killed_rank_is_named_in_its_group() -> None:
-    dumps = [
-        dump(rank, groups=[part(lost(rank, 3), [2, 3])] if rank == 2 else []) for rank in range(3)
-    ]
-    found = verdict(*dumps)
-    assert found.culprits == (3,)
-    assert found.text.startswith(
-        "In the group of ranks 2 and 3, rank 3 is the culprit: rank 2 lost it, and it left no "
-    )
-
-
-def test_a_rank_that_holds_up_a_group_is_found_where_nothing_has_failed() -> None:
-    """Rank 1 keeps rank 0 waiting in the job, and is itself kept waiting by rank 2 in a group."""
-    held = part(waiting(1, calls=3), [1, 2])
-    asleep = dump(2, groups=[part(dump(2, calls=3), [1, 2])])
-    found = verdict(waiting(0), dump(1, groups=[held]), asleep, size=3)
-    assert found.culprits == (2,)
-    assert found.text.startswith(
-        "In the group of ranks 1 and 2, rank 2 is the culprit: it was in user code for 20.0 s"
-    )
-
-
-def test_a_rank_that_has_closed_a_group_is_in_user_code_for_it() -> None:
-    found = verdict(dump(0, groups=[part(waiting(0, calls=2), [0, 1])]), dump(1), size=2)
-    assert found.culprits == (1,)
-    assert "while rank 0 waits in all_reduce #2 for 20.0 s" in found.text
-
-
-def test_groups_at_rest_are_not_shown_others_are() -> None:
-    busy, idle = part(waiting(0), [0, 1]), part(dump(0), [0, 2], 2)
-    lines = shown(Records(3, {0: dump(0, groups=[busy, idle]), 1: dump(1), 2: dump(2)}))
-    assert "The whole job:" in lines
-    assert [line.rstrip() for line in lines[-4:]] == [
-        "The group of ranks 0 and 1:",
-        "rank  calls  state",
-        "   0     17  in all_reduce #17 for 20.0 s",
-        "   1      0  in user code for 20.0 s, at train.py:12",
-    ]
+@pytest.mark.parametrize("case", IN_GROUPS)
+def test_who_is_to_blame_in_a_group(case: str) -> None:
+    dumps, size, culprit, words = IN_GROUPS[case]
+    found = verdict(*dumps, size=size)
+    assert found.culprits == (culprit,)
+    assert words in found.text
 
 
 # --- What is shown ----------------------------------------------------------------------------
 
 
-def shown(records: Records) -> list[str]:
+def shown(records: Records) -> str:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     show(records, console)
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
+    return console.file.getvalue()
 
 
-def test_a_report_in_80_columns() -> None:
-    lines = shown(Records(3, {0: waiting(0), 1: dump(1)}, {"flight-rank2.json": "truncated"}))
-    assert [line.rstrip() for line in lines] == [
-        "Rank 1 is the culprit: it was in user code for 20.0 s, at train.py:12",
-        "(model.fit(data)), while rank 0 waits in all_reduce #17 for 20.0 s; it has not",
-        "called that.",
-        "",
-        "rank  calls  state",
-        "   0     17  in all_reduce #17 for 20.0 s",
-        "   1     17  in user code for 20.0 s, at train.py:12",
-        "   2      -  unreadable record",
-        "skipped flight-rank2.json: truncated",
+def test_reports_in_80_columns(check_page: Callable[[str, str], None]) -> None:
+    """The last has groups, of which that at rest is not shown."""
+    busy, idle = part(waiting(0), [0, 1]), part(dump(0), [0, 2], 2)
+    jobs = [
+        Records(3, {0: waiting(0), 1: dump(1)}, {"flight-rank2.json": "truncated"}),
+        Records(2, {0: lost(0, 1, text="rank 0 of 2 lost rank 1: it died.")}),
+        Records(3, {0: dump(0, groups=[busy, idle]), 1: dump(1), 2: dump(2)}),
     ]
-
-
-def test_errors_get_a_column_of_their_own() -> None:
-    lines = shown(Records(2, {0: lost(0, 1, text="rank 0 of 2 lost rank 1: it died.")}))
-    assert any(line.split() == ["rank", "calls", "state", "error"] for line in lines)
-    column = next(line.index("error") for line in lines if line.startswith("rank"))
-    error = " ".join(" ".join(line[column:] for line in lines[-3:-1]).split())
-    assert error == "PeerLostError: rank 0 of 2 lost rank 1: it died."
-    assert max(map(len, lines)) <= 80
+    check_page("reports.txt", "\n".join(map(shown, jobs)))
 
 
 def test_what_a_record_says_is_shown_and_not_obeyed() -> None:
     evil = "[red]x[/red] \x1b]0;title\x07 \x1b[2J \r\n [/nonsense]"
-    failure = failed(0, "ValueError", text=evil, in_call=evil[:20])
-    text = "\n".join(shown(Records(1, {0: failure})))
+    text = shown(Records(1, {0: failed(0, "ValueError", text=evil, in_call=evil[:20])}))
     assert "[red]x[/red]" in text
     assert not {"\x1b", "\x07", "\r"} & set(text)
 
 
-def test_a_record_that_claims_a_huge_job_does_not_flood_the_terminal() -> None:
-    lines = shown(Records(1 << 20, {0: waiting(0, size=1 << 20)}))
+def test_a_record_that_claims_a_huge_job_or_an_absurd_time_does_not_flood_the_terminal() -> None:
+    lines = shown(Records(1 << 20, {0: waiting(0, size=1 << 20)})).splitlines()
     assert len(lines) < 100
     assert lines[-1] == f"and {(1 << 20) - 65} more ranks without a record"
-
-
-def test_times_are_in_the_report_even_when_they_are_absurd() -> None:
-    assert max(map(len, shown(Records(1, {0: dump(0, since=0.0, when=1e11)})))) <= 80
+    absurd = shown(Records(1, {0: dump(0, since=0.0, when=1e11)}))
+    assert max(map(len, absurd.splitlines())) <= 80
