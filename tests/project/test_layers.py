@@ -28,30 +28,15 @@ LAYERS = {
     "vocabulary": ("vocabulary", "_version"),
     "pure": ("pure",),
     "launcher": ("commands.launch",),
-    "effects": ("effects",),
-    "transport": ("transport",),
-    "bootstrap": ("bootstrap",),
-    "collectives": ("collectives",),
-    "engine": ("engine",),
-    "communicator": ("communicator",),
-    "tensorflow": ("tensorflow",),
-    "keras": ("keras",),
-    "ray": ("ray",),
+    **{name: (name,) for name in ("effects", "transport", "bootstrap", "collectives", "engine")},
+    **{name: (name,) for name in ("communicator", "tensorflow", "keras", "ray")},
     "unchanged programs": ("unchanged",),
     "entry points": ("commands", "__main__", "testing"),
 }
-DECIDES = [
-    "ringreduce.commands.doctor.findings",
-    "ringreduce.commands.launch.conclusion",
-    "ringreduce.commands.launch.exchange",
-    "ringreduce.commands.launch.failure",
-    "ringreduce.commands.launch.frames",
-    "ringreduce.commands.launch.hosts",
-    "ringreduce.commands.launch.node_messages",
-    "ringreduce.commands.launch.output",
-    "ringreduce.commands.launch.worker_records",
-    "ringreduce.commands.report.verdict",
-]
+LAUNCH = "ringreduce.commands.launch"
+DECIDES = ["ringreduce.commands.doctor.findings", "ringreduce.commands.report.verdict"]
+DECIDES += [f"{LAUNCH}.{name}" for name in ("conclusion", "exchange", "failure", "frames", "hosts")]
+DECIDES += [f"{LAUNCH}.{name}" for name in ("node_messages", "output", "worker_records")]
 MODULES = [name for name in SOURCES if name != "ringreduce"]  # the facade, tested apart
 
 
@@ -97,21 +82,15 @@ def importers_of(*libraries: str) -> set[str]:
     return {module for module in SOURCES if top_level_imports_of(module) & set(libraries)}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
+def test_imports_point_down_and_none_is_of_the_facade() -> None:
     order = list(LAYERS)
-    ours = order.index(layer_of(module))
-    upward = [
-        name
-        for name in imports_of(module)
-        if name in MODULES and order.index(layer_of(name)) > ours
+    height = {module: order.index(layer_of(module)) for module in MODULES}
+    imports = [(module, name) for module in MODULES for name in imports_of(module)]
+    assert not [
+        f"{module} imports {name}"
+        for module, name in imports
+        if name == "ringreduce" or height.get(name, 0) > height[module]
     ]
-    assert not upward
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_does_not_import_the_facade(module: str) -> None:
-    assert "ringreduce" not in imports_of(module)
 
 
 def imported_for_types_alone(module: str) -> set[str]:
@@ -145,16 +124,11 @@ def test_the_facade_imports_only_the_vocabulary_at_once() -> None:
     assert {layer_of(module) for module in ours} == {"vocabulary"}
 
 
-@pytest.mark.parametrize("module", in_layer("pure"))
-def test_the_pure_layer_does_no_input_or_output(module: str) -> None:
-    effects = {"zmq", "os", "time", "threading", "socket", "subprocess", "sys", "io", "logging"}
-    assert not top_level_imports_of(module) & effects
-
-
-@pytest.mark.parametrize("module", DECIDES)
-def test_what_the_launcher_and_the_report_decide_is_pure(module: str) -> None:
+def test_the_pure_layer_and_what_launcher_and_report_decide_do_no_input_or_output() -> None:
     effects = {"os", "time", "threading", "socket", "subprocess", "sys", "psutil"}
-    assert not top_level_imports_of(module) & effects
+    assert set(DECIDES) <= set(MODULES)
+    assert not importers_of(*effects) & {*DECIDES, *in_layer("pure")}
+    assert not importers_of("zmq", "io", "logging") & set(in_layer("pure"))
 
 
 def test_only_two_modules_read_the_environment() -> None:
@@ -166,63 +140,41 @@ def test_only_two_modules_read_the_environment() -> None:
             by_import = isinstance(node, ast.ImportFrom) and node.module == "os"
             if as_attribute or (by_import and names & {alias.name for alias in node.names}):
                 readers.add(module)
-    assert readers == {
-        "ringreduce.vocabulary.config",
-        "ringreduce.vocabulary.worker_environment",
-    }
+    vocabulary = "ringreduce.vocabulary"
+    assert readers == {f"{vocabulary}.config", f"{vocabulary}.worker_environment"}
 
 
-def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
+def test_only_few_modules_import_these() -> None:
+    of_zmq = ("authenticator", "channel", "control", "diagnosis", "libzmq")
+    of_zmq += ("security", "sockets", "visits")
     assert importers_of("zmq") == {
-        "ringreduce.bootstrap.rendezvous",
-        "ringreduce.transport.authenticator",
-        "ringreduce.transport.channel",
-        "ringreduce.transport.control",
-        "ringreduce.transport.diagnosis",
-        "ringreduce.transport.libzmq",
-        "ringreduce.transport.security",
-        "ringreduce.transport.sockets",
-        "ringreduce.transport.visits",
+        *("ringreduce.bootstrap.rendezvous", *(f"ringreduce.transport.{name}" for name in of_zmq))
     }
-
-
-def test_only_the_integrations_import_tensorflow_or_keras() -> None:
+    starters = {f"{LAUNCH}.processes", f"{LAUNCH}.remote"}
+    assert importers_of("subprocess", "multiprocessing") == starters
+    # Functions and results of own children.
+    picklers = importers_of("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+    assert picklers == {f"{LAUNCH}.call", f"{LAUNCH}.function"}
     integrations = {*in_layer("tensorflow"), *in_layer("keras"), *in_layer("unchanged programs")}
     integrations.add("ringreduce.ray.checkpoints")
-    importers = importers_of("tensorflow", "keras")
-    assert importers
-    assert importers <= integrations
+    for importers, layers in (
+        (importers_of("tensorflow", "keras"), integrations),
+        (importers_of("ray"), set(in_layer("ray"))),
+    ):
+        assert importers
+        assert importers <= layers
 
 
-def test_only_one_layer_imports_ray() -> None:
-    assert importers_of("ray")
-    assert importers_of("ray") <= set(in_layer("ray"))
-
-
-def test_only_the_launcher_starts_processes() -> None:
-    launch = "ringreduce.commands.launch"
-    assert importers_of("subprocess", "multiprocessing") == {
-        f"{launch}.processes",
-        f"{launch}.remote",
-    }
-
-
-def test_only_functions_and_results_of_own_children_are_pickled() -> None:
-    modules = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
-    launch = "ringreduce.commands.launch"
-    assert importers_of(*modules) == {f"{launch}.call", f"{launch}.function"}
-
-
-@pytest.mark.parametrize("module", list(SOURCES))
-def test_no_text_is_run_as_code(module: str) -> None:
+def test_no_text_is_run_as_code() -> None:
     called = {
-        node.func.id
+        (module, node.func.id)
+        for module in SOURCES
         for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
+    running = {(m, name) for m, name in called if name in ("eval", "exec", "compile", "__import__")}
     # A worker's program is what that module is for.
-    allowed = {"exec", "compile"} if module == "ringreduce.commands.launch.start" else set()
-    assert not called & {"eval", "exec", "compile", "__import__"} - allowed
+    assert running <= {(f"{LAUNCH}.start", "exec"), (f"{LAUNCH}.start", "compile")}
 
 
 def test_no_module_is_a_drawer_for_everything() -> None:
@@ -230,47 +182,20 @@ def test_no_module_is_a_drawer_for_everything() -> None:
     assert not drawers & {part for name in SOURCES for part in name.split(".")}
 
 
-@cache
-def fresh_import(module: str) -> tuple[dict[str, object], str]:
-    """What importing `module` in a new process brings with it, and what it prints."""
+@pytest.mark.parametrize("module", ["ringreduce", "ringreduce.commands.cli"])
+def test_a_fresh_import_stays_light_prints_nothing_and_starts_no_thread(module: str) -> None:
     program = (
         f"import sys, {module}; kept = list(sys.modules)\n"
-        "import json, psutil, os\n"
-        "threads = psutil.Process().num_threads()\n"
-        "os.write(3, json.dumps({'modules': kept, 'threads': threads}).encode())"
+        "import json, psutil, os, ringreduce\n"
+        "threads = psutil.Process().num_threads(); ringreduce.Communicator\n"
+        "os.write(3, json.dumps([kept, threads, 'numba' in sys.modules]).encode())"
     )
     # Descriptor 3 carries the answer, so that any output at all is the import's own.
     shell = ["sh", "-c", 'exec 3>&1 1>&2; exec "$0" "$@"', sys.executable, "-c", program]
     done = subprocess.run(
         shell, capture_output=True, text=True, timeout=30, env=clean_environment(), check=True
     )
-    return json.loads(done.stdout), done.stderr
-
-
-@pytest.mark.parametrize("library", ["tensorflow", "keras", "numba", "numpy", "zmq"])
-@pytest.mark.parametrize("module", ["ringreduce", "ringreduce.commands.cli"])
-def test_a_fresh_import_stays_light(module: str, library: str) -> None:
-    facts, _ = fresh_import(module)
-    assert module in facts["modules"]
-    assert library not in facts["modules"]
-
-
-def test_importing_prints_nothing() -> None:
-    assert fresh_import("ringreduce")[1] == ""
-
-
-def test_importing_starts_no_thread() -> None:
-    assert fresh_import("ringreduce")[0]["threads"] == 1
-
-
-def test_the_ring_is_imported_when_first_asked_for() -> None:
-    program = "import sys, ringreduce; ringreduce.Communicator; print('numba' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        env=clean_environment(),
-        check=True,
-    )
-    assert done.stdout == "True\n"
+    modules, threads, is_imported_when_asked_for = json.loads(done.stdout)
+    assert module in modules
+    assert not {"tensorflow", "keras", "numba", "numpy", "zmq"} & {*modules}
+    assert (threads, done.stderr, is_imported_when_asked_for) == (1, "", True)

@@ -6,12 +6,12 @@ They are planted where what names them is tested; this says where.
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/guides/debugging.md").read_text(encoding="utf-8")
 # By fault: the tool that names it, in what words, and the test that plants it. Both the guide and
 # the test have these words.
+MISTAKE = "keras/test_fit.py::test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line"
+SLOW = "keras/test_profile.py::test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow"
 FAULTS = {
     "unseeded shuffle": (
         "rr.shard",
@@ -42,12 +42,12 @@ FAULTS = {
     "Unequal frozen weights": (
         "ParityWarning",
         "rr.broadcast_variables(model.variables)",
-        "keras/test_fit.py::test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line",
+        MISTAKE,
     ),
     "BatchNormalization, unsynchronised": (
         "ParityWarning",
         "norm: each rank normalizes",
-        "keras/test_fit.py::test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line",
+        MISTAKE,
     ),
     "NaN on one rank": (
         "check_numerics",
@@ -58,12 +58,12 @@ FAULTS = {
     "A rank slow from the start": (
         "--profile",
         "Rank 1 is slow: it computes",
-        "keras/test_profile.py::test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow",
+        SLOW,
     ),
     "A rank that becomes slow late": (
         "--profile",
         "Rank 1 is slow from epoch 2 on",
-        "keras/test_profile.py::test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow",
+        SLOW,
     ),
     "A slow link": (
         "--profile",
@@ -102,17 +102,11 @@ def source_of(test):
     return "\n".join(text.splitlines()[first - 1 : found.end_lineno])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_test_plants_it_and_a_row_of_the_guide_says_what_one_sees(fault):
-    tool, words, test = FAULTS[fault]
-    assert words in source_of(test).replace("\\", "")
-    [row] = [line for line in GUIDE.splitlines() if f"**{fault}**" in line]
-    _, seen, named_by, said, _ = row.split("|")
-    assert tool in named_by
-    assert words in said
-    assert len(seen) > len(fault) + 10
-
-
-def test_the_guide_has_no_other_rows():
+def test_a_test_plants_each_fault_and_a_row_of_the_guide_says_what_one_sees():
     rows = [line for line in GUIDE.splitlines() if line.startswith("| ") and "**" in line]
-    assert len(rows) == len(FAULTS)
+    for (fault, (tool, words, test)), row in zip(FAULTS.items(), rows, strict=True):
+        _, seen, named_by, said, _ = row.split("|")
+        assert f"**{fault}**" in seen
+        assert words in source_of(test).replace("\\", ""), fault
+        assert (tool in named_by, words in said) == (True, True), fault
+        assert len(seen) > len(fault) + 10
