@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import resource
-import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from ringreduce.commands.doctor.findings import SIZES, Facts, Link, find, turns
 from ringreduce.commands.doctor.view import show
 from ringreduce.commands.doctor.worker import examine
 from ringreduce.testing import ring_of_threads
-from tests.processes import DEADLINE_S, clean_environment
+from tests.processes import Process
 
 GIB = 1 << 30
 WITHIN = Link((0, 1), "shm", (2e-6, 5e-3))
@@ -29,20 +29,10 @@ def facts(rank: int, host: str = "alpha", **changes: Any) -> Facts:
     """A rank on one of two hosts with two ranks and four cores each, where all is well."""
     usual: dict[str, Any] = {
         "versions": {"ringreduce": "0.1.0", "TensorFlow": "2.21.0", "numpy": "2.4.6"},
-        "native": "",
-        "xla": "",
-        "compiled": "",
-        "cores": (0, 1, 2, 3),
-        "quota": None,
-        "host_cores": 4,
-        "load": 0.4,
-        "memory": 16 * GIB,
-        "available": 12 * GIB,
-        "copied_s": 4e-3,
-        "address_space": None,
-        "files": 4096,
-        "files_needed": 1024,
-        "addresses": "eth0 10.0.0.4/24",
+        **{"native": "", "xla": "", "compiled": "", "cores": (0, 1, 2, 3), "quota": None},
+        **{"host_cores": 4, "load": 0.4, "address_space": None},
+        **{"memory": 16 * GIB, "available": 12 * GIB, "copied_s": 4e-3},
+        **{"files": 4096, "files_needed": 1024, "addresses": "eth0 10.0.0.4/24"},
     }
     return Facts(rank=rank, host=host, **(usual | changes))
 
@@ -60,112 +50,55 @@ def changed(link: Link, **fields: Any) -> list[Link]:
     return [msgspec.structs.replace(each, **fields) if each is link else each for each in LINKS]
 
 
+ALL = (0, 1, 2, 3)
+OTHER_NUMPY = {"versions": {**facts(0).versions, "numpy": "1.26.4"}}
+NO_TENSORFLOW = {"versions": {"ringreduce": "0.1.0", "numpy": "2.4.6"}}
+SLOW = changed(BETWEEN, seconds=(1e-3, 5.5))
+WAITING = changed(WITHIN, seconds=(1.3e-3, 5e-3))
+COPYING = changed(WITHIN, seconds=(2e-6, 28e-3))
+FEW_FILES = "512 files may be open, and a job of this size may need 1024."
+
+
 def test_nothing_is_found_where_all_is_well() -> None:
     assert find(job(), LINKS) == []
     assert find([facts(0)], []) == []
-
-
-ALL = (0, 1, 2, 3)
-WITHOUT_TENSORFLOW = {"versions": {"ringreduce": "0.1.0"}, "xla": "TensorFlow is not installed"}
+    # A load that leaves a core for each rank is fine.
+    assert find(job({"load": 2.5}), LINKS) == []
+    assert len(find(job({"load": 2.6}), LINKS)) == 1
+    without = {**NO_TENSORFLOW, "xla": "TensorFlow is not installed"}
+    assert find(job(*[without] * 4), LINKS) == []
 
 
 @pytest.mark.parametrize(
     ("them", "links", "ranks", "text"),
     [
-        (
-            job({"versions": {**facts(0).versions, "numpy": "1.26.4"}}),
-            LINKS,
-            ALL,
-            "numpy differs: 1.26.4 on rank 0, 2.4.6 on ranks 1, 2, 3.",
-        ),
-        (
-            job(*[{"versions": {"ringreduce": "0.1.0", "numpy": "2.4.6"}}] * 3),
-            LINKS,
-            ALL,
-            "TensorFlow differs: missing on ranks 0, 1, 2, 2.21.0 on rank 3.",
-        ),
+        (job(OTHER_NUMPY), LINKS, ALL, "numpy differs: 1.26.4 on rank 0, 2.4.6 on ranks 1, 2, 3."),
+        (job(*[NO_TENSORFLOW] * 3), LINKS, ALL, "TensorFlow differs: missing on ranks 0, 1, 2, "),
         (job({}, {"native": "It was not built."}), LINKS, (1,), "It was not built."),
         (job(*[{"quota": 1.5}] * 2), LINKS, (0, 1), "2 ranks share 1.5 cores of alpha."),
         # As a launcher that binds all ranks to the same core.
         (job(*[{"cores": (3,)}] * 2), LINKS, (0, 1), "2 ranks share 1 cores of alpha."),
-        (
-            job({"available": GIB}),
-            LINKS,
-            (0, 1),
-            "alpha has 0.5 GiB of free memory for each rank.",
-        ),
-        (
-            job(*[{"address_space": 8 * GIB}] * 4),
-            LINKS,
-            ALL,
-            "The address space is limited to 8.0 GiB.",
-        ),
-        (
-            job({"files": 512}),
-            LINKS,
-            (0,),
-            "512 files may be open, and a job of this size may need 1024.",
-        ),
-        (
-            job(),
-            changed(WITHIN, transport="zmq"),
-            (0, 1),
-            "Ranks of alpha do not share memory: they use sockets.",
-        ),
-        (
-            job(),
-            changed(BETWEEN, seconds=(1e-3, 5.5)),
-            (0, 2),
-            "alpha and beta exchange 12 MB/s only.",
-        ),
+        (job({"available": GIB}), LINKS, (0, 1), "alpha has 0.5 GiB of free memory for each rank."),
+        (job(*[{"address_space": 8 * GIB}] * 4), LINKS, ALL, "The address space is limited to 8.0"),
+        (job({"files": 512}), LINKS, (0,), FEW_FILES),
+        (job(), changed(WITHIN, transport="zmq"), (0, 1), "Ranks of alpha do not share memory: "),
+        (job(), SLOW, (0, 2), "alpha and beta exchange 12 MB/s only."),
+        # Notes, which are no problems.
+        (job({"xla": "no header"}), LINKS, None, "XLA cannot call the ring: no header."),
+        (job({"compiled": "/cache"}), LINKS, None, "Functions were compiled, since the cache "),
+        (job({"load": 25.04}), LINKS, None, "alpha has a load of 25.0 on 4 cores, before these "),
+        (job(), WAITING, None, "1 KiB takes 1300 us in shared memory, where 1 to 20 are usual."),
+        (job(), COPYING, None, "64 MiB take as long as 7 copies of them, where 1 to 3 are usual."),
     ],
 )
 def test_a_problem_is_said_once_with_its_ranks(
-    them: list[Facts], links: list[Link], ranks: tuple[int, ...], text: str
+    them: list[Facts], links: list[Link], ranks: tuple[int, ...] | None, text: str
 ) -> None:
     [found] = find(them, links)
-    assert (found.text, found.ranks, found.is_problem) == (text, ranks, True)
+    assert found.text.startswith(text)
+    assert found.is_problem == (ranks is not None)
+    assert found.ranks == ranks or not found.is_problem
     assert found.advice.endswith(".")
-
-
-@pytest.mark.parametrize(
-    ("them", "links", "text"),
-    [
-        (job({"xla": "no header"}), LINKS, "XLA cannot call the ring: no header."),
-        (
-            job({"compiled": "/cache"}),
-            LINKS,
-            "Functions were compiled, since the cache lacked them.",
-        ),
-        (
-            job({"load": 25.04}),
-            LINKS,
-            "alpha has a load of 25.0 on 4 cores, before these ranks ran.",
-        ),
-        (
-            job(),
-            changed(WITHIN, seconds=(1.3e-3, 5e-3)),
-            "1 KiB takes 1300 us in shared memory, where 1 to 20 are usual.",
-        ),
-        (
-            job(),
-            changed(WITHIN, seconds=(2e-6, 28e-3)),
-            "64 MiB take as long as 7 copies of them, where 1 to 3 are usual.",
-        ),
-    ],
-)
-def test_a_note_is_no_problem(them: list[Facts], links: list[Link], text: str) -> None:
-    [found] = find(them, links)
-    assert (found.text, found.is_problem) == (text, False)
-
-
-def test_a_load_that_leaves_a_core_for_each_rank_is_fine() -> None:
-    assert find(job({"load": 2.5}), LINKS) == []
-    assert len(find(job({"load": 2.6}), LINKS)) == 1
-
-
-def test_a_host_without_tensorflow_is_fine() -> None:
-    assert find(job(*[WITHOUT_TENSORFLOW] * 4), LINKS) == []
 
 
 def test_problems_come_first() -> None:
@@ -178,8 +111,7 @@ def test_each_link_is_measured_once_and_no_rank_is_in_two_at_a_time(count: int) 
     of_hosts = [(2 * i, 2 * i + 1) for i in range(count)]
     planned = turns(of_hosts)
     for turn in planned:
-        ranks = list(itertools.chain.from_iterable(turn))
-        assert len(ranks) == len({*ranks})
+        assert len({*itertools.chain(*turn)}) == sum(map(len, turn))
     firsts = [host[0] for host in of_hosts]
     links = {frozenset(pair) for pair in zip(firsts, firsts[1:] + firsts[:1], strict=True)}
     expected = {frozenset(host) for host in of_hosts} | {link for link in links if len(link) > 1}
@@ -202,25 +134,17 @@ def test_hosts_are_measured_within_and_between() -> None:
 
 
 def test_differing_ranks_stand_apart_in_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    check_page: Callable[[str, str], None],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     records = [*job({}, {"files": 512}), *LINKS]
     printed = "".join(f"[alpha:0] {msgspec.json.encode(each).decode()}\n" for each in records)
     assert show(f"[beta:1] a library greets\n{printed}", as_json=False) == 1
-    said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert max(map(len, said)) <= 80
-    assert said.count("versions        ringreduce 0.1.0, TensorFlow 2.21.0, numpy 2.4.6") == 1
-    for line in (
-        "host            ranks 0, 1: alpha",
-        "                ranks 2, 3: beta",
-        "open files      ranks 0, 2, 3: up to 4096",
-        "                rank 1: up to 512",
-        "load            0.4 on alpha",
-        "                0.4 on beta",
-        "problem: rank 1: 512 files may be open, and a job of this size may need 1024.",
-    ):
-        assert line in said
+    page = capsys.readouterr().out
+    assert f"problem: rank 1: {FEW_FILES}\n" in page
+    check_page("doctor.txt", page)
 
 
 def doctor(*arguments: str, **environment: str) -> Result:
@@ -234,16 +158,13 @@ def test_hosts_reached_by_an_agent_are_reported_as_json() -> None:
     assert done.exit_code == 0, done.stderr
     [link] = msgspec.convert(report["links"], list[Link])
     assert (link.ranks, link.transport) == ((0, 1), "shm")
-    ranks = msgspec.convert(report["ranks"], list[Facts])
-    assert [own.rank for own in ranks] == [0, 1]
-    assert {"ringreduce", "Python", "TensorFlow", "Keras", "numba", "libzmq"} <= {
-        *ranks[0].versions
-    }
-    assert (ranks[0].native, ranks[0].xla) == ("", "")
-    assert ranks[0].host_cores >= len(ranks[0].cores)
-    assert ranks[0].load >= 0
+    first, second = msgspec.convert(report["ranks"], list[Facts])
+    assert (first.rank, second.rank, first.native, first.xla) == (0, 1, "", "")
+    assert {"ringreduce", "Python", "TensorFlow", "Keras", "numba", "libzmq"} <= {*first.versions}
+    assert first.host_cores >= len(first.cores)
+    assert first.load >= 0
     # What each wrote and read, at no more than a terabyte a second.
-    assert ranks[0].copied_s > SIZES[-1] / 1e12
+    assert first.copied_s > SIZES[-1] / 1e12
 
 
 def test_a_missing_library_is_a_problem_that_fits_80_columns() -> None:
@@ -254,17 +175,9 @@ def test_a_missing_library_is_a_problem_that_fits_80_columns() -> None:
     assert "native library  missing " in done.stdout
 
 
-def test_a_ring_that_does_not_form_is_a_failure_that_names_the_rank() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ringreduce", "doctor", "-n", "2", "--json"],
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "ConfigError" in done.stderr
-    assert "of 2 may open 64 files" in done.stderr
+def test_a_ring_that_does_not_form_is_a_failure_that_names_the_rank(tmp_path: Path) -> None:
+    command = 'ulimit -n 64; exec "$0" -m ringreduce doctor -n 2 --json'
+    with Process(["sh", "-c", command, sys.executable], tmp_path) as done:
+        assert (done.wait(), done.stdout) == (1, "")
+        assert "ConfigError" in done.stderr
+        assert "of 2 may open 64 files" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -10,13 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.commands.launch.hosts import (
-    Host,
-    labels,
-    parse_hostfile,
-    parse_hosts,
-    share_out,
-)
+from ringreduce.commands.launch.hosts import Host, labels, parse_hostfile, parse_hosts, share_out
 from ringreduce.commands.launch.spread import Spread, read_hostfile, spread_over
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -35,10 +30,7 @@ SPREAD = reached("/work", "/usr/bin/python3", "")
         ("a", [Host("a", "a", 1)]),
         ("a:2,b:3", [Host("a", "a", 2), Host("b", "b", 3)]),
         ("me@a.example.org:2", [Host("me@a.example.org", "a.example.org", 2)]),
-        (
-            "10.0.0.4:2, 10.0.0.5:2",
-            [Host("10.0.0.4", "10.0.0.4", 2), Host("10.0.0.5", "10.0.0.5", 2)],
-        ),
+        ("10.0.0.4:2, a", [Host("10.0.0.4", "10.0.0.4", 2), Host("a", "a", 1)]),
         ("[fd00::4]:2", [Host("fd00::4", "fd00::4", 2)]),
     ],
 )
@@ -57,10 +49,7 @@ def test_a_hostfile_is_read_in_the_forms_of_mpi_and_horovod() -> None:
     [
         ("", "'' is no host"),
         ("a,,b", "'' is no host"),
-        ("a:0", "'0' is no number of slots for a"),
-        ("a:-1", "'-1' is no number of slots for a"),
-        ("a:two", "'two' is no number of slots for a"),
-        ("a:", "'' is no number of slots for a"),
+        *((f"a:{n}", f"'{n}' is no number of slots for a") for n in ("0", "-1", "two", "")),
         ("a:2,b:1,a:1", "the host a is named twice. Name it once, with all its slots: a:3."),
         ("-oProxyCommand=x", "'-oProxyCommand=x' is no host"),
         ("me@-x", "'me@-x' is no host"),
@@ -72,9 +61,8 @@ def test_a_hostfile_is_read_in_the_forms_of_mpi_and_horovod() -> None:
     ],
 )
 def test_what_is_no_host_is_refused_and_named(text: str, complaint: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
         parse_hosts(text)
-    assert complaint in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +79,8 @@ def test_what_is_no_host_is_refused_and_named(text: str, complaint: str) -> None
     ],
 )
 def test_what_is_no_hostfile_is_refused_with_its_line(text: str, complaint: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
         parse_hostfile(text, "hosts")
-    assert complaint in str(raised.value)
 
 
 @pytest.mark.parametrize("data", [None, b"\xff\xfe"])
@@ -105,20 +92,13 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, data: bytes | N
         read_hostfile(path)
 
 
-def shares(text: str, count: int | None = None) -> list[tuple[str, int, int]]:
-    found = share_out(parse_hosts(text), count)
-    return [(share.host.name, share.first_rank, share.count) for share in found]
+def test_slots_are_filled_in_order_and_no_more_than_there_are() -> None:
+    def shares(text: str, count: int | None = None) -> list[tuple[str, int, int]]:
+        found = share_out(parse_hosts(text), count)
+        return [(share.host.name, share.first_rank, share.count) for share in found]
 
-
-def test_all_slots_are_filled_in_order() -> None:
     assert shares("a:2,b:1,c:3") == [("a", 0, 2), ("b", 2, 1), ("c", 3, 3)]
-
-
-def test_fewer_ranks_fill_the_first_hosts() -> None:
     assert shares("a:2,b:2,c:2", 3) == [("a", 0, 2), ("b", 2, 1)]
-
-
-def test_more_ranks_than_slots_are_refused() -> None:
     with pytest.raises(ConfigError, match="5 workers are asked for, and the hosts have 4 slots"):
         shares("a:2,b:2", 5)
 
@@ -148,23 +128,17 @@ def test_lines_are_marked_with_short_names_that_differ(text: str, marks: list[st
 # --- Reaching a host ------------------------------------------------------------------------
 
 
-def test_ssh_never_asks_and_gives_up_in_seconds() -> None:
-    command = SPREAD.command(Host("me@a", "a", 1))
-    assert command[0] == "ssh"
-    assert "BatchMode=yes" in command
-    assert "ConnectTimeout=10" in command
-    assert command[-2:] == ["me@a", "cd /work && exec /usr/bin/python3 -m " + AGENT]
-
-
 AGENT = "ringreduce.commands.launch.agent"
 
 
-def test_the_users_own_options_stand_before_ours_and_win() -> None:
+def test_ssh_never_asks_gives_up_in_seconds_and_has_the_users_options_first() -> None:
+    command = SPREAD.command(Host("me@a", "a", 1))
+    assert command[0] == "ssh"
+    assert {"BatchMode=yes", "ConnectTimeout=10"} <= {*command}
+    assert command[-2:] == ["me@a", "cd /work && exec /usr/bin/python3 -m " + AGENT]
     spread = spread_over(share_out(parse_hosts("a"), None), "ssh -p 2 -i 'my key'", "p", None)
     assert spread.command(Host("a", "a", 1))[:5] == ["ssh", "-p", "2", "-i", "my key"]
-
-
-def test_this_host_by_its_own_name_needs_no_ssh() -> None:
+    # This host by its own name needs no ssh.
     assert SPREAD.command(Host("localhost", "localhost", 1))[:2] == ["sh", "-c"]
     assert SPREAD.command(Host("me@localhost", "localhost", 1))[0] == "ssh"
 
@@ -192,11 +166,7 @@ def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
     ("returncode", "said", "why"),
     [
         (255, ["ssh: connect to host b port 22: Connection refused"], "BatchMode=yes me@b"),
-        (
-            2,
-            ["sh: 1: cd: can't cd to /work", ""],
-            "(exit code 2): sh: 1: cd: can't cd to /work. It",
-        ),
+        (2, ["sh: 1: cd: can't cd to /work", ""], "(exit code 2): sh: 1: cd: can't cd to /work. "),
         (1, [], "it said nothing. It needs the folder /work, and the same ringreduce in /usr/bin/"),
     ],
 )
