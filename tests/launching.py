@@ -15,12 +15,13 @@ import sys
 import termios
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from tests.processes import DEADLINE_S, clean_environment, wait_until
 
-__all__ = ["RANK", "WAITS", "Terminal", "numbers", "run", "script"]
+__all__ = ["RANK", "WAITS", "Terminal", "numbers", "pieces", "run", "script"]
 
 # Ranks wait for files beside the program.
 RANK = """import os, pathlib, signal, sys, time
@@ -61,6 +62,12 @@ def run(
 def numbers(text: str, word: str = "pid") -> list[int]:
     """The numbers that follow `word` in an output."""
     return [int(number) for number in re.findall(rf"{word} (\d+)", text)]
+
+
+def pieces(data: bytes, cuts: Iterable[int]) -> list[bytes]:
+    """What makes up `data`, cut at these places."""
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in pairwise(bounds)]
 
 
 class Terminal:

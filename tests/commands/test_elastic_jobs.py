@@ -17,7 +17,7 @@ from ringreduce.commands.launch.failure import Failure, find_repeated
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
-from tests.commands.test_nodes import free_port, job
+from tests.commands.test_nodes import jobs
 from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import Process, launcher, wait_gone, wait_until
 
@@ -53,32 +53,26 @@ for step in range(1, int(sys.argv[1])):
 print("ended with", ring.size, flush=True)
 """
 # Tells the launcher of rings without forming any. What ranks wait for are files beside the program.
-TELLS = (
-    RANK
-    + """
-import time
-from pathlib import Path
+TELLS = f"""{RANK}
 from ringreduce import RendezvousError
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Joins, Killed, Reformed
 
-def wait_for(name):
-    while not Path(__file__).with_name(name).exists():
-        time.sleep(0.01)
+def pid_of(rank):
+    return int(beside(f"pid{{rank}}").read_text())
 
-Path(__file__).with_name(f"pid{rank}").write_text(str(os.getpid()))
+beside(f"pid{{rank}}").write_text(str(os.getpid()))
 handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"])))
 if not os.environ.get("FORMS"):
     handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"]), "formed"))
 print("pid", os.getpid(), flush=True)
 wait_for("all have told")
 """
-)
 
 
 def play(directory: Path, size: int, text: str, *options: str, **variables: str) -> Process:
     """A job whose ranks tell, to its end."""
-    options = ("run", "-n", str(size), *options, script(directory, TELLS + text))
+    options = ("run", "-n", str(size), *options, script(directory, TELLS, text))
     with launcher(directory, *options, **variables) as job:
         job.wait_shown("pid", times=size)
         (directory / "all have told").touch()
@@ -117,13 +111,12 @@ def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path: Path) -> No
 
 def test_a_stopped_rank_does_not_hold_up_a_job_that_all_others_have_left(tmp_path: Path) -> None:
     text = """
-if rank == 1:
-    os.kill(os.getpid(), 19)
-stopped = Path("/proc", Path(__file__).with_name("pid1").read_text(), "stat")
-while ") T " not in stopped.read_text():
-    time.sleep(0.01)
-raise SystemExit(3)
-"""
+        if rank == 1:
+            os.kill(os.getpid(), 19)
+        while ") T " not in pathlib.Path(f"/proc/{pid_of(1)}/stat").read_text():
+            time.sleep(0.01)
+        raise SystemExit(3)
+        """
     done = play(tmp_path, 2, text, "--elastic")
     assert done.wait() == 3
     assert said(done.stderr)[0].startswith("rank 0 failed first (exit code 3)")
@@ -131,16 +124,17 @@ raise SystemExit(3)
 
 def test_what_ends_two_ranks_ends_the_job(tmp_path: Path) -> None:
     bad = """
-import atexit
-if rank == 2:
-    atexit.register(Path(__file__).with_name("bad").touch)  # once the launcher has been told
-    raise ValueError("bad")
-wait_for("bad")
-handover.tell(Reformed(1, (0, 1), "in step 3", 0.4))
-if rank == 1:
-    raise ValueError("bad")
-"""
-    done = play(tmp_path, 3, bad + WAITS, "--elastic", "1")
+        import atexit
+        if rank == 2:
+            atexit.register(beside("bad").touch)  # once the launcher has been told
+            raise ValueError("bad")
+        wait_for("bad")
+        handover.tell(Reformed(1, (0, 1), "in step 3", 0.4))
+        if rank == 1:
+            raise ValueError("bad")
+        signal.pause()
+        """
+    done = play(tmp_path, 3, bad, "--elastic", "1")
     assert done.wait() == 1
     assert [re.sub(r"( \(|: ).*", "", line) for line in said(done.stderr)] == [
         "rank 2 was lost in step 3",
@@ -153,32 +147,28 @@ if rank == 1:
 
 def test_too_few_ranks_end_by_themselves_and_the_one_that_was_lost_is_named(tmp_path: Path) -> None:
     saves = """
-if rank == 0:
-    os.kill(os.getpid(), 9)
-pid = int(Path(__file__).with_name("pid0").read_text())
-while Path(f"/proc/{pid}").exists():  # until the launcher knows
-    time.sleep(0.01)
-print("saves", flush=True)
-raise RendezvousError("too few ranks are left")
-"""
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        while pathlib.Path(f"/proc/{pid_of(0)}").exists():  # until the launcher knows
+            time.sleep(0.01)
+        print("saves", flush=True)
+        raise RendezvousError("too few ranks are left")
+        """
     done = play(tmp_path, 2, saves, "--elastic=2")
     assert done.wait() == 128 + signal.SIGKILL
     assert said(done.stderr)[0].startswith("rank 0 failed first (killed by signal 9 (SIGKILL))")
     assert "[1] saves" in done.stdout
 
 
-def test_a_rank_lost_before_the_ring_forms_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_lost_before_or_while_the_ring_forms_ends_the_job(tmp_path: Path) -> None:
     name = script(tmp_path, RANK + "if rank == 1:\n    exit(3)\n" + WAITS)
     done = run(tmp_path, "--elastic", "-n", "2", name)
     assert done.returncode == 3
     assert said(done.stderr) == ["rank 1 failed first (exit code 3); all workers were stopped"]
-
-
-def test_so_does_one_lost_while_it_forms(tmp_path: Path) -> None:
-    ends = "if rank == 1:\n    os.kill(os.getpid(), 9)\n"
-    done = play(tmp_path, 2, ends + WAITS, "--elastic", FORMS="1")
+    ends = "if rank == 1:\n    os.kill(os.getpid(), 9)\nsignal.pause()"
     how = "killed by signal 9 (SIGKILL)"
-    assert said(done.stderr)[0] == f"rank 1 failed first ({how}); all workers were stopped"
+    forming = play(tmp_path, 2, ends, "--elastic", FORMS="1")
+    assert said(forming.stderr)[0] == f"rank 1 failed first ({how}); all workers were stopped"
 
 
 def test_a_program_may_go_on_without_a_ring_that_did_not_form(tmp_path: Path) -> None:
@@ -189,14 +179,16 @@ def test_a_program_may_go_on_without_a_ring_that_did_not_form(tmp_path: Path) ->
 def test_ranks_that_were_left_out_end_with_the_others(tmp_path: Path) -> None:
     """One is told so and fails, the other does not end."""
     outs = """
-if rank == 0:
-    raise RendezvousError("was left out of the ring")
-if rank > 1:
-    handover.tell(Reformed(1, (2, 3), "", 0.0))
-    exit(0)
-"""
+        if rank == 0:
+            raise RendezvousError("was left out of the ring")
+        if rank > 1:
+            handover.tell(Reformed(1, (2, 3), "", 0.0))
+            exit(0)
+        while True:
+            signal.pause()
+        """
     variables = {"RINGREDUCE_ELASTIC": "2", "RINGREDUCE_TIME_SCALE": "0.1"}
-    done = play(tmp_path, 4, outs + WAITS, **variables)
+    done = play(tmp_path, 4, outs, **variables)
     assert done.wait() == 0, done.stderr
     assert "ranks 0, 1 were lost (exit code 1): ranks 2, 3 went on after 0.0 s" in done.stderr
     assert said(done.stderr)[-1] == "ended well without ranks 0, 1"
@@ -204,13 +196,14 @@ if rank > 1:
 
 def test_a_rank_that_another_has_killed_is_said_to_be(tmp_path: Path) -> None:
     kills = """
-if rank == 0:
-    handover.tell(Killed(1))
-    os.kill(int(Path(__file__).with_name("pid1").read_text()), 9)
-    handover.tell(Reformed(1, (0,), "after step 75", 0.1))
-    exit()
-"""
-    done = play(tmp_path, 2, kills + WAITS, "--elastic")
+        if rank == 0:
+            handover.tell(Killed(1))
+            os.kill(pid_of(1), 9)
+            handover.tell(Reformed(1, (0,), "after step 75", 0.1))
+            exit()
+        signal.pause()
+        """
+    done = play(tmp_path, 2, kills, "--elastic")
     how = "(killed by rank 0, which it did not answer)"
     assert said(done.stderr)[0].startswith(f"rank 1 was lost after step 75 {how}: rank 0 went on")
 
@@ -223,9 +216,7 @@ def test_a_rank_that_fails_when_nobody_goes_on_without_it_fails_the_job(tmp_path
 
 
 # Rank 1 is lost; rank 0 goes on without it, and without node 1 when the test says so.
-TELLS_NODES = (
-    TELLS
-    + """
+TELLS_NODES = """
 if rank == 1:
     exit(3)
 if rank == 0:
@@ -235,31 +226,25 @@ if rank == 0:
     handover.tell(Reformed(2, (0,), "in step 8", 0.1))
 wait_for("third")
 """
-)
 
 
 @pytest.mark.parametrize("kills", ["rank", "launcher"])
 def test_launchers_of_several_hosts_know_of_all_that_are_lost(tmp_path: Path, kills: str) -> None:
     """One whose ranks are lost waits for the others; one that is gone is the ranks that it had."""
-    script(tmp_path, TELLS_NODES)
-    port, options = free_port(), ("--elastic", "-n")
-    with (
-        job(tmp_path, port, 1, *options, "1") as other,
-        job(tmp_path, port, 0, *options, "2") as one,
-    ):
+    script(tmp_path, TELLS, TELLS_NODES)
+    here = f"on {socket.gethostname()} was lost"
+    with jobs(tmp_path, "--elastic", more=("-n", "2")) as (one, other):
         one.wait_shown("pid", times=2)
         other.wait_shown("pid")
         (tmp_path / "all have told").touch()
-        first = (
-            f"rank 1 on {socket.gethostname()} was lost in step 7 (exit code 3): ranks 0, 2 went"
-        )
+        first = f"rank 1 {here} in step 7 (exit code 3): ranks 0, 2 went"
         wait_until(lambda: first in one.stderr and first in other.stderr, first)
         lost = numbers(other.stdout)
         os.kill(lost[0] if kills == "rank" else other.pid, signal.SIGKILL)
         wait_gone(lost)
         (tmp_path / "second").touch()
         how = "killed by signal 9 (SIGKILL)" if kills == "rank" else "its launcher is gone, or the"
-        second = f"rank 2 on {socket.gethostname()} was lost in step 8 ({how}"
+        second = f"rank 2 {here} in step 8 ({how}"
         wait_until(lambda: second in one.stderr, second)
         (tmp_path / "third").touch()
         assert one.wait() == 0
@@ -286,9 +271,8 @@ def test_an_exception_that_several_ranks_had_is_found() -> None:
 
 def test_ranks_that_were_lost_are_named_with_what_is_known() -> None:
     gone = [Failure(rank, 255, 0.0, host="b", how="its host was lost") for rank in (2, 3)]
-    assert (
-        lost([2, 3], gone, "in step 5") == "ranks 2, 3 on b were lost in step 5 (its host was lost)"
-    )
+    named = "ranks 2, 3 on b were lost in step 5 (its host was lost)"
+    assert lost([2, 3], gone, "in step 5") == named
     assert lost([2, 3], [], "") == "ranks 2, 3 were lost"
 
 

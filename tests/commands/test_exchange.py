@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ringreduce.commands.launch.exchange import (
-    MAGIC,
-    Ended,
-    Hello,
-    Order,
-    Output,
-    Ready,
-    Report,
-    Signal,
-    Start,
-)
+from ringreduce.commands.launch import exchange
+from ringreduce.commands.launch.exchange import MAGIC, Order, Report, Signal, Start
 from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.vocabulary.errors import ConfigError
+from tests.launching import pieces
 
-REPORTS = [
-    Hello("1.0"),
-    Ready(4000),
-    Output(1, True, b"\0x\n"),
-    Output(0, False, b""),
-    Ended(1, -9),
-]
+REPORTS = [exchange.Hello("1.0"), exchange.Ready(4000), exchange.Ended(1, -9)]
+REPORTS += [exchange.Output(1, True, b"\0x\n"), exchange.Output(0, False, b"")]
 ORDERS = [Start(4000), Signal(1, 15)]
 
 
@@ -36,10 +21,8 @@ ORDERS = [Start(4000), Signal(1, 15)]
 def test_reports_arrive_whole_after_what_a_login_shell_wrote(cuts: list[int], noise: bytes) -> None:
     assume((noise + MAGIC).index(MAGIC) == len(noise))
     data = noise + MAGIC + b"".join(map(encode, REPORTS))
-    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     reports = Records[Report](Report, after=MAGIC)
-    found = [each for a, b in pairwise(bounds) for each in reports.feed(data[a:b])]
-    assert found == REPORTS
+    assert [report for piece in pieces(data, cuts) for report in reports.feed(piece)] == REPORTS
 
 
 def test_orders_arrive_whole_byte_by_byte() -> None:
@@ -50,13 +33,7 @@ def test_orders_arrive_whole_byte_by_byte() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"\xff\xff\xff\xff",
-        b"\0\0\0\x01\xc1",
-        b"\0\0\0\x03abc",
-        encode(Start(4000)),
-        b"GET / HTTP/1.1\r\n",
-    ],
+    [b"\xff" * 4, b"\0\0\0\x01\xc1", b"\0\0\0\x03abc", encode(Start(4000)), b"GET / HTTP/1"],
     ids=["length", "msgpack", "type", "order", "text"],
 )
 def test_what_no_agent_sends_is_refused(data: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,13 @@ from hypothesis import strategies as st
 from ringreduce.commands.launch import handover, start
 from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.handover import described
-from ringreduce.commands.launch.worker_records import (
-    ImportedKeras,
-    Joins,
-    Raised,
-    WorkerRecord,
-)
+from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeoutError
+from tests.launching import pieces
 
-RECORDS = [
-    Joins(4),
-    Joins(4, "formed"),
-    ImportedKeras(),
-    Raised("ValueError", None, 3, "ValueError: x", ["a", "b"]),
-]
+RAISED = Raised("ValueError", None, 3, "ValueError: x", ["a", "b"])
+RECORDS = [Joins(4), Joins(4, "formed"), ImportedKeras(), RAISED]
 LOST = PeerLostError("lost the connection with rank 1", rank=0, size=2, peer=1, origin=2)
 
 
@@ -55,10 +46,8 @@ def throw(error):
 
 @given(cuts=st.lists(st.integers(0, 200), max_size=6))
 def test_records_arrive_whole_and_in_order(cuts: list[int]) -> None:
-    data = b"".join(map(encode, RECORDS))
-    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    reader = Records[WorkerRecord](WorkerRecord)
-    assert [one for a, b in pairwise(bounds) for one in reader.feed(data[a:b])] == RECORDS
+    data, reader = b"".join(map(encode, RECORDS)), Records[WorkerRecord](WorkerRecord)
+    assert [record for piece in pieces(data, cuts) for record in reader.feed(piece)] == RECORDS
 
 
 def test_an_exception_is_described_with_its_lines() -> None:
@@ -110,22 +99,17 @@ def test_our_frames_are_left_out_where_the_error_is_ours() -> None:
     assert [line for line in ours.traceback if line.startswith(f'  File "{__file__}')]
 
 
+GRAPH_ERROR = "Graph execution error:\n\nDetected at (most recent):\nKeyError: no file\n x"
+
+
 @pytest.mark.parametrize(
     ("error", "exception"),
     [
         (SystemExit("no data"), "SystemExit: no data"),
         (SystemExit(3), ""),
         (ValueError("in user code:\n\n  here"), "ValueError: in user code: here"),
-        (
-            RuntimeError(
-                "Graph execution error:\n\nDetected at (most recent):\nKeyError: no file\n x"
-            ),
-            "RuntimeError: Graph execution error: KeyError: no file",
-        ),
-        (
-            ValueError("Exception in Dense.call().\n\nbad width"),
-            "ValueError: Exception in Dense.call().",
-        ),
+        (RuntimeError(GRAPH_ERROR), "RuntimeError: Graph execution error: KeyError: no file"),
+        (ValueError("In Dense.call().\n\nbad width"), "ValueError: In Dense.call()."),
         (ValueError("\udcff"), "ValueError: \\udcff"),
         (SyntaxError("bad", ("a.py", 1, 2, "x = (")), "SyntaxError: bad"),
     ],
@@ -170,22 +154,11 @@ def test_python_itself_is_as_without_our_script(tmp_path: Path) -> None:
     (tmp_path / "link.py").symlink_to(tmp_path / "inner" / "more.py")
 
     def shown(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            pass_fds=[nowhere.fileno()],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.replace('"__annotations__", ', "")
+        program, descriptor = [sys.executable, *command], nowhere.fileno()
+        done = subprocess.check_output(program, cwd=tmp_path, pass_fds=[descriptor], text=True)
+        return done.replace('"__annotations__", ', "")
 
+    programs = "main.py -x", "-m inner y", "-m inner.more", "inner", "link.py"
     with open(os.devnull, "wb") as nowhere:
-        for program in (
-            ["main.py", "-x"],
-            ["-m", "inner", "y"],
-            ["-m", "inner.more"],
-            ["inner"],
-            ["link.py"],
-        ):
+        for program in map(str.split, programs):
             assert shown(start.__file__, str(nowhere.fileno()), *program) == shown(*program)

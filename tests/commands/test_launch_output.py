@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.commands.launch.output import LineBuffer, cut, last_state, without_colors
+from tests.launching import pieces
 
 # Mostly what matters: line ends, redrawing, backspaces, parts of UTF-8, broken UTF-8.
 fragments = st.sampled_from(
@@ -25,10 +24,8 @@ def lines_of(*chunks: bytes) -> list[str]:
 
 @given(output=outputs, cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_chunking_changes_nothing(output: bytes, cuts: list[int]) -> None:
-    bounds = [0, *sorted(min(cut, len(output)) for cut in cuts), len(output)]
     # An empty chunk is the end.
-    chunks = [output[a:b] for a, b in pairwise(bounds) if a < b]
-    assert lines_of(*chunks) == lines_of(output)
+    assert lines_of(*filter(None, pieces(output, cuts))) == lines_of(output)
 
 
 @given(output=outputs)
@@ -42,33 +39,19 @@ def test_plain_text_passes_unchanged(lines: list[str]) -> None:
     assert lines_of("".join(f"{line}\n" for line in lines).encode()) == lines
 
 
-def test_a_line_waits_until_it_is_whole() -> None:
+def test_a_line_waits_until_it_is_whole_and_the_end_gives_the_rest_only_once() -> None:
     buffer = LineBuffer()
     assert buffer.feed(b"half ") == []
     assert buffer.feed(b"a line\nand") == ["half a line"]
-
-
-def test_flush_gives_what_had_no_end() -> None:
-    assert lines_of(b"one\ntwo") == ["one", "two"]
-
-
-def test_flush_gives_nothing_after_a_line_end() -> None:
-    assert lines_of(b"one\n") == ["one"]
-
-
-def test_flush_gives_the_rest_only_once() -> None:
-    buffer = LineBuffer()
-    buffer.feed(b"rest")
-    assert (buffer.feed(b""), buffer.feed(b"")) == (["rest"], [])
-
-
-def test_an_empty_line_is_a_line() -> None:
+    assert (buffer.feed(b""), buffer.feed(b"")) == (["and"], [])
     assert lines_of(b"one\n\ntwo\n") == ["one", "", "two"]
 
 
 @pytest.mark.parametrize(
     ("output", "shown"),
     [
+        (b"a\xffb\n", "a\N{REPLACEMENT CHARACTER}b"),
+        (b"1/3\r2/3\r", "2/3"),
         (b"1/3\r2/3\r3/3\n", "3/3"),
         (b"\r3/3\n", "3/3"),
         (b"2/3\r3/3\r\n", "3/3"),
@@ -110,23 +93,9 @@ def test_colors_can_be_left_out() -> None:
     assert without_colors(last_state("\x1b[1m3/3\x1b[0m \x1b[38;5;12mloss\x1b[0m")) == "3/3 loss"
 
 
-def test_an_unfinished_progress_bar_is_shown_in_its_last_state() -> None:
-    assert lines_of(b"1/3\r2/3\r") == ["2/3"]
-
-
-def test_bytes_that_are_no_utf_8_are_replaced() -> None:
-    assert lines_of(b"a\xffb\n") == ["a\N{REPLACEMENT CHARACTER}b"]
-
-
-def test_an_overlong_line_is_cut_rather_than_kept() -> None:
-    buffer = LineBuffer()
-    shown = [line for _ in range(100) for line in buffer.feed(b"x" * 4096)]
-    assert len("".join(shown)) > 300_000
-    assert "".join(shown + buffer.feed(b"")) == "x" * 409_600
-
-
-def test_cutting_an_overlong_line_breaks_no_character() -> None:
-    text = "x" + "\N{EURO SIGN}" * 60_000
-    data = text.encode()
-    chunks = [data[i : i + 1000] for i in range(0, len(data), 1000)]
-    assert "".join(lines_of(*chunks)) == text
+def test_an_overlong_line_is_cut_between_characters_rather_than_kept() -> None:
+    text, buffer = "x" + "\N{EURO SIGN}" * 130_000, LineBuffer()
+    chunks = filter(None, pieces(text.encode(), range(0, 390_000, 1000)))
+    shown = "".join(line for chunk in chunks for line in buffer.feed(chunk))
+    assert len(shown) > 100_000
+    assert shown + "".join(buffer.feed(b"")) == text

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from ringreduce.commands.launch.nodes import Nodes
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
-from tests.launching import RANK, WAITS, numbers, script
+from tests.launching import RANK, WAITS, numbers, pieces, script
 from tests.processes import Process, launcher, wait_gone, wait_until
 
 SECRET = "a secret that all launchers have"
@@ -68,8 +67,7 @@ def channels(secret: str = SECRET) -> tuple[Channel, Channel]:
 def test_records_arrive_whole_and_in_order(cuts: list[int]) -> None:
     first, other = channels()
     data = b"".join(map(first.encode, RECORDS))
-    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    assert [one for a, b in pairwise(bounds) for one in other.feed(data[a:b])] == RECORDS
+    assert [record for piece in pieces(data, cuts) for record in other.feed(piece)] == RECORDS
 
 
 @given(place=st.integers(4, 10_000), change=st.integers(1, 255))
@@ -81,20 +79,15 @@ def test_a_changed_record_is_refused(place: int, change: int) -> None:
         other.feed(bytes(data))
 
 
-def test_a_repeated_record_a_reflected_one_and_another_secret_are_refused() -> None:
+def test_a_repeated_record_a_reflected_one_another_secret_and_a_stranger_are_refused() -> None:
     first, other = channels()
     frame = first.encode(Alive())
     assert other.feed(frame) == [Alive()]
-    with pytest.raises(ConfigError, match="secret"):
-        other.feed(frame)
-    with pytest.raises(ConfigError, match="secret"):
-        first.feed(first.encode(Alive()))
-    first, other = channels("another secret of the job")
-    with pytest.raises(ConfigError, match="secret"):
-        first.feed(other.encode(Alive()))
-
-
-def test_a_stranger_is_no_launcher() -> None:
+    mine, stranger = channels("another secret of the job")
+    reflected, foreign = first.encode(Alive()), stranger.encode(Alive())
+    for end, refused in ((other, frame), (first, reflected), (mine, foreign)):
+        with pytest.raises(ConfigError, match="secret"):
+            end.feed(refused)
     with pytest.raises(ConfigError, match="is no launcher"):
         Channel(SECRET, b"1" * NONCE_BYTES, is_first=True).feed(b"GET / HTTP/1.1\r\n")
 
@@ -298,19 +291,13 @@ def test_after_a_while_a_launcher_says_for_whom_it_waits(monkeypatch: pytest.Mon
         said.clear()
 
 
-def test_nodes_that_do_not_come_are_named() -> None:
+def test_nodes_that_do_not_come_and_a_rendezvous_that_is_taken_or_elsewhere_are_named() -> None:
     with meeting(node(free_port(), 0, 4, join_timeout_s=0.2)) as (first,):
         error = str(first.exception())
     assert "waited 0.2 s at 127.0.0.1:" in error
     assert "and nodes 1, 2, 3 did not come" in error
-
-
-def test_without_node_0_there_is_no_answer() -> None:
-    with meeting(node(free_port(), 1, join_timeout_s=0.2)) as (one,):
-        assert "got no answer from node 0 at 127.0.0.1:" in str(one.exception())
-
-
-def test_a_rendezvous_that_is_taken_or_elsewhere_is_named() -> None:
+    with meeting(node(free_port(), 1, join_timeout_s=0.2)) as (other,):
+        assert "got no answer from node 0 at 127.0.0.1:" in str(other.exception())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=r"the ranks cannot meet at 127\.0\.0\.1:"):
@@ -322,50 +309,49 @@ def test_a_rendezvous_that_is_taken_or_elsewhere_is_named() -> None:
 # --- Jobs -------------------------------------------------------------------------------------
 
 
-def job(directory: Path, port: int, number: int, *arguments: str, **variables: str) -> Process:
-    variables["RINGREDUCE_SECRET"] = SECRET
-    folder = directory / f"node{number}"
-    folder.mkdir()
-    options = ("--nnodes", "2", "--node-rank", str(number), "--rendezvous", f"127.0.0.1:{port}")
-    path = str(directory / "script.py")
-    return launcher(folder, "run", *options, *arguments, path, **variables)
+@contextlib.contextmanager
+def jobs(directory: Path, *options: str, more: tuple[str, ...] = ()) -> Iterator[list[Process]]:
+    """Launchers of node 0, which has `more` options, and of node 1."""
+    variables, port = {"RINGREDUCE_SECRET": SECRET}, free_port()
+    with contextlib.ExitStack() as stack:
+        launched = []
+        for number in (0, 1):
+            (folder := directory / f"node{number}").mkdir()
+            command = ("run", "--nnodes", "2", "--node-rank", str(number))
+            command += ("--rendezvous", f"127.0.0.1:{port}", *options, *more * (not number))
+            node = launcher(folder, *command, str(directory / "script.py"), **variables)
+            launched.append(stack.enter_context(node))
+        yield launched
 
 
-def test_a_failure_before_the_ring_forms_ends_all_hosts_and_all_name_it(tmp_path: Path) -> None:
-    script(tmp_path, RANK + "if rank == 2:\n    raise SystemExit(3)\n" + WAITS)
-    port = free_port()
-    with job(tmp_path, port, 1) as other, job(tmp_path, port, 0, "-n", "2") as first:
-        assert (first.wait(), other.wait()) == (3, 3)
-        name = f"rank 2 on {socket.gethostname()} failed first (exit code 3)"
-        assert f"ringreduce: {name}" in first.stderr
-        assert f"ringreduce: {name}" in other.stderr
-        wait_gone(numbers(first.stdout))
-
-
-def test_ranks_of_other_launchers_have_a_grace_too(tmp_path: Path) -> None:
-    deaf = "import signal\nif rank < 2:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    fails = "import time\nif rank == 2:\n    while not os.path.exists('../ready'):\n"
-    fails += "        time.sleep(0.01)\n    exit(3)\n"
-    script(tmp_path, RANK + deaf + fails + WAITS)
-    port = free_port()
-    options = ("-n", "2", "--grace", "0.2")
-    with job(tmp_path, port, 1) as other, job(tmp_path, port, 0, *options) as first:
+def test_a_failure_ends_all_hosts_which_have_a_grace_and_name_it(tmp_path: Path) -> None:
+    text = """
+        if rank < 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 2:
+            wait_for("ready")
+            exit(3)
+        """
+    script(tmp_path, RANK, text, WAITS)
+    with jobs(tmp_path, more=("-n", "2", "--grace", "0.2")) as (first, other):
         first.wait_shown("pid", times=2)
         (tmp_path / "ready").touch()
         assert (first.wait(), other.wait()) == (3, 3)
+        for node in (first, other):
+            name = f"rank 2 on {socket.gethostname()} failed first (exit code 3)"
+            assert f"ringreduce: {name}" in node.stderr
         assert "killed ranks 0, 1, which had not ended 0.2 s after SIGTERM" in first.stderr
         assert "killed" not in other.stderr
         wait_gone(numbers(first.stdout))
 
 
 def test_a_rank_that_leaves_before_it_joins_ends_all_hosts(tmp_path: Path) -> None:
-    script(tmp_path, RANK + "if rank == 0:\n    import ringreduce\n    ringreduce.init()\n")
-    port = free_port()
-    with job(tmp_path, port, 1) as other, job(tmp_path, port, 0) as first:
-        assert (first.wait(), other.wait()) == (1, 1)
+    script(tmp_path, RANK, "if rank == 0:\n    import ringreduce\n    ringreduce.init()\n")
+    with jobs(tmp_path) as launched:
         name = f"rank 1 on {socket.gethostname()} failed first (exit code 0, before it joined"
-        assert f"ringreduce: {name}" in first.stderr
-        assert f"ringreduce: {name}" in other.stderr
+        for node in launched:
+            assert node.wait() == 1
+            assert f"ringreduce: {name}" in node.stderr
 
 
 @pytest.mark.full
@@ -380,13 +366,12 @@ def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path: 
         ring.barrier()
         """
     script(tmp_path, text)
-    port, options = free_port(), ("-n", "2", "--max-restarts", "1", "--log-dir", "logs")
-    with job(tmp_path, port, 1, *options) as other, job(tmp_path, port, 0, *options) as first:
-        assert (first.wait(), other.wait()) == (0, 0), first.stderr
-        for one in (first, other):
-            assert numbers(one.stdout, "total").count(10) >= 2
-            assert "ringreduce: starting again, 1 of 1" in one.stderr
-            assert "rank 2 on " in one.stderr
+    with jobs(tmp_path, "-n", "2", "--max-restarts", "1", "--log-dir", "logs") as (first, other):
+        for node in (first, other):
+            assert node.wait() == 0, node.stderr
+            assert numbers(node.stdout, "total").count(10) >= 2
+            assert "ringreduce: starting again, 1 of 1" in node.stderr
+            assert "rank 2 on " in node.stderr
         assert "ValueError: bad data" in other.stderr
     logs = tmp_path / "node1" / "logs" / "restart-1"
     assert sorted(path.name for path in logs.glob("*.log")) == ["rank-2.log", "rank-3.log"]
@@ -394,24 +379,22 @@ def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path: 
 
 def test_an_elastic_job_goes_on_without_the_launcher_of_node_0(tmp_path: Path) -> None:
     tells = """
-from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joins, Reformed
-handover.tell(Joins(2, "formed"))
-print("pid", os.getpid(), flush=True)
-while not os.path.exists("../lost"): time.sleep(0.01)
-handover.tell(Reformed(1, (1,), "in step 7", 0.1))
-"""
-    script(tmp_path, RANK + "import time\n" + tells)
-    port = free_port()
-    with job(tmp_path, port, 0, "--elastic") as first, job(tmp_path, port, 1, "--elastic") as other:
-        for one in (first, other):
-            one.wait_shown("pid")
+        from ringreduce.commands.launch import handover
+        from ringreduce.commands.launch.worker_records import Joins, Reformed
+        handover.tell(Joins(2, "formed"))
+        print("pid", os.getpid(), flush=True)
+        wait_for("lost")
+        handover.tell(Reformed(1, (1,), "in step 7", 0.1))
+        """
+    script(tmp_path, RANK, tells)
+    with jobs(tmp_path, "--elastic") as (first, other):
+        for node in (first, other):
+            node.wait_shown("pid")
         first.signal(signal.SIGKILL)
         wait_gone(numbers(first.stdout))
         (tmp_path / "lost").touch()
         assert other.wait() == 0, other.stderr
-        host = socket.gethostname()
-        gone = f"rank 0 on {host} was lost in step 7 (its launcher is gone, or the network to it)"
+        gone = f"rank 0 on {socket.gethostname()} was lost in step 7 (its launcher is gone, or the "
         assert gone in other.stderr
         assert "ringreduce: ended well without rank 0" in other.stderr
 
@@ -423,18 +406,19 @@ def test_the_end_of_a_launcher_ends_the_others_and_is_named(
     tmp_path: Path, which: int, number: int
 ) -> None:
     script(tmp_path, WAITS)
-    port = free_port()
-    with job(tmp_path, port, 0, "--max-restarts", "0") as first, job(tmp_path, port, 1) as other:
-        launched = [first, other]
-        for one in launched:
-            one.wait_shown("pid")
+    with jobs(tmp_path) as launched:
+        for node in launched:
+            node.wait_shown("pid")
         launched[which].signal(number)
         left = launched[1 - which]
         assert left.wait() == (255 if number == 9 else 128 + number)
         assert f"rank {which} on " in left.stderr
         assert ("its launcher is gone" if number == 9 else "stopped by SIGINT") in left.stderr
         launched[which].wait()
-        wait_gone([*numbers(first.stdout), *numbers(other.stdout)])
+        wait_gone([pid for node in launched for pid in numbers(node.stdout)])
+
+
+NODE = ["--nnodes", "2", "--node-rank"]
 
 
 @pytest.mark.full
@@ -442,20 +426,11 @@ def test_the_end_of_a_launcher_ends_the_others_and_is_named(
     ("options", "complaint"),
     [
         (["--nnodes", "2"], "are given together"),
-        (["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "2; accepted: 0 to 1"),
-        (
-            ["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"],
-            "rendezvous is 'a', from the argument rendezvous",
-        ),
+        ([*NODE, "2", "--rendezvous", "a:1"], "2; accepted: 0 to 1"),
+        ([*NODE, "0", "--rendezvous", "a"], "rendezvous is 'a', from the argument rendezvous"),
         (["--nnodes", "2", "-H", "a:2"], "not with -H or --hostfile"),
-        (
-            ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "192.0.2.1:4000"],
-            "need a secret that all of them have, and there is none",
-        ),
-        (
-            ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "no.such.name.invalid:4000"],
-            "need a secret",
-        ),
+        ([*NODE, "1", "--rendezvous", "192.0.2.1:4000"], "need a secret that all of them have"),
+        ([*NODE, "1", "--rendezvous", "no.such.name.invalid:4000"], "need a secret"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
