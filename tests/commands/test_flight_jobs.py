@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from ringreduce.commands.cli import app
 from ringreduce.pure.flight import Dump, decode_dump
 from ringreduce.vocabulary.errors import ConfigError
+from tests.launching import RANK, script
 from tests.processes import Process, launcher, wait_until
 
 SIZE = 3
@@ -78,15 +79,10 @@ def test_a_rank_that_raises_is_named_with_the_line(tmp_path: Path) -> None:
     with job(tmp_path, text) as process:
         assert process.wait() == 1
     assert set(records(tmp_path)) == {0, 1, 2}
-    line = (
-        (tmp_path / "train.py")
-        .read_text()
-        .splitlines()
-        .index('    raise ValueError("no such shard")')
-    )
+    line = (tmp_path / "train.py").read_text().partition("raise ")[0].count("\n") + 1
     assert paragraph(tmp_path).startswith(
         "Rank 1 is the culprit: its own error came first, in user code, at "
-        f"train.py:{line + 1}: ValueError: no such shard."
+        f"train.py:{line}: ValueError: no such shard."
     )
 
 
@@ -127,30 +123,17 @@ def test_a_rank_in_user_code_is_named_while_the_job_goes_on(tmp_path: Path) -> N
 
 
 def test_a_signal_before_a_rank_has_joined_does_not_end_the_job(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import os, time\n"
-        "print('started', flush=True)\n"
-        "while not os.path.exists('go on'):\n"
-        "    time.sleep(0.01)\n"
-        "import ringreduce\n"
-        "ringreduce.init().barrier()\n"
-        "print('done')\n"
-    )
-    with launcher(tmp_path, "run", "--log-dir", "logs", "train.py") as process:
+    """The folder comes from the environment here."""
+    text = "print('started', flush=True)\nwait_for('go on')\n"
+    joins = "import ringreduce\nringreduce.init().barrier()\nprint('done')\n"
+    kept = tmp_path / "kept"
+    command = ("run", script(tmp_path, RANK, text, joins))
+    with launcher(tmp_path, *command, RINGREDUCE_LOG_DIR=str(kept)) as process:
         process.wait_shown("started")
         process.signal(signal.SIGUSR1)
         (tmp_path / "go on").touch()
         assert process.wait() == 0, process.stderr
-        assert process.stdout.count("done") == 1
-
-
-def test_the_folder_may_come_from_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print('here')\n")
-    with launcher(
-        tmp_path, "run", "train.py", RINGREDUCE_LOG_DIR=str(tmp_path / "kept")
-    ) as process:
-        assert process.wait() == 0
-    assert (tmp_path / "kept" / "rank-0.log").read_text() == "here\n"
+    assert (kept / "rank-0.log").read_text() == "started\ndone\n"
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:

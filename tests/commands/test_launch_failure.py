@@ -29,18 +29,10 @@ def cause_of(*failures: Failure, size: int = 8) -> Cause:
     return cause
 
 
-def test_without_failures_there_is_no_cause() -> None:
+def test_the_first_in_time_is_the_cause_of_two_at_once_the_lower_rank() -> None:
     assert find_cause([], range(8)) is None
-
-
-def test_the_first_in_time_is_the_cause() -> None:
-    late, early = failure(0, 2.0), failure(1, 1.0)
-    assert cause_of(late, early) == Cause(early)
-
-
-def test_of_two_at_the_same_time_the_lower_rank_is_the_cause() -> None:
-    high, low = failure(2, 1.0), failure(1, 1.0)
-    assert cause_of(high, low) == Cause(low)
+    late, high, low = failure(0, 2.0), failure(2, 1.0), failure(1, 1.0)
+    assert cause_of(late, high, low) == Cause(low)
 
 
 @pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD, LEFT, NOT_JOINED])
@@ -79,8 +71,7 @@ def test_ranks_that_did_not_come_are_to_blame() -> None:
     )
 )
 def test_a_failure_of_its_own_is_the_cause_if_there_is_one(failures: list[Failure]) -> None:
-    cause = find_cause(failures, range(8))
-    assert cause is not None
+    cause = cause_of(*failures)
     own = [f for f in failures if f.raised in (None, VALUE_ERROR)]
     if own:
         assert cause.first in own
@@ -88,25 +79,12 @@ def test_a_failure_of_its_own_is_the_cause_if_there_is_one(failures: list[Failur
         assert cause.is_certain
 
 
-def test_a_rank_that_leaves_before_it_joins_is_described() -> None:
+def test_the_end_is_described_in_words_and_its_code_is_what_a_shell_shows() -> None:
+    codes = {1: 1, 3: 3, 255: 255, -2: 130, -9: 137, -15: 143}
+    assert {code: failure(returncode=code).exit_code for code in codes} == codes
+    texts = {
+        **{3: "exit code 3", -9: "killed by signal 9 (SIGKILL)"},
+        **{-11: "killed by signal 11 (SIGSEGV)", -63: "killed by signal 63 (unknown)"},
+    }
+    assert {code: failure(returncode=code).describe() for code in texts} == texts
     assert Failure(0, 1, 0.0, has_left=True).describe().startswith("exit code 0, before it joined")
-
-
-@pytest.mark.parametrize(
-    ("returncode", "shown"), [(1, 1), (3, 3), (255, 255), (-2, 130), (-9, 137), (-15, 143)]
-)
-def test_the_exit_code_is_what_a_shell_shows(returncode: int, shown: int) -> None:
-    assert failure(returncode=returncode).exit_code == shown
-
-
-@pytest.mark.parametrize(
-    ("returncode", "text"),
-    [
-        (3, "exit code 3"),
-        (-9, "killed by signal 9 (SIGKILL)"),
-        (-11, "killed by signal 11 (SIGSEGV)"),
-        (-63, "killed by signal 63 (unknown)"),
-    ],
-)
-def test_the_end_is_described_in_words(returncode: int, text: str) -> None:
-    assert failure(returncode=returncode).describe() == text
