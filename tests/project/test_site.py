@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.processes import clean_environment
+from tests.processes import Process
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,14 +23,8 @@ def contents():
 
 def test_every_page_is_in_the_menu_once():
     pages = contents()
-    written = {
-        str(path.relative_to(ROOT).with_suffix(""))
-        for path in (
-            *(ROOT / "docs").rglob("*.md"),
-            *ROOT.glob("*.md"),
-            *ROOT.glob("[!.]*/README.md"),
-        )
-    }
+    files = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md")]
+    written = {str(path.relative_to(ROOT).with_suffix("")) for path in files}
     assert set(pages) | {"README"} == written
     assert len(pages) == len(set(pages))
 
@@ -73,10 +66,8 @@ class Links(HTMLParser):
 def test_the_site_is_made_without_a_warning_and_its_links_lead_somewhere(tmp_path):
     command = [*(sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning")]
     command += ["-d", str(tmp_path / "doctrees"), "-c", "docs", ".", str(tmp_path / "site")]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    with Process(command, ROOT, output=tmp_path) as done:
+        assert done.wait(280) == 0, done.stderr
     site = tmp_path / "site"
     pages = {page: Links(page) for page in site.rglob("*.html")}
     missing = set()

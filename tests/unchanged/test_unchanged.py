@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +25,7 @@ from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import _ROOT as ROOT
 from tests.jobs import run_job
 from tests.launching import run
-from tests.processes import clean_environment
-from tests.scope import in_full
+from tests.processes import Process, clean_environment
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
 
@@ -82,24 +81,22 @@ print([int(n) for n in tf.data.Dataset.range(9).shuffle(9)])
 """
     )
     command = [sys.executable, "-m", "ringreduce.unchanged", "-m", "train", "--epochs", "3"]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=clean_environment(RINGREDUCE_RANK=str(rank), RINGREDUCE_SIZE="2", **AT),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    (one, errors), (two, others) = (rank.communicate(timeout=60) for rank in ranks)
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            own = clean_environment(RINGREDUCE_RANK=str(rank), RINGREDUCE_SIZE="2", **AT)
+            process = Process(command, tmp_path, name=f"rank{rank}", environment=own)
+            ranks.append(stack.enter_context(process))
+        for rank in ranks:
+            rank.wait(60)
+        one, two = (rank.stdout for rank in ranks)
+        errors = [rank.stderr for rank in ranks]
     assert one.count("\n") == 4, errors
     assert one == two
     numbers = one.splitlines()[1].split()
     assert numbers[0] != numbers[1]  # Each generator has another seed.
     warning = "[0/2] the program has not called Model.fit, so each rank has done all of its work."
-    assert [warning in each for each in (errors, others)] == [True, False]
+    assert [warning in said for said in errors] == [True, False]
 
 
 def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks: None) -> None:
@@ -153,10 +150,8 @@ def test_ranks_that_take_other_ways_are_named(tmp_path: Path) -> None:
     text = f"{MODEL}\nimport os\nif os.environ['RINGREDUCE_RANK'] == '0':\n    model.fit(x, y)\n"
     result = unchanged(tmp_path, f"{text}model.predict(x)\n")
     assert result.exit_code
-    assert (
-        "found rank 1 in its call 1 of these, Model.predict in train.py:11, while rank 0 is in"
-        in (result.errors)
-    )
+    found = "found rank 1 in its call 1 of these, Model.predict in train.py:11, while rank 0 is in"
+    assert found in result.errors
     assert "Model.fit in train.py:10" in result.errors
 
 
@@ -247,29 +242,22 @@ if __name__ == "__main__":
     result = unchanged(tmp_path, MODEL + text, {"TMPDIR": str(tmp_path / "temporary")})
     assert result.exit_code == 3, result.errors
     assert result.output.count("said:") == 2
-    told = [line for line in result.errors.splitlines() if "each rank has written" in line]
-    assert [line.partition(":")[0] for line in told] == [
-        "[0] [0/2] each rank has written notes.txt"
-    ]
+    [told] = [line for line in result.errors.splitlines() if "each rank has written" in line]
+    assert told.startswith("[0] [0/2] each rank has written notes.txt:")
     assert {path.name for path in tmp_path.iterdir()} >= {"notes.txt", "last.keras"}
 
 
-@pytest.mark.parametrize("way", [in_full("real")])
-def test_what_is_tried_out_writes_nothing(tmp_path: Path, way: str) -> None:
-    (tmp_path / "train.py").write_text(
-        MODEL
-        + "try:\n    model.fit(x, y)\nfinally:\n    model.save('m.keras')\n    open('n', 'w')\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-m", "ringreduce", "verify", "--unchanged", "train.py", "--steps", "1"],
-        cwd=tmp_path,
-        env=clean_environment(TF_CPP_MIN_LOG_LEVEL="3"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "Fastest on this machine" in found.stdout
+@pytest.mark.full
+def test_what_is_tried_out_writes_nothing(tmp_path: Path, tmp_path_factory: Any) -> None:
+    saves = "model.save('m.keras')\n    open('n', 'w')\n"
+    text = f"{MODEL}try:\n    model.fit(x, y)\nfinally:\n    {saves}"
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, "-m", "ringreduce", "verify", "--unchanged", "train.py"]
+    command += ["--steps", "1"]
+    quiet, output = clean_environment(TF_CPP_MIN_LOG_LEVEL="3"), tmp_path_factory.mktemp("output")
+    with Process(command, tmp_path, output=output, environment=quiet) as found:
+        assert found.wait(120) == 0, found.stderr
+        assert "Fastest on this machine" in found.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
