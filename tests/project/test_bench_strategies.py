@@ -8,7 +8,7 @@ import pytest
 from bench import chart
 from bench.strategies import accuracy, meter, run, seeds, speed
 from bench.strategies.fleet import Turn
-from bench.strategies.ways import EVERY_STEP, NAMED, NEVER, SYNCHRONOUS, WAYS
+from bench.strategies.ways import EVERY_STEP, NAMED, NEVER, SYNCHRONOUS
 from tests.project.test_bench import refusal, rows_of, shaped_links_are_possible
 
 
@@ -23,14 +23,6 @@ def test_a_link_is_full_while_either_direction_is():
     # Between two samples counts grow evenly.
     part, _ = meter.use(times, counts, 0.5, 1.5, bytes_per_s=100.0)
     assert part == {"sent": 50, "received": 45, "full": 1.0}
-
-
-def test_turns_have_whole_rounds_where_ranks_meet():
-    steps = {way.name: speed.steps_of(way, steps=10, every=4) for way in WAYS}
-    assert (steps["local"], steps["diloco-overlap"]) == (12, 12)
-    assert (steps[EVERY_STEP], steps["multiworker"], steps[SYNCHRONOUS]) == (10, 10, 5)
-    assert [NAMED["diloco-overlap"].overlap(every) for every in (2, 50)] == [1, 5]
-    assert NAMED["diloco"].overlap(50) == 0
 
 
 def test_speed_is_the_median_of_turns():

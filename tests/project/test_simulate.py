@@ -8,8 +8,7 @@ import xml.etree.ElementTree as xml
 import numpy as np
 import pytest
 
-from bench import chart
-from bench.simulate import check, fit, model, run, scale, training
+from bench.simulate import fit, model, run, scale, training
 from bench.simulate.model import Link, Memory
 from bench.simulate.training import Conditions, Model
 from ringreduce.collectives.ring import Ring
@@ -57,31 +56,12 @@ def test_a_row_of_an_exchange_travels_to_every_rank_and_pays_below_a_size():
     assert model.exchange(16, 2 * pays, link) > model.ring(16, 2 * pays, link)
 
 
-def test_segments_of_a_chunk_hide_what_the_cores_do_and_one_alone_does_not():
-    link = Link(0.0, 1e-9, 1e-9)
-    one, four = (model.ring(64, 64 * chunk, link) / chunk for chunk in (MIB, 4 * MIB))
-    assert one == pytest.approx(126 * 1.5e-9, rel=1e-3)
-    assert four == pytest.approx(126e-9, rel=1e-2)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 16, 100, 4096])
 @pytest.mark.parametrize("nbytes", [1, 512, 513, 1 << 14, (1 << 14) + 1, 1 << 18, (1 << 18) + 1])
 def test_the_model_exchanges_what_the_ring_does(ranks, nbytes):
     ring = Ring.__new__(Ring)
     ring._size, ring._most_rows = ranks, max(model.schedule.exchange(ranks).counts)
     assert model.is_exchanged(ranks, nbytes) == ring._is_small(nbytes)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8, 500])
-def test_more_bytes_and_worse_links_take_longer(ranks):
-    sizes = [1 << power for power in range(15, 28)]
-    link = Link(1e-4, 1e-9, 5e-10)
-    for collective in (model.ring, model.all_to_all, model.exchange):
-        times = [collective(ranks, size, link) for size in sizes]
-        assert times == sorted(times)
-        for field in ("alpha", "beta", "gamma"):
-            worse = dataclasses.replace(link, **{field: 10 * getattr(link, field)})
-            assert collective(ranks, MIB, worse) >= collective(ranks, MIB, link)
 
 
 def test_parameters_are_found_from_times_and_never_negative():
@@ -123,15 +103,6 @@ def test_a_step_waits_for_what_cannot_be_hidden():
     assert efficiency(9.0) == pytest.approx(9 / (5 + 27))  # the first is ready after 5 s
 
 
-def test_the_slowest_rank_sets_the_pace():
-    generator = np.random.default_rng(0)
-    assert (training.slowest(64, 10, STEADY, generator) == 1).all()
-    uneven = Conditions(jitter=0.05, slow_share=0.01, slow_factor=3.0)
-    few, many = (training.slowest(n, 300, uneven, generator).mean() for n in (2, 1024))
-    assert 1 < few < many
-    assert many == pytest.approx(3, rel=0.15)  # one of so many is slow in every step
-
-
 @pytest.mark.parametrize("hosts", [16, 256])
 def test_the_goodput_is_that_of_youngs_approximation(hosts):
     conditions = Conditions(failures_a_day=0.01, checkpoint_s=20.0, restart_s=60.0)
@@ -143,33 +114,6 @@ def test_the_goodput_is_that_of_youngs_approximation(hosts):
     assert found == pytest.approx(1 - 20 / interval - (interval / 2 + 60) / mean, abs=0.01)
     for other in (interval / 4, interval * 4):
         assert training.goodput(hosts, other, conditions, generator) < found
-
-
-def a_row(error, cores_s=0.0, network="rate", ranks=4):
-    return check.Row(network, "all_reduce", ranks, MIB, 0.1, 0.1 * (1 + error), cores_s)
-
-
-def test_only_rows_that_links_limit_must_hold():
-    assert check.worst([]) == 0
-    rows = [a_row(-0.1), a_row(0.05), a_row(-0.6, cores_s=0.02)]
-    assert check.worst(rows) == pytest.approx(0.1)
-    assert [run.row_line(row).split()[-1] for row in (*rows, a_row(0.2))] == [
-        *("met", "met", "50", "missed")
-    ]
-    assert len(run.row_line(a_row(0.2))) == len(run.CHECKED) <= 80
-
-
-def test_a_chart_is_xml_with_all_its_labels():
-    series = [
-        chart.Series("a & b", [(2, 1.0), (16, 30.0)]),
-        chart.Series("", [(2, 2.0), (16, 20.0)], are_marks=True, colour=1),
-    ]
-    panel = chart.Panel("<title>", "ranks", "ms", series, is_log_y=True)
-    drawn = xml.fromstring(chart.draw([panel, dataclasses.replace(panel, is_log_y=False)]))
-    texts = [node.text for node in drawn.iter() if node.tag.endswith("text")]
-    assert {"a & b", "<title>", "ranks", "ms", "100"} <= set(texts)
-    assert sum(node.tag.endswith("circle") for node in drawn.iter()) == 4
-    assert sum(node.tag.endswith("polyline") for node in drawn.iter()) == 2
 
 
 def test_without_a_check_or_root_the_stored_parameters_are_used(tmp_path, monkeypatch):
