@@ -39,32 +39,16 @@ FAULTS = {
         "Clips.train_step calls clip_by_global_norm",
         "commands/test_verify.py::test_the_reason_for_a_difference_is_found",
     ),
-    "Unequal frozen weights": (
-        "ParityWarning",
-        "rr.broadcast_variables(model.variables)",
-        MISTAKE,
-    ),
-    "BatchNormalization, unsynchronised": (
-        "ParityWarning",
-        "norm: each rank normalizes",
-        MISTAKE,
-    ),
+    "Unequal frozen weights": ("ParityWarning", "rr.broadcast_variables(model.variables)", MISTAKE),
+    "BatchNormalization, unsynchronised": ("ParityWarning", "norm: each rank normalizes", MISTAKE),
     "NaN on one rank": (
         "check_numerics",
         "rank 2 of 3 has nan at [",
         "tensorflow/test_numerics.py::"
         "test_a_poisoned_gradient_comes_out_of_fit_as_our_error_on_all_ranks",
     ),
-    "A rank slow from the start": (
-        "--profile",
-        "Rank 1 is slow: it computes",
-        SLOW,
-    ),
-    "A rank that becomes slow late": (
-        "--profile",
-        "Rank 1 is slow from epoch 2 on",
-        SLOW,
-    ),
+    "A rank slow from the start": ("--profile", "Rank 1 is slow: it computes", SLOW),
+    "A rank that becomes slow late": ("--profile", "Rank 1 is slow from epoch 2 on", SLOW),
     "A slow link": (
         "--profile",
         "The link from rank 1 to rank 2 carries 20.0 MB/s while it has data, the others 90.0",
