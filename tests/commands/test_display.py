@@ -111,9 +111,7 @@ def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
         assert job.stderr == "[1]  from rank 1\n"
 
 
-def test_a_line_that_comes_in_parts_is_shown_and_kept_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_in_parts_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(display, "time", types.SimpleNamespace(monotonic=lambda: now_s))
     screens = io.StringIO(), io.StringIO()

@@ -170,9 +170,7 @@ def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
         (1, [], "it said nothing. It needs the folder /work, and the same ringreduce in /usr/bin/"),
     ],
 )
-def test_what_ssh_and_the_shell_say_becomes_what_to_do(
-    returncode: int, said: list[str], why: str
-) -> None:
+def test_what_ssh_says_becomes_what_to_do(returncode: int, said: list[str], why: str) -> None:
     assert why in SPREAD.explain("me@b", returncode, said)
 
 

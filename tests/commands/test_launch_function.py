@@ -137,9 +137,7 @@ def test_settings_reach_the_workers_of_which_one_is_a_world(tmp_path: Path) -> N
     assert (log.name, log.read_text()) == ("rank-0.log", "")
 
 
-def test_a_module_that_is_found_here_is_found_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_here_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_module.py").write_text("import sys\n\ndef work():\n    return sys.argv\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["caller", "--flag"])
@@ -148,7 +146,7 @@ def test_a_module_that_is_found_here_is_found_there(
     assert ringreduce.launch(their_module.work, 1) == [["caller", "--flag"]]
 
 
-def test_the_first_failure_is_raised_with_its_rank_and_traceback(
+def test_the_first_failure_is_raised_with_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def work() -> None:
@@ -190,9 +188,7 @@ def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(
     (group / "memory.max").write_text("4294967296\n")
     for read in (cores.kernel_kills, cores.memory_limit):
         monkeypatch.setattr(read, "__defaults__", (tmp_path,))
-    said = (
-        r"killed by the kernel, which lacked memory: ranks 0, 1 together may have 4\.00 GiB; take"
-    )
+    said = r"killed by the kernel, which lacked memory: ranks 0, 1 together may have 4\.00 GiB; "
     with pytest.raises(WorkerError, match=rf"rank 1 of 2 failed first \({said}"):
         ringreduce.launch(work, 2)
 
@@ -221,9 +217,7 @@ def test_workers_that_do_not_end_are_killed_after_their_grace(
         (sys.exit, "rank 1 of 2 ended with exit code 0 before"),
     ],
 )
-def test_a_rank_without_a_result_is_named(
-    capsys: pytest.CaptureFixture[str], result: Callable[[], object], complaint: str
-) -> None:
+def test_a_rank_without_a_result_is_named(result: Callable[[], object], complaint: str) -> None:
     def work() -> object:
         return result() if os.environ["RINGREDUCE_RANK"] == "1" else None
 
@@ -232,9 +226,7 @@ def test_a_rank_without_a_result_is_named(
     assert caught.value.peer == 1
 
 
-def test_after_a_restart_the_results_are_those_of_the_last_attempt(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_after_a_restart_the_results_are_those_of_the_last_attempt() -> None:
     def work() -> float:
         restart = int(os.environ["RINGREDUCE_RESTART"])
         return restart / restart
@@ -302,9 +294,7 @@ def test_functions_and_classes_of_main_and_their_source_in_tracebacks(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_workers_and_is_raised_or_ends_the_program_as_it_would_have(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_workers_and_program(tmp_path: Path, number: signal.Signals) -> None:
     with program(tmp_path, WAITS) as running:
         running.wait_shown("worker ", times=2)
         running.signal(number)

@@ -239,7 +239,7 @@ def test_who_comes_for_the_next_attempt_is_not_refused() -> None:
         anew.close()
 
 
-def test_launchers_that_wait_for_others_show_that_they_live(
+def test_launchers_that_wait_show_that_they_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else those that wait for longer than a silent launcher is waited for are taken for lost."""
@@ -402,9 +402,7 @@ def test_an_elastic_job_goes_on_without_the_launcher_of_node_0(tmp_path: Path) -
 @pytest.mark.full
 @pytest.mark.parametrize("number", [2, 9])
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_end_of_a_launcher_ends_the_others_and_is_named(
-    tmp_path: Path, which: int, number: int
-) -> None:
+def test_the_end_of_a_launcher_ends_others(tmp_path: Path, which: int, number: int) -> None:
     script(tmp_path, WAITS)
     with jobs(tmp_path) as launched:
         for node in launched:
@@ -434,9 +432,7 @@ NODE = ["--nnodes", "2", "--node-rank"]
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_options_that_make_no_sense_are_refused(
-    tmp_path: Path, options: list[str], complaint: str
-) -> None:
+def test_senseless_options_are_refused(tmp_path: Path, options: list[str], complaint: str) -> None:
     name = script(tmp_path, "print('ran')")
     with launcher(tmp_path, "run", *options, name, HOME=str(tmp_path)) as run:
         assert run.wait() == 2

@@ -374,9 +374,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
         (b" " * (FILE_BYTES_MAX + 1), "more than"),
     ],
 )
-def test_what_is_no_record_is_skipped_with_a_reason(
-    tmp_path: Path, content: bytes, why: str
-) -> None:
+def test_what_is_no_record_is_skipped(tmp_path: Path, content: bytes, why: str) -> None:
     write(tmp_path, waiting(0))
     (tmp_path / "flight-rank1.json").write_bytes(content)
     records = read_records(tmp_path)

@@ -95,14 +95,17 @@ def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_p
         assert others == [words, str(folder), ["a b", "$x", None]]
 
 
-def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path: Path) -> None:
-    name = script(tmp_path, WAITS)
-    with job(tmp_path, *HOSTS, name) as run:
+@pytest.mark.parametrize("given", ["", "a secret of the user's own"])
+def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path: Path, given: str) -> None:
+    """And the launcher, to which the user has given it."""
+    variables = {"RINGREDUCE_SECRET": given} if given else {}
+    with job(tmp_path, *HOSTS, script(tmp_path, WAITS), **variables) as run:
         run.wait_shown("pid", times=4)
         ranks = numbers(run.stdout)
-        variables = psutil.Process(ranks[0]).environ()
-        secret = variables["RINGREDUCE_SECRET"]
-        assert [pid for pid in psutil.pids() if knows(pid, secret)] == sorted(ranks)
+        secret = psutil.Process(ranks[0]).environ()["RINGREDUCE_SECRET"]
+        knowing = [pid for pid in psutil.pids() if knows(pid, secret)]
+        assert knowing == sorted([*ranks, *[run.pid] * bool(given)])
+        assert secret == given or not given
         everybody = family(started(tmp_path))
         assert set(ranks) < set(everybody)
         run.signal(signal.SIGINT)
@@ -121,17 +124,6 @@ def test_ranks_of_all_hosts_have_the_grace_and_no_more(tmp_path: Path) -> None:
         assert run.wait() == 128 + signal.SIGINT
         assert "killed ranks 0, 1, 2, 3, which had not ended 0.5 s after SIGINT" in run.stderr
         wait_gone([*started(tmp_path), *numbers(run.stdout)])
-
-
-def test_a_users_own_secret_reaches_the_ranks_but_not_ssh(tmp_path: Path) -> None:
-    secret = "a secret of the user's own"
-    name = script(tmp_path, WAITS)
-    with job(tmp_path, *HOSTS, name, RINGREDUCE_SECRET=secret) as run:
-        run.wait_shown("pid", times=4)
-        ranks = {*numbers(run.stdout), run.pid}
-        assert {pid for pid in psutil.pids() if knows(pid, secret)} == ranks
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 128 + signal.SIGTERM
 
 
 def test_a_failure_is_named_with_its_host_and_ends_all_hosts(tmp_path: Path) -> None:
@@ -197,9 +189,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("options", [o if "unknown" in o else in_full(o) for o in UNUSABLE])
-def test_a_host_that_cannot_be_used_is_named_and_nothing_starts(
-    tmp_path: Path, options: str
-) -> None:
+def test_a_host_that_cannot_be_used_is_named(tmp_path: Path, options: str) -> None:
     (tmp_path / "old").write_bytes(MAGIC + encode(Hello("0.0")))
     script(tmp_path, "print('ran')")
     with job(tmp_path, "--max-restarts", "3", *options.split()) as run:
@@ -240,9 +230,7 @@ def test_ctrl_c_ends_a_job_whose_hosts_have_not_answered(tmp_path: Path) -> None
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_options_that_make_no_sense_are_refused(
-    tmp_path: Path, options: list[str], complaint: str
-) -> None:
+def test_senseless_options_are_refused(tmp_path: Path, options: list[str], complaint: str) -> None:
     name = script(tmp_path, "print('ran')")
     with launcher(tmp_path, "run", *options, name) as run:
         assert run.wait() == 2

@@ -149,25 +149,20 @@ def test_what_ssh_refuses_is_said_with_the_host_within_seconds(
         assert "ringreduce: cannot start on 127.0.0." in run.stderr
 
 
-def test_a_lost_connection_ends_the_job_on_all_hosts(tmp_path: Path, server: Server) -> None:
-    with job(tmp_path, server.ssh(), *HOSTS, script(tmp_path, WAITS)) as run:
-        run.wait_shown("pid", times=4)
-        ranks = numbers(run.stdout)
-        os.kill(max(server.sessions()), signal.SIGKILL)
-        assert run.wait() == 255
-        assert "failed first (its host was lost: " in run.stderr
-        wait_gone(ranks)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(
-    tmp_path: Path, server: Server, number: signal.Signals
+@pytest.mark.parametrize("what", ["a connection", signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher_or_a_connection(
+    tmp_path: Path, server: Server, what: str | signal.Signals
 ) -> None:
     with job(tmp_path, server.ssh(), *HOSTS, script(tmp_path, WAITS)) as run:
         run.wait_shown("pid", times=4)
         ranks = numbers(run.stdout)
-        run.signal(number)
-        run.wait()
+        if isinstance(what, str):
+            os.kill(max(server.sessions()), signal.SIGKILL)
+            assert run.wait() == 255
+            assert "failed first (its host was lost: " in run.stderr
+        else:
+            run.signal(what)
+            run.wait()
         wait_gone(ranks)
         wait_until(lambda: not server.sessions(), "the connections to end")
 

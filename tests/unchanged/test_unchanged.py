@@ -184,9 +184,7 @@ step()
     assert "each rank has written" not in result.errors
 
 
-def test_a_folder_that_another_rank_makes_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_ranks_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "mkdir", make := os.mkdir)
     written.share_folders()
     os.makedirs(tmp_path / "run" / "logs")
@@ -198,9 +196,7 @@ def test_a_folder_that_another_rank_makes_is_no_error(
         os.mkdir(tmp_path / "run")
 
 
-def test_one_process_of_a_host_downloads_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Builder:
         def download_and_prepare(self, folder: str) -> str:
             with open(*tmp_path.glob("*.lock"), "a") as file, pytest.raises(BlockingIOError):
