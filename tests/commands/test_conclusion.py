@@ -32,9 +32,8 @@ def test_ranks_that_say_the_same_get_one_line() -> None:
         for rank, at, text in zip((2, 0, 3), (6.0, 7.0, 8.0), texts, strict=True)
     ]
     them[1] = them[1]._replace(was_stopped=True)
-    assert others(FIRST, [*them, FIRST]) == [
-        f"then ranks 0, 2, 3 (exit code 1): PeerLostError: rank 2 {left}"
-    ]
+    together = f"then ranks 0, 2, 3 (exit code 1): PeerLostError: rank 2 {left}"
+    assert others(FIRST, [*them, FIRST]) == [together]
     assert others(them[0], them) == ["then ranks 0, 3 (exit code 1): the same"]
     hosts = [failure._replace(host="b" if failure.rank else "a") for failure in them]
     assert others(FIRST, hosts) == [
@@ -53,22 +52,13 @@ def test_a_cause_that_was_stopped_is_named_by_its_exception_and_shown_once() -> 
     assert left.describe() == "exit code 143"
 
 
-def test_what_a_program_ended_itself_with_is_shown_without_a_traceback() -> None:
+def test_a_rank_without_a_traceback_gets_one_line() -> None:
     ended = Failure(1, 3, 5.0, Raised("SystemExit", exception="SystemExit: no data"))
     assert conclude(Cause(ended), [ended]) == [TITLE, "  SystemExit: no data"]
-
-
-def test_a_rank_without_a_traceback_gets_one_line() -> None:
     killed, left = Failure(2, -9, 1.0), Failure(0, 4, 2.0)
-    assert conclude(Cause(killed), [left, killed]) == [
-        "rank 2 failed first (killed by signal 9 (SIGKILL)); all workers were stopped",
-        "then rank 0 (exit code 4)",
-    ]
-
-
-def test_ranks_that_ended_by_themselves_are_named_since_others_may_wait_for_them() -> None:
-    ended = "had ended by"
-    killed = Failure(1, -9, 1.0)
-    one, several = (conclude(Cause(killed), [killed], e) for e in ([0], range(2, 5)))
-    assert one[1:] == [f"rank 0 {ended} itself, exit code 0"]
-    assert several[1:] == [f"ranks 2, 3, 4 {ended} themselves, exit code 0"]
+    title = "rank 2 failed first (killed by signal 9 (SIGKILL)); all workers were stopped"
+    assert conclude(Cause(killed), [left, killed]) == [title, "then rank 0 (exit code 4)"]
+    # Others may wait for ranks that ended by themselves.
+    one, several = (conclude(Cause(killed), [killed], ranks) for ranks in ([0], range(2, 5)))
+    assert one[1:] == ["rank 0 had ended by itself, exit code 0"]
+    assert several[1:] == ["ranks 2, 3, 4 had ended by themselves, exit code 0"]

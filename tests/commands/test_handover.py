@@ -128,9 +128,7 @@ def test_a_huge_text_is_cut_in_the_middle() -> None:
     assert raised.traceback[-1].endswith("aend")
 
 
-def test_a_forked_child_and_a_lone_process_tell_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forked_child_and_a_lone_process_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not handover.tell(Joins(2))
     reading, writing = os.pipe()
     monkeypatch.setattr(handover, "_pipe", (writing, os.getpid()))

@@ -96,9 +96,7 @@ def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
 # --- What workers are given -----------------------------------------------------------------
 
 
-def test_arguments_pass_unchanged_and_standard_input_is_at_its_end(
-    tmp_path: Path,
-) -> None:
+def test_arguments_pass_unchanged_and_standard_input_is_at_its_end(tmp_path: Path) -> None:
     arguments = ["--", "--version", "-n", "5", "--help", "--", "-m", "two words", "", "*", "$HOME"]
     text = "import json, sys\nprint(json.dumps([*sys.argv[1:], sys.stdin.read()]))"
     done = run(tmp_path, "-n", "1", script(tmp_path, text), *arguments, "\N{EURO SIGN}")
@@ -261,9 +259,7 @@ def test_what_is_missing_in_a_folder_python_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-def test_a_worker_that_ended_well_before_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_that_ended_well_before_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "number of rank 1")
     text = """
         import contextlib, select

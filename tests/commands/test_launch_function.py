@@ -146,9 +146,7 @@ def test_a_module_here_is_found_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ringreduce.launch(their_module.work, 1) == [["caller", "--flag"]]
 
 
-def test_the_first_failure_is_raised_with_traceback(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_failure_is_raised_with_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         comm = ringreduce.init()
         if comm.rank == 1:

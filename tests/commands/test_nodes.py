@@ -239,9 +239,7 @@ def test_who_comes_for_the_next_attempt_is_not_refused() -> None:
         anew.close()
 
 
-def test_launchers_that_wait_show_that_they_live(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launchers_that_wait_show_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else those that wait for longer than a silent launcher is waited for are taken for lost."""
     monkeypatch.setattr(meeting_module, "TIMES", replace(TIMES, agent_ping_s=0.0))
 
