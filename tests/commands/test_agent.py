@@ -1,7 +1,5 @@
 """The agent of `ringreduce run -H`, with this test in the launcher's role."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

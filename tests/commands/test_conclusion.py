@@ -1,7 +1,5 @@
 """What the launcher says at the end: the cause in full, one line for every other rank."""
 
-from __future__ import annotations
-
 from ringreduce.commands.launch.conclusion import conclude, others
 from ringreduce.commands.launch.failure import Cause, Failure
 from ringreduce.commands.launch.worker_records import Raised

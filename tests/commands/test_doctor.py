@@ -1,7 +1,5 @@
 """``ringreduce doctor``: what follows from facts, what is measured, and what a user sees."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """``ringreduce run --elastic``: the launcher, while ranks are lost and the others go on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

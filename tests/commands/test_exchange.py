@@ -1,7 +1,5 @@
 """What launcher and agents send each other: whole records out of any pieces, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

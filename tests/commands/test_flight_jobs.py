@@ -1,7 +1,5 @@
 """Jobs of real processes that fail or hang: their flight records, and what the report says."""
 
-from __future__ import annotations
-
 import signal
 import textwrap
 from pathlib import Path

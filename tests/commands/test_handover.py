@@ -1,7 +1,5 @@
 """What a worker says of the exception that ends it, and how it reaches the launcher."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

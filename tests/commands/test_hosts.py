@@ -1,7 +1,5 @@
 """Hosts as users name them, who has which ranks, and the command that reaches a host. Pure."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -3,8 +3,6 @@
 Most scripts here know nothing of ringreduce, since the launcher runs any program.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -1,7 +1,5 @@
 """Which worker failed first: verdicts on times, exit codes and exceptions."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -4,8 +4,6 @@ Functions within a test are pickled by value, as those of a notebook are, so wor
 this file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

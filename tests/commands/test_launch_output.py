@@ -1,7 +1,5 @@
 """LineBuffer: lines come out whole, whatever the chunks they arrived in."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 Most are threads here: `Nodes` needs no processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import selectors

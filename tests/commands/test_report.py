@@ -1,7 +1,5 @@
 """Who is to blame: made-up records of every kind of failure, and records that are none."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Callable

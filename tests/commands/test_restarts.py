@@ -1,7 +1,5 @@
 """``ringreduce run --max-restarts``: after a failure all ranks start anew."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

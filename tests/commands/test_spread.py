@@ -4,8 +4,6 @@ The stand-in for ssh does with a command what ssh does: a shell runs it, in anot
 real sshd: `test_ssh.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

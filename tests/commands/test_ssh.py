@@ -1,7 +1,5 @@
 """``ringreduce run -H`` through a real sshd, which runs as this user on loopback addresses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

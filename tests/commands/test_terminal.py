@@ -1,7 +1,5 @@
 """``ringreduce run --stdin RANK``: one rank has the keyboard, and its debugger works."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

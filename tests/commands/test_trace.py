@@ -1,7 +1,5 @@
 """``ringreduce run --trace`` and ``ringreduce trace``: what is said of jobs, real and made up."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 What is said of which records is tested in tests/pure/test_verification.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,12 +1,9 @@
 """`python -m bench strategies`: its arithmetic, its tables, its refusals, and that it runs."""
 
-import xml.etree.ElementTree as xml
-
 import numpy as np
 import pytest
 
-from bench import chart
-from bench.strategies import accuracy, meter, run, seeds, speed
+from bench.strategies import accuracy, meter, seeds, speed
 from bench.strategies.fleet import Turn
 from bench.strategies.ways import EVERY_STEP, NAMED, NEVER, SYNCHRONOUS
 from tests.project.test_bench import refusal, rows_of, shaped_links_are_possible
@@ -60,18 +57,6 @@ def test_the_interval_is_that_of_a_paired_t_test():
     assert row["interval_points"] == pytest.approx((2 - half, 2 + half), abs=1e-3)
     assert row["worst_points"] == pytest.approx(1)
     assert len(seeds.table_line(row)) == len(seeds.COLUMNS) == len(seeds.UNITS) <= 80
-
-
-def test_curves_are_drawn_over_the_range_that_matters():
-    rows = [
-        accuracy.row(name, "digits", [[(25, 0.5, 0.5), (50, 3.0, 0.95), (75, 40.0, 0.97)]])
-        for name in (EVERY_STEP, "int8", NEVER)
-    ]
-    panel = run.curves(rows)  # Not of all.
-    assert [series.points[0] for series in panel.series] == [(3.0, 0.95)] * 2
-    assert panel.x_ticks == [5, 10, 20]
-    texts = [each.text for each in xml.fromstring(chart.draw([panel])).iter() if each.text]
-    assert {EVERY_STEP, "int8", "5", "20", "90%", "100%"} <= set(texts)
 
 
 @pytest.mark.parametrize(

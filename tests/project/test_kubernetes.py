@@ -5,8 +5,6 @@ labels and annotations, TF_CONFIG of Kubeflow's training operator 1.9 (genTFConf
 PET_* variables of Kubeflow Trainer 2's plugin Torch (EnforceMLPolicy).
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Imports point down, and some things appear in one place or nowhere: checked on the source."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

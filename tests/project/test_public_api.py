@@ -1,7 +1,5 @@
 """What users may rely on: names, their documentation, the version."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

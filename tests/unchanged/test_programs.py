@@ -1,7 +1,5 @@
 """Programs in the manner of keras.io, which nobody has changed, on one rank and on several."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

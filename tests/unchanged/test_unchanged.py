@@ -1,7 +1,5 @@
 """How a program that nobody has changed is started, what is refused, what is left alone."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
