@@ -7,9 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ringreduce.commands.cli import app
 from ringreduce.commands.launch.conclusion import lost
 from ringreduce.commands.launch.failure import Failure, find_repeated
 from ringreduce.commands.launch.worker_records import Raised
@@ -279,13 +277,3 @@ def test_a_number_of_ranks_that_is_none_is_refused(value: str) -> None:
     assert elastic_minimum({"RINGREDUCE_ELASTIC": ""}) is None
     with pytest.raises(ConfigError, match=f"RINGREDUCE_ELASTIC is '{value}'"):
         elastic_minimum({"RINGREDUCE_ELASTIC": value})
-
-
-def test_more_ranks_than_there_are_and_a_keyboard_are_refused(tmp_path: Path) -> None:
-    name = str(tmp_path / script(tmp_path, "print('ran')"))
-    many = CliRunner().invoke(app, ["run", "-n", "2", "--elastic", "3", name])
-    assert "--elastic is 3; accepted: 1 to 2, all ranks" in str(many.exception)
-    keyboard = CliRunner().invoke(app, ["run", "--elastic", "--stdin", "0", name])
-    assert "not with --nnodes or --elastic" in keyboard.stderr
-    assert keyboard.exit_code == 2
-    assert not many.stdout + keyboard.stdout

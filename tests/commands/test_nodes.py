@@ -410,26 +410,3 @@ def test_the_end_of_a_launcher_ends_others(tmp_path: Path, which: int, number: i
         assert ("its launcher is gone" if number == 9 else "stopped by SIGINT") in left.stderr
         launched[which].wait()
         wait_gone([pid for node in launched for pid in numbers(node.stdout)])
-
-
-NODE = ["--nnodes", "2", "--node-rank"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--nnodes", "2"], "are given together"),
-        ([*NODE, "2", "--rendezvous", "a:1"], "2; accepted: 0 to 1"),
-        ([*NODE, "0", "--rendezvous", "a"], "rendezvous is 'a', from the argument rendezvous"),
-        (["--nnodes", "2", "-H", "a:2"], "not with -H or --hostfile"),
-        ([*NODE, "1", "--rendezvous", "192.0.2.1:4000"], "need a secret that all of them have"),
-        ([*NODE, "1", "--rendezvous", "no.such.name.invalid:4000"], "need a secret"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_senseless_options_are_refused(tmp_path: Path, options: list[str], complaint: str) -> None:
-    name = script(tmp_path, "print('ran')")
-    with launcher(tmp_path, "run", *options, name, HOME=str(tmp_path)) as run:
-        assert run.wait() == 2
-        assert complaint in " ".join(run.stderr.split())

@@ -211,25 +211,3 @@ def test_ctrl_c_ends_a_job_whose_hosts_have_not_answered(tmp_path: Path) -> None
         run.signal(signal.SIGINT)
         assert run.wait() == 128 + signal.SIGINT
         wait_gone(everybody)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["-H", "a", "--hostfile", "b"], "give it or --hostfile, not both"),
-        (["-H", "a:2", "-n", "3"], "3 workers are asked for, and the hosts have 2 slots"),
-        (["-H", "a:2", "--stdin", "0"], "--stdin: not with -H or --hostfile"),
-        (["--python", "python3"], "--python: only with -H or --hostfile"),
-        (["-H", "a", "--ssh", "/no/ssh"], "cannot run '/no/ssh' to reach a"),
-        (["-H", "a", "--env", "NOT_SET"], "--env NOT_SET: it is not set here"),
-        (["-H", "a", "--env", "=x"], "--env '=x' names no variable"),
-        (["--hostfile", "missing"], "the hostfile missing cannot be read: No such file"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_senseless_options_are_refused(tmp_path: Path, options: list[str], complaint: str) -> None:
-    name = script(tmp_path, "print('ran')")
-    with launcher(tmp_path, "run", *options, name) as run:
-        assert run.wait() == 2
-        assert complaint in " ".join(run.stderr.split())
