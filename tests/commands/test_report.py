@@ -14,19 +14,8 @@ from rich.console import Console
 from ringreduce.commands.report.flight_records import Records, read_records
 from ringreduce.commands.report.verdict import Verdict, judge
 from ringreduce.commands.report.view import show
-from ringreduce.pure.flight import (
-    FILE_BYTES_MAX,
-    FORMAT,
-    Call,
-    Dump,
-    Failure,
-    Frame,
-    Group,
-    Stack,
-    decode_dump,
-    encode_dump,
-    file_name,
-)
+from ringreduce.pure import flight
+from ringreduce.pure.flight import Call, Dump, Failure, Frame, Group, Stack, encode_dump
 from ringreduce.vocabulary.errors import ConfigError
 
 NOW = 1_800_000_000.0
@@ -37,7 +26,12 @@ INSIDE = Frame("/x/ringreduce/ringreduce/communicator/communicator.py", 400, "_c
 def dump(rank: int, size: int = 4, calls: int = 17, **fields: Any) -> Dump:
     """A rank in user code for 20 s after `calls` calls, unless `fields` say otherwise."""
     defaults: dict[str, Any] = {
-        **{"format": FORMAT, "why": "SIGUSR1", "when": NOW, "iso": "2027-01-15T08:00:00+00:00"},
+        **{
+            "format": flight.FORMAT,
+            "why": "SIGUSR1",
+            "when": NOW,
+            "iso": "2027-01-15T08:00:00+00:00",
+        },
         **{"host": "node", "pid": 100 + rank, "job": "job", "transport": "shm"},
         **{"operation": None, "nbytes": 0, "since": NOW - 20},
         "stacks": [Stack("MainThread", True, [PLACE, INSIDE])],
@@ -57,24 +51,16 @@ def failed(
     after_s: float = 0.0,
     calls: int = 17,
     nbytes: int = 4096,
-    groups: list[Group] | None = None,
-    since: float = NOW - 20,
-    **failure: Any,
+    **fields: Any,
 ) -> Dump:
     """A rank that failed `after_s` after the first, in all_reduce unless `in_call` is given."""
-    failure = {"in_call": "all_reduce", "text": f"rank {rank} of 4 failed.", **failure}
-    in_call = failure["in_call"]
-    entries = []
-    if in_call is not None:
-        entries = [Call(calls, in_call, nbytes, NOW - 20, 3.0, "MainThread", kind)]
-    return dump(
-        rank,
-        calls=calls,
-        failure=Failure(kind=kind, when=NOW - 10 + after_s, **failure),
-        entries=entries,
-        groups=groups or [],
-        since=since,
-    )
+    groups = fields.pop("groups", [])
+    error = {"in_call": "all_reduce", "text": f"rank {rank} of 4 failed.", **fields}
+    failure = Failure(kind=kind, when=NOW - 10 + after_s, **error)
+    entries = [Call(calls, str(failure.in_call), nbytes, NOW - 20, 3.0, "MainThread", kind)]
+    if failure.in_call is None:
+        entries = []
+    return dump(rank, calls=calls, failure=failure, entries=entries, groups=groups)
 
 
 def lost(rank: int, peer: int, **fields: Any) -> Dump:
@@ -288,17 +274,16 @@ def test_who_is_to_blame_and_why(case: str) -> None:
     assert words in found.text
 
 
-def test_a_peer_that_is_no_rank_is_not_believed() -> None:
-    assert verdict(lost(0, 99)).culprits != (99,)
-
-
 def test_a_rank_whose_record_cannot_be_read_is_not_said_to_be_killed() -> None:
     found = verdict(lost(0, 3), lost(1, 3), skipped={"flight-rank3.json": "truncated"})
     assert found.culprits == (3,)
     assert "its record cannot be read" in found.text
     assert "killed" not in found.text
+    # A peer that is no rank is not believed.
+    assert verdict(lost(0, 99)).culprits != (99,)
 
 
+OPERATION = st.sampled_from([None, "barrier", "all_reduce"])
 ANY_FAILURE = st.builds(
     Failure,
     kind=st.sampled_from(["PeerLostError", "PeerTimeoutError", "MismatchError", "KeyError"]),
@@ -306,22 +291,14 @@ ANY_FAILURE = st.builds(
     when=st.floats(0, 9),
     peer=st.none() | st.integers(0, 9),
     origin=st.none() | st.integers(0, 9),
-    in_call=st.sampled_from([None, "barrier", "all_reduce"]),
+    in_call=OPERATION,
 )
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.booleans(),
-            st.integers(0, 3),
-            st.sampled_from([None, "barrier", "all_reduce"]),
-            st.none() | ANY_FAILURE,
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
+ANY_RANK = st.tuples(st.booleans(), st.integers(0, 3), OPERATION, st.none() | ANY_FAILURE)
+
+
+@given(st.lists(ANY_RANK, min_size=1, max_size=5))
 def test_whatever_the_records_say_there_is_a_verdict(ranks: list[Any]) -> None:
     dumps = {
         rank: dump(rank, len(ranks), calls, operation=operation, failure=failure)
@@ -338,7 +315,7 @@ def test_whatever_the_records_say_there_is_a_verdict(ranks: list[Any]) -> None:
 
 def write(folder: Path, *dumps: Dump) -> None:
     for one in dumps:
-        (folder / file_name(one.rank)).write_bytes(encode_dump(one))
+        (folder / flight.file_name(one.rank)).write_bytes(encode_dump(one))
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -369,7 +346,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
         (encode_dump(dump(2)), "it speaks of rank 2"),
         (encode_dump(dump(1, groups=[part(dump(1), [0, 2])])), "in a group without it"),
         (encode_dump(dump(1, groups=[part(dump(1), [1, 4])])), "or too large"),
-        (b" " * (FILE_BYTES_MAX + 1), "more than"),
+        (b" " * (flight.FILE_BYTES_MAX + 1), "more than"),
     ],
 )
 def test_what_is_no_record_is_skipped(tmp_path: Path, content: bytes, why: str) -> None:
@@ -386,7 +363,7 @@ def test_a_record_with_a_byte_changed_is_read_or_refused(data: st.DataObject) ->
     where = data.draw(st.integers(0, len(content) - 1))
     content[where] = data.draw(st.integers(0, 255))
     try:
-        found = decode_dump(bytes(content))
+        found = flight.decode_dump(bytes(content))
     except ValueError:
         return
     judge(Records(found.size, {found.rank: found}))
@@ -398,10 +375,8 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).write_text("?")
     (tmp_path / "flight-rank2.json").mkdir()
     os.mkfifo(tmp_path / "flight-rank3.json")  # Opening it would wait for ever.
-    records = read_records(tmp_path)
-    assert records.skipped == dict.fromkeys(
-        ["flight-rank2.json", "flight-rank3.json"], "no ordinary file"
-    )
+    special = ["flight-rank2.json", "flight-rank3.json"]
+    assert read_records(tmp_path).skipped == dict.fromkeys(special, "no ordinary file")
 
 
 def test_records_of_an_earlier_job_are_skipped(tmp_path: Path) -> None:
