@@ -21,18 +21,11 @@ from hypothesis import strategies as st
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import meeting as meeting_module
-from ringreduce.commands.launch import nodes
+from ringreduce.commands.launch import node_messages, nodes
 from ringreduce.commands.launch.exchange import Ended, Told
 from ringreduce.commands.launch.frames import Alive
 from ringreduce.commands.launch.meeting import Meeting, Node
-from ringreduce.commands.launch.node_messages import (
-    NONCE_BYTES,
-    Channel,
-    Event,
-    Join,
-    Placed,
-    Record,
-)
+from ringreduce.commands.launch.node_messages import Channel, Event, Join
 from ringreduce.commands.launch.nodes import Nodes
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
@@ -43,7 +36,7 @@ from tests.processes import Process, launcher, wait_gone, wait_until
 SECRET = "a secret that all launchers have"
 RECORDS = [
     Join("1.0", 2, 0, 1, 4, "b"),
-    Placed(4, 8, "job", 0, 4000),
+    node_messages.Placed(4, 8, "job", 0, 4000),
     Told(5, Raised("ValueError")),
     Ended(5, -9, "killed"),
     Alive(),
@@ -55,8 +48,8 @@ RECORDS = [
 
 def channels(secret: str = SECRET) -> tuple[Channel, Channel]:
     """Both ends of a connection, which have exchanged their nonces."""
-    first = Channel(SECRET, b"1" * NONCE_BYTES, is_first=True)
-    other = Channel(secret, b"2" * NONCE_BYTES, is_first=False)
+    first = Channel(SECRET, b"1" * node_messages.NONCE_BYTES, is_first=True)
+    other = Channel(secret, b"2" * node_messages.NONCE_BYTES, is_first=False)
     assert first.feed(other.opening) == other.feed(first.opening) == []
     return first, other
 
@@ -87,7 +80,7 @@ def test_a_repeated_record_a_reflected_one_another_secret_and_a_stranger_are_ref
         with pytest.raises(ConfigError, match="secret"):
             end.feed(refused)
     with pytest.raises(ConfigError, match="is no launcher"):
-        Channel(SECRET, b"1" * NONCE_BYTES, is_first=True).feed(b"GET / HTTP/1.1\r\n")
+        Channel(SECRET, b"1" * node_messages.NONCE_BYTES, is_first=True).feed(b"GET / HTTP/1.1\r\n")
 
 
 # --- Launchers that meet ----------------------------------------------------------------------
@@ -127,9 +120,8 @@ def test_ranks_are_shared_out_by_node_and_all_meet_at_one_port() -> None:
         assert listener is not None
         assert listener.getsockname()[1] == placed[0].port
     assert [placed[number].first_rank for number in range(3)] == [0, 2, 6]
-    assert {(each.size, each.job_id, each.restart, each.port) for each in placed.values()} == {
-        (7, placed[0].job_id, 0, placed[0].port)
-    }
+    common = 7, placed[0].job_id, 0, placed[0].port
+    assert {(p.size, p.job_id, p.restart, p.port) for p in placed.values()} == {common}
 
 
 @pytest.mark.parametrize(
@@ -230,11 +222,10 @@ def test_who_comes_for_the_next_attempt_is_not_refused() -> None:
         assert not again.done()
         first.close()
         second, anew = zero.meet(1), again.result()
-        assert second is not None
-        assert anew is not None
-        assert anew.placed.restart == 1
-        second.close()
-        anew.close()
+        for met in (second, anew):
+            assert met is not None
+            assert met.placed.restart == 1
+            met.close()
 
 
 def test_launchers_that_wait_show_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +234,9 @@ def test_launchers_that_wait_show_that_they_live(monkeypatch: pytest.MonkeyPatch
 
     def await_alive(end: socket.socket, *, is_first: bool, sends: list[Join]) -> None:
         with end:
-            channel = Channel(SECRET, b"1" * NONCE_BYTES, is_first=is_first)
+            channel = Channel(SECRET, b"1" * node_messages.NONCE_BYTES, is_first=is_first)
             end.sendall(channel.opening)
-            received: list[Record] = []
+            received: list[node_messages.Record] = []
             while Alive() not in received:
                 received += channel.feed(end.recv(1 << 16))
                 while channel.is_open and sends:
@@ -253,10 +244,8 @@ def test_launchers_that_wait_show_that_they_live(monkeypatch: pytest.MonkeyPatch
 
     signals: deque[int] = deque()
     port = free_port()
-    with (
-        contextlib.closing(Nodes(node(port, 0, 3), signals)) as zero,
-        ThreadPoolExecutor() as threads,
-    ):
+    zero = Nodes(node(port, 0, 3), signals)
+    with contextlib.closing(zero), ThreadPoolExecutor() as threads:
         waiting = threads.submit(zero.meet, 0)
         end = socket.create_connection(("127.0.0.1", port))
         await_alive(end, is_first=False, sends=[Join(__version__, 3, 0, 1, 1, "b")])

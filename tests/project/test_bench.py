@@ -20,7 +20,6 @@ from tests.scope import in_full
 
 ROW = {"system", "transport", "collective", "world_size", "dtype", "op", "size_bytes", "wrong"}
 ROW |= {"time_us", "time_us_p99", "algbw_gb_s", "busbw_gb_s"}
-QUICK = ("all_reduce",)
 
 
 def bench(arguments):
@@ -63,40 +62,30 @@ def test_bad_options_are_refused(arguments, said):
 
 
 @pytest.mark.parametrize(
-    "collective", [c if c in QUICK else in_full(c) for c in collectives.COLLECTIVES]
+    ("collective", "options", "transport"),
+    [
+        ("all_reduce", "-n 2 --transport shm --registered", "shm-registered"),
+        *(in_full(name, "-n 2 --transport zmq", "zmq") for name in collectives.COLLECTIVES),
+        in_full("all_reduce", "-n 2 --transport shm", "shm"),
+        in_full("all_reduce", "-n 2 --transport zmq --registered", "zmq"),
+        in_full("all_reduce", "-n 3 --transport zmq -d bfloat16 -o mean", "zmq"),
+        in_full("all_reduce", "-n 3 --transport zmq -d int8 -o max", "zmq"),
+        in_full("all_reduce", "-n 3 --transport zmq -d float64", "zmq"),
+    ],
 )
-def test_a_collective_is_measured_and_right(collective, tmp_path):
-    options, transport = "--transport zmq", "zmq"
-    if collective in QUICK and native.library() is not None:
-        options, transport = "--transport shm --registered", "shm-registered"
-    rows = rows_of(f"{collective} -n 2 -b 96 -e 96K -f 32 {options}", tmp_path / "out.json")
+def test_a_collective_is_measured_and_right(collective, options, transport, tmp_path):
+    if transport != "zmq" and native.library() is None:
+        pytest.skip(native.why_missing())
+    rows = rows_of(f"{collective} -b 96 -e 96K -f 32 {options}", tmp_path / "out.json")
     assert [row["size_bytes"] for row in rows] == [96, 3072, 98304]
     for row in rows:
         assert set(row) == ROW
         assert (row["system"], row["transport"]) == ("ringreduce", transport)
-        assert (row["collective"], row["world_size"]) == (collective, 2)
-        assert row["wrong"] == 0
+        assert (row["collective"], row["wrong"]) == (collective, 0)
         assert 0 < row["time_us"] <= row["time_us_p99"]
-        factor = {"all_reduce": 1, "broadcast": 1, "sendrecv": 2}.get(collective, 0.5)
-        assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * factor)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("options", "transport"),
-    [
-        ("-n 2 --transport shm", "shm"),
-        ("-n 2 --transport zmq --registered", "zmq"),
-        ("-n 3 --transport zmq -d bfloat16 -o mean", "zmq"),
-        ("-n 3 --transport zmq -d int8 -o max", "zmq"),
-        ("-n 3 --transport zmq -d float64", "zmq"),
-    ],
-)
-def test_transports_dtypes_and_operators_are_named_and_right(options, transport, tmp_path):
-    if transport == "shm" and native.library() is None:
-        pytest.skip(native.why_missing())
-    [row] = rows_of(f"all_reduce -b 60K -e 60K {options}", tmp_path / "out.json")
-    assert (row["transport"], row["wrong"]) == (transport, 0)
+        size = row["world_size"]
+        factors = {"all_reduce": 2 * (size - 1) / size, "broadcast": 1, "sendrecv": 2}
+        assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * factors.get(collective, 0.5))
 
 
 def test_wrong_elements_are_counted_and_fail_the_run(tmp_path):
