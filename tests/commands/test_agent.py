@@ -32,17 +32,15 @@ def agent(folder: Path, text: str, **environment: str) -> Iterator[subprocess.Po
 
 def order(process: subprocess.Popen[bytes], *orders: Order) -> None:
     """Send orders at once."""
-    assert process.stdin is not None
     process.stdin.write(b"".join(map(encode, orders)))
     process.stdin.flush()
 
 
-def test_a_signal_that_comes_with_the_start_reaches_the_rank(tmp_path: Path) -> None:
+def test_a_signal_that_comes_with_the_start_reaches_the_rank(tmp_path):
     with agent(tmp_path, WAITS) as process:
-        assert process.stdout is not None
         records, reports = Records[Report](Report, after=MAGIC), list[Report]()
         while not any(isinstance(report, exchange.Ready) for report in reports):
-            data = process.stdout.read1()  # type: ignore[attr-defined]
+            data = process.stdout.read1()
             assert data, "it has ended"
             reports += records.feed(data)
         order(process, Start(0), exchange.Signal(0, signal.SIGKILL))
@@ -50,11 +48,10 @@ def test_a_signal_that_comes_with_the_start_reaches_the_rank(tmp_path: Path) -> 
         assert reports[-1] == Ended(0, -signal.SIGKILL)
 
 
-def test_it_ends_when_nothing_comes_though_it_cannot_write(tmp_path: Path) -> None:
+def test_it_ends_when_nothing_comes_though_it_cannot_write(tmp_path):
     """As when the network is cut while ranks print much."""
     text = "while True:\n    print('x' * 10_000)\n"
     with agent(tmp_path, text, RINGREDUCE_TIME_SCALE="0.02") as process:
         order(process, Start(0))
         process.wait(DEADLINE_S)
-        assert process.stderr is not None
         assert b"nothing came from the launcher for long" in process.stderr.read()

@@ -11,7 +11,7 @@ CAUSE, CONSEQUENCE = Cause(FIRST), Failure(0, 1, 6.0, LOST)
 TITLE = "rank 1 failed first (exit code 3); all workers were stopped"
 
 
-def test_the_cause_is_shown_in_full_and_a_consequence_in_one_line() -> None:
+def test_the_cause_is_shown_in_full_and_a_consequence_in_one_line():
     shown = conclude(CAUSE, [CONSEQUENCE, FIRST])
     assert shown == [
         *(TITLE, "  Traceback:", "", "    x"),
@@ -22,7 +22,7 @@ def test_the_cause_is_shown_in_full_and_a_consequence_in_one_line() -> None:
     assert kept == [*shown[:-1], "logs has the tracebacks of all ranks"]
 
 
-def test_ranks_that_say_the_same_get_one_line() -> None:
+def test_ranks_that_say_the_same_get_one_line():
     left = "of 4 was left by rank 1, which ended. Read rank 1's log first."
     texts = [f"rank 2 {left}", f"rank 0 of 4 was told by rank 2: rank 2 {left}", f"rank 3 {left}"]
     them = [
@@ -40,7 +40,7 @@ def test_ranks_that_say_the_same_get_one_line() -> None:
     ]
 
 
-def test_a_cause_that_was_stopped_is_named_by_its_exception_and_shown_once() -> None:
+def test_a_cause_that_was_stopped_is_named_by_its_exception_and_shown_once():
     stopped = FIRST._replace(returncode=1, was_stopped=True)
     title = "rank 1 failed first (ValueError); all workers were stopped"
     assert conclude(Cause(stopped), [stopped]) == [title, "  Traceback:", "", "    x"]
@@ -50,7 +50,7 @@ def test_a_cause_that_was_stopped_is_named_by_its_exception_and_shown_once() -> 
     assert left.describe() == "exit code 143"
 
 
-def test_a_rank_without_a_traceback_gets_one_line() -> None:
+def test_a_rank_without_a_traceback_gets_one_line():
     ended = Failure(1, 3, 5.0, Raised("SystemExit", exception="SystemExit: no data"))
     assert conclude(Cause(ended), [ended]) == [TITLE, "  SystemExit: no data"]
     killed, left = Failure(2, -9, 1.0), Failure(0, 4, 2.0)

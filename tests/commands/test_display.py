@@ -56,7 +56,7 @@ def screen_of(output: bytes) -> list[str]:
     return rows
 
 
-def test_at_a_terminal_rank_0s_bar_moves_and_other_lines_stand_above(tmp_path: Path) -> None:
+def test_at_a_terminal_rank_0s_bar_moves_and_other_lines_stand_above(tmp_path):
     with Terminal(tmp_path, "-n", "2", script(tmp_path, ONE_EPOCH)) as job:
         job.wait_shown("1/3 loss: 0.5")
         assert screen_of(job.shown)[-1] == "[0] 1/3 loss: 0.5"
@@ -74,7 +74,7 @@ def test_at_a_terminal_rank_0s_bar_moves_and_other_lines_stand_above(tmp_path: P
     )
 
 
-def test_a_live_line_is_cut_to_the_terminals_width(tmp_path: Path) -> None:
+def test_a_live_line_is_cut_to_the_terminals_width(tmp_path):
     text = BAR + "draw('x' * 100)\nwait_for('end')\ndraw('y' * 30, '\\n')"
     with Terminal(tmp_path, "-n", "1", script(tmp_path, text), columns=40) as job:
         job.wait_shown("xxx")
@@ -84,7 +84,7 @@ def test_a_live_line_is_cut_to_the_terminals_width(tmp_path: Path) -> None:
     assert screen_of(job.shown) == ["[0] " + "y" * 30, ""]
 
 
-def test_workers_learn_the_width_that_their_lines_have(tmp_path: Path) -> None:
+def test_workers_learn_the_width_that_their_lines_have(tmp_path):
     name = script(tmp_path, "import os\nprint('width', os.environ.get('COLUMNS'))")
     with Terminal(tmp_path, "-n", "11", name, columns=100) as job:
         assert job.wait() == 0
@@ -93,7 +93,7 @@ def test_workers_learn_the_width_that_their_lines_have(tmp_path: Path) -> None:
     assert shown == {f"[{rank:2}] width 95" for rank in range(11)}
 
 
-def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
+def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path):
     command = ("run", "-n", "2", "--log-dir", "logs", script(tmp_path, ONE_EPOCH))
     with launcher(tmp_path, *command, RINGREDUCE_TIME_SCALE="0.02") as job:
         job.wait_shown("[0] 1/3 loss: 0.5\n")
@@ -109,7 +109,7 @@ def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
         assert job.stderr == "[1]  from rank 1\n"
 
 
-def test_a_line_in_parts_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_in_parts_is_shown_once(tmp_path, monkeypatch):
     now_s = 0.0
     monkeypatch.setattr(display, "time", types.SimpleNamespace(monotonic=lambda: now_s))
     screens = io.StringIO(), io.StringIO()
@@ -146,7 +146,7 @@ os._exit(3)
 @pytest.mark.parametrize(
     ("output", "shown"), [("rank0", ["[0] here", "[1] here"]), ("failed", ["[1] here"])]
 )
-def test_whose_lines_are_shown(tmp_path: Path, output: str, shown: list[str]) -> None:
+def test_whose_lines_are_shown(tmp_path, output, shown):
     name = script(tmp_path, RANK, FAILS)
     done = run(tmp_path, "-n", "3", "--output", output, "--log-dir", "logs", name)
     assert done.returncode == 3
@@ -156,7 +156,7 @@ def test_whose_lines_are_shown(tmp_path: Path, output: str, shown: list[str]) ->
     assert (tmp_path / "logs" / "rank-2.log").read_text() == "here\n"
 
 
-def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path: Path) -> None:
+def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path):
     text = """
         print("I0000 00:00:1.2 3 port.cc:153] oneDNN custom operations are on.", file=sys.stderr)
         print("E0000 00:00:1.2 3 cuda_dnn.cc:5] Could not create cudnn handle", file=sys.stderr)
@@ -171,7 +171,7 @@ def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path: Path) ->
 LOG = "I0000 00:00:1795379367.218074    9398 "
 
 
-def test_what_every_process_says_as_it_starts() -> None:
+def test_what_every_process_says_as_it_starts():
     lines = [
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
         LOG + "port.cc:153] oneDNN custom operations are on. You may see slightly different",
@@ -193,7 +193,7 @@ def test_what_every_process_says_as_it_starts() -> None:
     assert [line for line in lines if not STARTUP.search(line)] == []
 
 
-def test_what_matters_is_none_of_them() -> None:
+def test_what_matters_is_none_of_them():
     lines = [
         "",
         "E0000 00:00:1.5 9398 cuda_dnn.cc:52] Could not create cudnn handle",
@@ -208,7 +208,7 @@ def test_what_matters_is_none_of_them() -> None:
 # --- Tracebacks -----------------------------------------------------------------------------
 
 
-def test_the_traceback_of_the_cause_is_shown_and_the_logs_have_all(tmp_path: Path) -> None:
+def test_the_traceback_of_the_cause_is_shown_and_the_logs_have_all(tmp_path):
     text = """
         import atexit, ringreduce
         if rank == 0:
@@ -227,7 +227,7 @@ def test_the_traceback_of_the_cause_is_shown_and_the_logs_have_all(tmp_path: Pat
         assert "Traceback (most" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
 
 
-def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
+def test_a_traceback_that_was_only_logged_is_shown(tmp_path):
     # After a while, since the program runs on.
     text = """
         import traceback
@@ -246,7 +246,7 @@ def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
         assert job.stderr.count("ValueError: bad data") == 1
 
 
-def test_a_traceback_that_several_ranks_have_is_shown_once(tmp_path: Path) -> None:
+def test_a_traceback_that_several_ranks_have_is_shown_once(tmp_path):
     text = """
         import atexit
         beside(f"raises{rank}").touch()
@@ -272,7 +272,7 @@ def line_of(program: Path, text: str) -> int:
     return program.read_text().partition(text)[0].count("\n") + 1
 
 
-def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(tmp_path: Path) -> None:
+def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(tmp_path):
     """Interrupted below a line of the program, which is what is shown."""
     text = """
         import threading
@@ -313,7 +313,7 @@ model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 
 @pytest.mark.full
 @pytest.mark.tensorflow
-def test_ctrl_c_in_training_reaches_each_ranks_handler_and_shows_few_lines(tmp_path: Path) -> None:
+def test_ctrl_c_in_training_reaches_each_ranks_handler_and_shows_few_lines(tmp_path):
     text = """
         rr.init()
         def at(batch):
@@ -344,7 +344,7 @@ def test_ctrl_c_in_training_reaches_each_ranks_handler_and_shows_few_lines(tmp_p
 
 @pytest.mark.full
 @pytest.mark.tensorflow
-def test_the_bar_of_keras_moves_while_the_epoch_runs(tmp_path: Path) -> None:
+def test_the_bar_of_keras_moves_while_the_epoch_runs(tmp_path):
     text = """
         def at(batch):
             if batch == 4:

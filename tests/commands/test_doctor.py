@@ -3,8 +3,6 @@
 import itertools
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,7 +55,7 @@ COPYING = changed(WITHIN, seconds=(2e-6, 28e-3))
 FEW_FILES = "512 files may be open, and a job of this size may need 1024."
 
 
-def test_nothing_is_found_where_all_is_well() -> None:
+def test_nothing_is_found_where_all_is_well():
     assert find(job(), LINKS) == []
     assert find([facts(0)], []) == []
     # A load that leaves a core for each rank is fine.
@@ -89,9 +87,7 @@ def test_nothing_is_found_where_all_is_well() -> None:
         (job(), COPYING, None, "64 MiB take as long as 7 copies of them, where 1 to 3 are usual."),
     ],
 )
-def test_a_problem_is_said_once_with_its_ranks(
-    them: list[Facts], links: list[Link], ranks: tuple[int, ...] | None, text: str
-) -> None:
+def test_a_problem_is_said_once_with_its_ranks(them, links, ranks, text):
     [found] = find(them, links)
     assert found.text.startswith(text)
     assert found.is_problem == (ranks is not None)
@@ -99,13 +95,13 @@ def test_a_problem_is_said_once_with_its_ranks(
     assert found.advice.endswith(".")
 
 
-def test_problems_come_first() -> None:
+def test_problems_come_first():
     found = find(job({"compiled": "/cache"}, {"files": 9}), LINKS)
     assert [each.is_problem for each in found] == [True, False]
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_each_link_is_measured_once_and_no_rank_is_in_two_at_a_time(count: int) -> None:
+def test_each_link_is_measured_once_and_no_rank_is_in_two_at_a_time(count):
     of_hosts = [(2 * i, 2 * i + 1) for i in range(count)]
     planned = turns(of_hosts)
     for turn in planned:
@@ -118,7 +114,7 @@ def test_each_link_is_measured_once_and_no_rank_is_in_two_at_a_time(count: int) 
     assert {*groups} == expected
 
 
-def test_hosts_are_measured_within_and_between() -> None:
+def test_hosts_are_measured_within_and_between():
     per_rank = ring_of_threads(3, examine, hosts=("alpha", "alpha", "beta"))
     assert per_rank[0] == per_rank[1] == per_rank[2]
     found = msgspec.convert(per_rank[0], list[Facts | Link])
@@ -131,11 +127,7 @@ def test_hosts_are_measured_within_and_between() -> None:
         assert 0 < small < large < 10
 
 
-def test_differing_ranks_stand_apart_in_80_columns(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    check_page: Callable[[str, str], None],
-) -> None:
+def test_differing_ranks_stand_apart_in_80_columns(capsys, monkeypatch, check_page):
     monkeypatch.setenv("COLUMNS", "80")
     records = [*job({}, {"files": 512}), *LINKS]
     printed = "".join(f"[alpha:0] {msgspec.json.encode(each).decode()}\n" for each in records)
@@ -149,7 +141,7 @@ def doctor(*arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "80", **environment})
 
 
-def test_hosts_reached_by_an_agent_are_reported_as_json() -> None:
+def test_hosts_reached_by_an_agent_are_reported_as_json():
     done = doctor("-H", "localhost:2", "--json")
     report = json.loads(done.stdout)
     assert not [each for each in report["findings"] if each["is_problem"]]
@@ -165,7 +157,7 @@ def test_hosts_reached_by_an_agent_are_reported_as_json() -> None:
     assert first.copied_s > SIZES[-1] / 1e12
 
 
-def test_a_missing_library_is_a_problem_that_fits_80_columns() -> None:
+def test_a_missing_library_is_a_problem_that_fits_80_columns():
     done = doctor("-n", "1", RINGREDUCE_NATIVE="0")
     assert done.exit_code == 1, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -173,7 +165,7 @@ def test_a_missing_library_is_a_problem_that_fits_80_columns() -> None:
     assert "native library  missing " in done.stdout
 
 
-def test_a_ring_that_does_not_form_is_a_failure_that_names_the_rank(tmp_path: Path) -> None:
+def test_a_ring_that_does_not_form_is_a_failure_that_names_the_rank(tmp_path):
     command = 'ulimit -n 64; exec "$0" -m ringreduce doctor -n 2 --json'
     with Process(["sh", "-c", command, sys.executable], tmp_path) as done:
         assert (done.wait(), done.stdout) == (1, "")

@@ -82,7 +82,7 @@ def said(text: str) -> list[str]:
     return re.findall(r"^ringreduce: (?!  )(.*)", text, flags=re.MULTILINE)
 
 
-def test_others_go_on_without_ranks_that_are_lost(tmp_path: Path) -> None:
+def test_others_go_on_without_ranks_that_are_lost(tmp_path):
     options = ("-n", "4", "--output", "rank0", "--elastic")
     failing = ("0@3:kill", "2@5:bad", "3@6:0")
     done = run(tmp_path, *options, script(tmp_path, TRAINS), "7", *failing)
@@ -99,13 +99,13 @@ def test_others_go_on_without_ranks_that_are_lost(tmp_path: Path) -> None:
     assert "[1] ended with 1" in done.stdout
 
 
-def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path):
     done = run(tmp_path, "-n", "2", script(tmp_path, TRAINS), "4", "1@3:0")
     assert "rank 1 held up or left the others and did not fail itself" in done.stderr
     assert "left by rank 1, which ended with SystemExit: 0 after 3 calls" in done.stderr
 
 
-def test_a_stopped_rank_does_not_hold_up_a_job_that_all_others_have_left(tmp_path: Path) -> None:
+def test_a_stopped_rank_does_not_hold_up_a_job_that_all_others_have_left(tmp_path):
     text = """
         if rank == 1:
             os.kill(os.getpid(), 19)
@@ -118,7 +118,7 @@ def test_a_stopped_rank_does_not_hold_up_a_job_that_all_others_have_left(tmp_pat
     assert said(done.stderr)[0].startswith("rank 0 failed first (exit code 3)")
 
 
-def test_what_ends_two_ranks_ends_the_job(tmp_path: Path) -> None:
+def test_what_ends_two_ranks_ends_the_job(tmp_path):
     bad = """
         import atexit
         if rank == 2:
@@ -141,7 +141,7 @@ def test_what_ends_two_ranks_ends_the_job(tmp_path: Path) -> None:
     ]
 
 
-def test_too_few_ranks_end_by_themselves_and_the_one_that_was_lost_is_named(tmp_path: Path) -> None:
+def test_too_few_ranks_end_by_themselves_and_the_one_that_was_lost_is_named(tmp_path):
     saves = """
         if rank == 0:
             os.kill(os.getpid(), 9)
@@ -156,7 +156,7 @@ def test_too_few_ranks_end_by_themselves_and_the_one_that_was_lost_is_named(tmp_
     assert "[1] saves" in done.stdout
 
 
-def test_a_rank_lost_before_or_while_the_ring_forms_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_lost_before_or_while_the_ring_forms_ends_the_job(tmp_path):
     name = script(tmp_path, RANK + "if rank == 1:\n    exit(3)\n" + WAITS)
     done = run(tmp_path, "--elastic", "-n", "2", name)
     assert done.returncode == 3
@@ -167,12 +167,12 @@ def test_a_rank_lost_before_or_while_the_ring_forms_ends_the_job(tmp_path: Path)
     assert said(forming.stderr)[0] == f"rank 1 failed first ({how}); all workers were stopped"
 
 
-def test_a_program_may_go_on_without_a_ring_that_did_not_form(tmp_path: Path) -> None:
+def test_a_program_may_go_on_without_a_ring_that_did_not_form(tmp_path):
     goes_on = 'handover.tell(Joins(2, "failed"))\nif rank == 1:\n    exit()'
     assert play(tmp_path, 2, goes_on, FORMS="1").wait() == 0
 
 
-def test_ranks_that_were_left_out_end_with_the_others(tmp_path: Path) -> None:
+def test_ranks_that_were_left_out_end_with_the_others(tmp_path):
     """One is told so and fails, the other does not end."""
     outs = """
         if rank == 0:
@@ -190,7 +190,7 @@ def test_ranks_that_were_left_out_end_with_the_others(tmp_path: Path) -> None:
     assert said(done.stderr)[-1] == "ended well without ranks 0, 1"
 
 
-def test_a_rank_that_another_has_killed_is_said_to_be(tmp_path: Path) -> None:
+def test_a_rank_that_another_has_killed_is_said_to_be(tmp_path):
     kills = """
         if rank == 0:
             handover.tell(Killed(1))
@@ -204,7 +204,7 @@ def test_a_rank_that_another_has_killed_is_said_to_be(tmp_path: Path) -> None:
     assert said(done.stderr)[0].startswith(f"rank 1 was lost after step 75 {how}: rank 0 went on")
 
 
-def test_a_rank_that_fails_when_nobody_goes_on_without_it_fails_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_fails_when_nobody_goes_on_without_it_fails_the_job(tmp_path):
     """As one that cannot save what was trained."""
     done = play(tmp_path, 2, "exit(3 * rank)", "--elastic")
     assert done.wait() == 3
@@ -225,7 +225,7 @@ wait_for("third")
 
 
 @pytest.mark.parametrize("kills", ["rank", "launcher"])
-def test_launchers_of_several_hosts_know_of_all_that_are_lost(tmp_path: Path, kills: str) -> None:
+def test_launchers_of_several_hosts_know_of_all_that_are_lost(tmp_path, kills):
     """One whose ranks are lost waits for the others; one that is gone is the ranks that it had."""
     script(tmp_path, TELLS, TELLS_NODES)
     here = f"on {socket.gethostname()} was lost"
@@ -250,7 +250,7 @@ def test_launchers_of_several_hosts_know_of_all_that_are_lost(tmp_path: Path, ki
             assert said(other.stderr) == said(one.stderr)
 
 
-def test_an_exception_that_several_ranks_had_is_found() -> None:
+def test_an_exception_that_several_ranks_had_is_found():
     def failure(rank: int, kind: str, text: str) -> Failure:
         return Failure(rank, 1, 0.0, Raised(kind, exception=text))
 
@@ -265,7 +265,7 @@ def test_an_exception_that_several_ranks_had_is_found() -> None:
     assert find_repeated(failures, by_text=False) == [*own, own[1]]
 
 
-def test_ranks_that_were_lost_are_named_with_what_is_known() -> None:
+def test_ranks_that_were_lost_are_named_with_what_is_known():
     gone = [Failure(rank, 255, 0.0, host="b", how="its host was lost") for rank in (2, 3)]
     named = "ranks 2, 3 on b were lost in step 5 (its host was lost)"
     assert lost([2, 3], gone, "in step 5") == named
@@ -273,7 +273,7 @@ def test_ranks_that_were_lost_are_named_with_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
-def test_a_number_of_ranks_that_is_none_is_refused(value: str) -> None:
+def test_a_number_of_ranks_that_is_none_is_refused(value):
     assert elastic_minimum({"RINGREDUCE_ELASTIC": ""}) is None
     with pytest.raises(ConfigError, match=f"RINGREDUCE_ELASTIC is '{value}'"):
         elastic_minimum({"RINGREDUCE_ELASTIC": value})

@@ -47,7 +47,7 @@ def records(directory: Path) -> dict[int, Dump]:
     return {dump.rank: dump for path in paths if (dump := decode_dump(path.read_bytes()))}
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named(tmp_path):
     """And what workers print is kept without prefix."""
     text = """
     print("out", comm.rank, flush=True)
@@ -66,7 +66,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         assert sorted(kept[:2]) == [f"err {rank}", f"out {rank}"]
 
 
-def test_a_rank_that_raises_is_named_with_the_line(tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_named_with_the_line(tmp_path):
     text = """
     if comm.rank == 1:
         raise ValueError("no such shard")
@@ -82,7 +82,7 @@ def test_a_rank_that_raises_is_named_with_the_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_in_user_code_is_named_while_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_rank_in_user_code_is_named_while_the_job_goes_on(tmp_path):
     """Asked twice, since the first time the others may not have waited for a second yet.
 
     No child of a worker is asked: a loader's process has no handler, and would die.
@@ -118,7 +118,7 @@ def test_a_rank_in_user_code_is_named_while_the_job_goes_on(tmp_path: Path) -> N
     assert all(dump.why == "SIGUSR1" and dump.failure is None for dump in dumps.values())
 
 
-def test_a_signal_before_a_rank_has_joined_does_not_end_the_job(tmp_path: Path) -> None:
+def test_a_signal_before_a_rank_has_joined_does_not_end_the_job(tmp_path):
     """The folder comes from the environment here."""
     text = "print('started', flush=True)\nwait_for('go on')\n"
     joins = "import ringreduce\nringreduce.init().barrier()\nprint('done')\n"
@@ -132,7 +132,7 @@ def test_a_signal_before_a_rank_has_joined_does_not_end_the_job(tmp_path: Path) 
     assert (kept / "rank-0.log").read_text() == "started\ndone\n"
 
 
-def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "logs").touch()
     with job(tmp_path, "") as process:
         assert process.wait() == 2

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -43,12 +42,12 @@ def throw(error):
 
 
 @given(cuts=st.lists(st.integers(0, 200), max_size=6))
-def test_records_arrive_whole_and_in_order(cuts: list[int]) -> None:
+def test_records_arrive_whole_and_in_order(cuts):
     data, reader = b"".join(map(encode, RECORDS)), Records[WorkerRecord](WorkerRecord)
     assert [record for piece in pieces(data, cuts) for record in reader.feed(piece)] == RECORDS
 
 
-def test_an_exception_is_described_with_its_lines() -> None:
+def test_an_exception_is_described_with_its_lines():
     raised = raised_by(throw(ValueError("bad data")))
     assert (raised.kind, raised.peer, raised.origin) == ("ValueError", None, None)
     assert raised.exception == raised.traceback[-1] == "ValueError: bad data"
@@ -57,7 +56,7 @@ def test_an_exception_is_described_with_its_lines() -> None:
     assert raised.whole == []
 
 
-def test_what_follows_from_an_error_of_the_ring_is_about_its_peer() -> None:
+def test_what_follows_from_an_error_of_the_ring_is_about_its_peer():
     for error in (ValueError("bad"), SystemExit(1)):
         raised = raised_by(throw(error), LOST)
         assert (raised.kind, raised.peer, raised.origin) == ("PeerLostError", 1, 2)
@@ -65,7 +64,7 @@ def test_what_follows_from_an_error_of_the_ring_is_about_its_peer() -> None:
     assert raised_by(throw(ConfigError("no such host"))).kind == "ConfigError"
 
 
-def test_an_exception_that_quotes_what_broke_a_ring_is_about_that() -> None:
+def test_an_exception_that_quotes_what_broke_a_ring_is_about_that():
     """As TensorFlow's do; a mere name, or another rank's traceback, is none."""
     broke = PeerTimeoutError("waited 1 s for rank 5", rank=0, size=9, peer=5)
     text = f"Graph execution error:\n\nPeerTimeoutError: {broke}\n\t [[{{node wait}}]]"
@@ -76,7 +75,7 @@ def test_an_exception_that_quotes_what_broke_a_ring_is_about_that() -> None:
     assert raised_by(throw(RuntimeError(quoted))).peer is None
 
 
-def test_what_breaks_a_ring_is_noted() -> None:
+def test_what_breaks_a_ring_is_noted():
     def fail(comm):
         if comm.rank == 0:
             comm.barrier()
@@ -88,7 +87,7 @@ def test_what_breaks_a_ring_is_noted() -> None:
     assert any("ZeroDivisionError" in str(error) for error in handover._failures)
 
 
-def test_our_frames_are_left_out_where_the_error_is_ours() -> None:
+def test_our_frames_are_left_out_where_the_error_is_ours():
     ours = raised_by(lambda: ring_of_threads(1, throw(LOST), timeout_s=-1))
     assert ours.kind == "ConfigError"
     files = f'  File "{os.path.dirname(handover.__file__).removesuffix("commands/launch")}'
@@ -113,20 +112,20 @@ GRAPH_ERROR = "Graph execution error:\n\nDetected at (most recent):\nKeyError: n
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_the_exception_is_one_line(error: BaseException, exception: str) -> None:
+def test_the_exception_is_one_line(error, exception):
     raised = raised_by(throw(error))
     assert raised.exception == exception
     assert bool(raised.traceback) != isinstance(error, SystemExit)
     assert Records[WorkerRecord](WorkerRecord).feed(encode(raised)) == [raised]
 
 
-def test_a_huge_text_is_cut_in_the_middle() -> None:
+def test_a_huge_text_is_cut_in_the_middle():
     raised = raised_by(throw(ValueError("a" * (1 << 22) + "end")))
     assert len(encode(raised)) < 1 << 20
     assert raised.traceback[-1].endswith("aend")
 
 
-def test_a_forked_child_and_a_lone_process_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_and_a_lone_process_tell_nothing(monkeypatch):
     assert not handover.tell(Joins(2))
     reading, writing = os.pipe()
     monkeypatch.setattr(handover, "_pipe", (writing, os.getpid()))
@@ -140,7 +139,7 @@ def test_a_forked_child_and_a_lone_process_tell_nothing(monkeypatch: pytest.Monk
     os.close(writing)
 
 
-def test_python_itself_is_as_without_our_script(tmp_path: Path) -> None:
+def test_python_itself_is_as_without_our_script(tmp_path):
     """`__main__`, its search path and arguments are those that Python gives a program."""
     text = "import json, sys, __main__ as m\nprint(json.dumps([sys.argv, sys.path, __name__, "
     text += "m.__file__, m.__spec__ and m.__spec__.name, sorted(vars(m)), __package__]))\n"

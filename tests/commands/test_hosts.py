@@ -3,7 +3,6 @@
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -32,11 +31,11 @@ SPREAD = reached("/work", "/usr/bin/python3", "")
         ("[fd00::4]:2", [Host("fd00::4", "fd00::4", 2)]),
     ],
 )
-def test_hosts_have_names_and_slots(text: str, hosts: list[Host]) -> None:
+def test_hosts_have_names_and_slots(text, hosts):
     assert parse_hosts(text) == hosts
 
 
-def test_a_hostfile_is_read_in_the_forms_of_mpi_and_horovod() -> None:
+def test_a_hostfile_is_read_in_the_forms_of_mpi_and_horovod():
     text = "# ours\na slots=2\n\nb:3  # big\n  c\nd slots=1 max_slots=4\n"
     found = [(host.name, host.slots) for host in parse_hostfile(text, "hosts")]
     assert found == [("a", 2), ("b", 3), ("c", 1), ("d", 1)]
@@ -58,7 +57,7 @@ def test_a_hostfile_is_read_in_the_forms_of_mpi_and_horovod() -> None:
         ("\N{LATIN SMALL LETTER E WITH ACUTE}", "is no host"),
     ],
 )
-def test_what_is_no_host_is_refused_and_named(text: str, complaint: str) -> None:
+def test_what_is_no_host_is_refused_and_named(text, complaint):
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         parse_hosts(text)
 
@@ -76,13 +75,13 @@ def test_what_is_no_host_is_refused_and_named(text: str, complaint: str) -> None
         ("a; rm", "line 1 of hosts has 'rm'"),
     ],
 )
-def test_what_is_no_hostfile_is_refused_with_its_line(text: str, complaint: str) -> None:
+def test_what_is_no_hostfile_is_refused_with_its_line(text, complaint):
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         parse_hostfile(text, "hosts")
 
 
 @pytest.mark.parametrize("data", [None, b"\xff\xfe"])
-def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, data: bytes | None) -> None:
+def test_a_hostfile_that_cannot_be_read_is_named(tmp_path, data):
     path = tmp_path / "hosts"
     if data is not None:
         path.write_bytes(data)
@@ -90,7 +89,7 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, data: bytes | N
         read_hostfile(path)
 
 
-def test_slots_are_filled_in_order_and_no_more_than_there_are() -> None:
+def test_slots_are_filled_in_order_and_no_more_than_there_are():
     def shares(text: str, count: int | None = None) -> list[tuple[str, int, int]]:
         found = share_out(parse_hosts(text), count)
         return [(share.host.name, share.first_rank, share.count) for share in found]
@@ -102,7 +101,7 @@ def test_slots_are_filled_in_order_and_no_more_than_there_are() -> None:
 
 
 @given(slots=st.lists(st.integers(1, 9), min_size=1, max_size=9), data=st.data())
-def test_every_rank_is_on_one_host(slots: list[int], data: st.DataObject) -> None:
+def test_every_rank_is_on_one_host(slots, data):
     count = data.draw(st.integers(1, sum(slots)))
     hosts = [Host(f"h{index}", f"h{index}", number) for index, number in enumerate(slots)]
     found = share_out(hosts, count)
@@ -119,7 +118,7 @@ def test_every_rank_is_on_one_host(slots: list[int], data: st.DataObject) -> Non
         ("10.0.0.4,10.0.0.5", ["10.0.0.4:0", "10.0.0.5:1"]),
     ],
 )
-def test_lines_are_marked_with_short_names_that_differ(text: str, marks: list[str]) -> None:
+def test_lines_are_marked_with_short_names_that_differ(text, marks):
     assert labels(share_out(parse_hosts(text), None)) == marks
 
 
@@ -129,7 +128,7 @@ def test_lines_are_marked_with_short_names_that_differ(text: str, marks: list[st
 AGENT = "ringreduce.commands.launch.agent"
 
 
-def test_ssh_never_asks_gives_up_in_seconds_and_has_the_users_options_first() -> None:
+def test_ssh_never_asks_gives_up_in_seconds_and_has_the_users_options_first():
     command = SPREAD.command(Host("me@a", "a", 1))
     assert command[0] == "ssh"
     assert {"BatchMode=yes", "ConnectTimeout=10"} <= {*command}
@@ -145,14 +144,14 @@ def test_ssh_never_asks_gives_up_in_seconds_and_has_the_users_options_first() ->
     directory=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
     path=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
 )
-def test_the_other_ends_shell_reads_the_words_that_were_meant(directory: str, path: str) -> None:
+def test_the_other_ends_shell_reads_the_words_that_were_meant(directory, path):
     spread = reached(directory, "py thon", path)
     words = shlex.split(spread.command(Host("a", "a", 1))[-1])
     meant = ["env", f"PYTHONPATH={path}", "py thon", "-m", AGENT]
     assert words == ["cd", directory, "&&", "exec", *meant]
 
 
-def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
+def test_a_real_shell_reads_them_too(tmp_path):
     folder = tmp_path / 'it\'s $HOME; `id` "x" !\\ *'
     folder.mkdir()
     text = reached(str(folder), "pwd", "").command(Host("a", "a", 1))[-1]
@@ -168,7 +167,7 @@ def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
         (1, [], "it said nothing. It needs the folder /work, and the same ringreduce in /usr/bin/"),
     ],
 )
-def test_what_ssh_says_becomes_what_to_do(returncode: int, said: list[str], why: str) -> None:
+def test_what_ssh_says_becomes_what_to_do(returncode, said, why):
     assert why in SPREAD.explain("me@b", returncode, said)
 
 
@@ -183,12 +182,12 @@ def test_what_ssh_says_becomes_what_to_do(returncode: int, said: list[str], why:
         ("[fd00::4]:5000", ("fd00::4", 5000)),
     ],
 )
-def test_ranks_meet_on_the_first_host(rendezvous: str | None, meeting: tuple[str, int]) -> None:
+def test_ranks_meet_on_the_first_host(rendezvous, meeting):
     spread = spread_over(share_out(parse_hosts("a:2,b:2"), None), "ssh", "python", rendezvous)
     assert (spread.meeting_host, spread.meeting_port) == meeting
 
 
 @pytest.mark.parametrize("ssh", ["", "ssh 'x"])
-def test_an_ssh_that_is_no_command_is_refused(ssh: str) -> None:
+def test_an_ssh_that_is_no_command_is_refused(ssh):
     with pytest.raises(ConfigError, match="--ssh"):
         spread_over(share_out(parse_hosts("a"), None), ssh, "python", None)

@@ -47,7 +47,7 @@ PRINT_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))\n"
 # --- What is shown --------------------------------------------------------------------------
 
 
-def test_every_line_begins_with_its_rank_and_is_whole(tmp_path: Path) -> None:
+def test_every_line_begins_with_its_rank_and_is_whole(tmp_path):
     text = """
         for number in range(300):
             for part in (f"line {number}", " of ", f"rank {rank}", "\\n"):
@@ -60,13 +60,13 @@ def test_every_line_begins_with_its_rank_and_is_whole(tmp_path: Path) -> None:
     assert len(lines) == 900
 
 
-def test_output_and_errors_stay_apart_and_lack_no_letter_and_get_no_color(tmp_path: Path) -> None:
+def test_output_and_errors_stay_apart_and_lack_no_letter_and_get_no_color(tmp_path):
     text = "import os\nos.write(1, '\N{EURO SIGN} 5\\n'.encode())\nos.write(2, b'err\\n')"
     done = run(tmp_path, "-n", "1", script(tmp_path, text), PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0] ? 5\n", "[0] err\n")
 
 
-def test_a_line_that_a_child_holds_open_is_shown_at_the_end(tmp_path: Path) -> None:
+def test_a_line_that_a_child_holds_open_is_shown_at_the_end(tmp_path):
     # The child leaves the worker's group, so it lives on with the worker's output.
     text = """
         import subprocess
@@ -80,12 +80,11 @@ def test_a_line_that_a_child_holds_open_is_shown_at_the_end(tmp_path: Path) -> N
     (tmp_path / "fifo").write_text("")
 
 
-def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_does_not_end_the_job(tmp_path):
     text = "for _ in range(2000):\n    print('x' * 100)\nbeside('done').touch()\n"
     command = [sys.executable, "-m", "ringreduce", "run", "-n", "1", script(tmp_path, RANK, text)]
     environment = clean_environment()
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as job:
-        assert job.stdout is not None
         job.stdout.close()
         assert job.wait(DEADLINE_S) == 0
     assert (tmp_path / "done").exists()
@@ -94,21 +93,21 @@ def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
 # --- What workers are given -----------------------------------------------------------------
 
 
-def test_arguments_pass_unchanged_and_standard_input_is_at_its_end(tmp_path: Path) -> None:
+def test_arguments_pass_unchanged_and_standard_input_is_at_its_end(tmp_path):
     arguments = ["--", "--version", "-n", "5", "--help", "--", "-m", "two words", "", "*", "$HOME"]
     text = "import json, sys\nprint(json.dumps([*sys.argv[1:], sys.stdin.read()]))"
     done = run(tmp_path, "-n", "1", script(tmp_path, text), *arguments, "\N{EURO SIGN}")
     assert json.loads(done.stdout.removeprefix("[0] ")) == [*arguments, "\N{EURO SIGN}", ""]
 
 
-def test_no_help_has_square_brackets_which_would_be_taken_for_markup() -> None:
-    for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
+def test_no_help_has_square_brackets_which_would_be_taken_for_markup():
+    for command in typer.main.get_command(app).commands.values():
         texts = [command.help, *(getattr(option, "help", "") for option in command.params)]
         assert any(texts)
         assert not [text for text in texts if "[" in (text or "")]
 
 
-def test_a_module_is_run_by_its_name(tmp_path: Path) -> None:
+def test_a_module_is_run_by_its_name(tmp_path):
     (tmp_path / "keras.py").touch()
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").touch()
@@ -119,7 +118,7 @@ def test_a_module_is_run_by_its_name(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("[0] __main__ ['-m', 'x']\n", "")
 
 
-def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path: Path) -> None:
+def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path):
     outer = {"RANK": "7", "SIZE": "9", "LOCAL_RANK": "3", "LOCAL_SIZE": "4", "JOB_ID": "outer"}
     outer |= {"RENDEZVOUS": "192.0.2.1:4000", "RENDEZVOUS_FD": "77"}
     outer = {f"RINGREDUCE_{name}": value for name, value in outer.items()}
@@ -141,7 +140,7 @@ def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path: Path
     assert default_threads(10_000) == 1
 
 
-def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_path: Path) -> None:
+def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_path):
     options = ("--timeout", "3.5", "--threads-per-worker", "3", "--profile", "--elastic")
     users = {"RINGREDUCE_TIMEOUT_S": "7", "OMP_NUM_THREADS": "5"}
     done = run(tmp_path, "-n", "1", *options, script(tmp_path, PRINT_ENVIRONMENT), **users)
@@ -159,7 +158,7 @@ def command_line(*arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(app, arguments, prog_name="ringreduce", env={**shown, **environment})
 
 
-def test_version_and_help_in_80_columns_with_defaults() -> None:
+def test_version_and_help_in_80_columns_with_defaults():
     done = command_line("--version")
     assert (done.exit_code, done.stdout) == (0, f"ringreduce {ringreduce.__version__}\n")
     for arguments in ([], ["run"], ["--help"], ["run", "--help"]):
@@ -181,7 +180,7 @@ def test_version_and_help_in_80_columns_with_defaults() -> None:
         ("ringreduce run --transport ", {"auto", "shm", "zmq"}),
     ],
 )
-def test_a_shell_completes_commands_options_and_values(typed: str, offered: set[str]) -> None:
+def test_a_shell_completes_commands_options_and_values(typed, offered):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     done = command_line(_RINGREDUCE_COMPLETE="complete_bash", **asked)
     assert set(done.stdout.split()) == offered
@@ -227,9 +226,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_command_line_is_refused_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+def test_a_wrong_command_line_is_refused_and_starts_nothing(tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
     script(tmp_path, "open('ran', 'w')")
     done = command_line("run", *line.split(), COLUMNS="300", HOME=str(tmp_path))
@@ -256,7 +253,7 @@ def test_an_option_that_the_script_gets_is_a_hint_if_there_is_none_before_it(
     assert [(plan.arguments, plan.size) for plan in plans] == [(each, 1) for each in programs]
 
 
-def test_what_is_missing_in_a_folder_python_says(tmp_path: Path) -> None:
+def test_what_is_missing_in_a_folder_python_says(tmp_path):
     (tmp_path / "folder").mkdir()
     done = run(tmp_path, "folder")
     assert done.returncode == 1
@@ -267,7 +264,7 @@ def test_what_is_missing_in_a_folder_python_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-def test_a_worker_that_ended_well_before_is_named(tmp_path: Path) -> None:
+def test_a_worker_that_ended_well_before_is_named(tmp_path):
     os.mkfifo(tmp_path / "number of rank 1")
     text = """
         import contextlib, select
@@ -283,7 +280,7 @@ def test_a_worker_that_ended_well_before_is_named(tmp_path: Path) -> None:
     assert "ringreduce: rank 1 had ended by itself, exit code 0\n" in done.stderr
 
 
-def test_a_rank_that_leaves_before_it_joins_ends_the_job_that_waits_for_it(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_before_it_joins_ends_the_job_that_waits_for_it(tmp_path):
     name = script(tmp_path, RANK + "if rank != 1:\n    import ringreduce\n    ringreduce.init()\n")
     done = run(tmp_path, "-n", "2", name)
     assert done.returncode == 1
@@ -295,14 +292,14 @@ def test_a_rank_that_leaves_before_it_joins_ends_the_job_that_waits_for_it(tmp_p
     assert "look for what ends the program of rank 1 early" in advice
 
 
-def test_ranks_that_import_keras_and_never_join_are_named(tmp_path: Path) -> None:
+def test_ranks_that_import_keras_and_never_join_are_named(tmp_path):
     (tmp_path / "keras.py").touch()
     name = script(tmp_path, RANK + "if rank:\n    import keras\n")
     said = "ringreduce: ranks 1, 2 imported Keras and joined no ring, so each ran by itself"
     assert run(tmp_path, "-n", "3", name).stderr.startswith(said)
 
 
-def test_ranks_that_import_keras_are_named_while_they_run(tmp_path: Path) -> None:
+def test_ranks_that_import_keras_are_named_while_they_run(tmp_path):
     (tmp_path / "keras.py").touch()
     name = script(tmp_path, RANK + "import keras, colorsys\n" + WAITS)
     with launcher(tmp_path, "run", "-n", "2", name, **SOON) as job:
@@ -312,7 +309,7 @@ def test_ranks_that_import_keras_are_named_while_they_run(tmp_path: Path) -> Non
         assert job.stderr.count("imported Keras") == 1
 
 
-def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path):
     text = """
         import numpy, ringreduce
         ring = ringreduce.init(timeout_s=1)
@@ -331,7 +328,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -
     assert ended_s < 3.0
 
 
-def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> None:
+def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path):
     text = """
         if rank == 0:
             signal.signal(signal.SIGTERM, lambda *_: exit("asked to end"))
@@ -346,7 +343,7 @@ def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> N
     assert "rank 0" not in done.stderr  # It only did as it was told.
 
 
-def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:
+def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path):
     # Rank 0 leaves more in its pipe than is read at once, so that its exit is seen while what it
     # told waits to be read. Rank 1, the cause, ends later.
     text = """
@@ -368,7 +365,7 @@ def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Pa
     assert "ringreduce: rank 1 failed first" in done.stderr
 
 
-def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path: Path) -> None:
+def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path):
     text = """
         import atexit
         if rank == 0:
@@ -385,7 +382,7 @@ def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path: Pa
     assert "then rank 1 (exit code 1): RuntimeError: was left by rank 0" in done.stderr
 
 
-def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path: Path) -> None:
+def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path):
     # It holds the worker's output open, which must not keep the launcher waiting either.
     child = "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
     done = run(tmp_path, "-n", "1", script(tmp_path, child + "print('pid', child.pid)"))
@@ -398,7 +395,7 @@ def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, in_full(signal.SIGHUP)])
-def test_a_signal_reaches_every_worker(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_reaches_every_worker(tmp_path, number):
     text = f"""
         def leave(number, frame):
             print("got", signal.Signals(number).name, flush=True)
@@ -414,7 +411,7 @@ def test_a_signal_reaches_every_worker(tmp_path: Path, number: signal.Signals) -
         assert f"ringreduce: stopped by {number.name}" in job.stderr
 
 
-def test_a_repeated_signal_kills_at_once(tmp_path: Path) -> None:
+def test_a_repeated_signal_kills_at_once(tmp_path):
     deaf = "signal.signal(signal.SIGINT, lambda *_: print('no', flush=True))\n"
     with launcher(tmp_path, "run", "-n", "2", script(tmp_path, RANK, deaf, WAITS)) as job:
         job.wait_shown("pid", times=2)
@@ -426,7 +423,7 @@ def test_a_repeated_signal_kills_at_once(tmp_path: Path) -> None:
         wait_gone(numbers(job.stdout))
 
 
-def test_a_handler_has_its_grace_and_the_launcher_says_that_it_waits(tmp_path: Path) -> None:
+def test_a_handler_has_its_grace_and_the_launcher_says_that_it_waits(tmp_path):
     text = """
         try:
             print("ready", flush=True)
@@ -447,7 +444,7 @@ def test_a_handler_has_its_grace_and_the_launcher_says_that_it_waits(tmp_path: P
         assert "killed" not in job.stderr
 
 
-def test_ctrl_c_after_a_failure_kills_at_once_and_the_failure_is_shown(tmp_path: Path) -> None:
+def test_ctrl_c_after_a_failure_kills_at_once_and_the_failure_is_shown(tmp_path):
     text = """
         if rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -466,7 +463,7 @@ def test_ctrl_c_after_a_failure_kills_at_once_and_the_failure_is_shown(tmp_path:
         wait_gone(numbers(job.stdout))
 
 
-def test_a_stopped_worker_ends_with_ctrl_c(tmp_path: Path) -> None:
+def test_a_stopped_worker_ends_with_ctrl_c(tmp_path):
     name = script(tmp_path, WAITS)
     with launcher(tmp_path, "run", "-n", "1", "--grace", "60", name) as job:
         job.wait_shown("pid")
@@ -476,7 +473,7 @@ def test_a_stopped_worker_ends_with_ctrl_c(tmp_path: Path) -> None:
         assert "killed" not in job.stderr
 
 
-def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path):
     text = "signal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))\n"
     text += "print('ready', flush=True)\nsignal.pause()"
     with launcher(tmp_path, "run", "-n", "2", script(tmp_path, RANK, text)) as job:
@@ -486,7 +483,7 @@ def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path: Path) -> Non
         assert job.stdout.count("saved") == 2
 
 
-def test_a_killed_launcher_leaves_no_process_behind_that_ignores_signals(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_process_behind_that_ignores_signals(tmp_path):
     text = "import signal, subprocess\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
     text += "print('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
     with launcher(tmp_path, "run", "-n", "2", script(tmp_path, text + WAITS)) as job:
@@ -509,7 +506,7 @@ print("err", file=sys.stderr) if len(sys.argv) > 1 else None
 """
 
 
-def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path):
     """Nor is anything said of ranks that import Keras and join, but once of a misspelt variable."""
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
@@ -532,7 +529,7 @@ def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path: Path) -> None
         )
 
 
-def test_ring_of_processes_gives_output_and_restores_the_signal_handlers(tmp_path: Path) -> None:
+def test_ring_of_processes_gives_output_and_restores_the_signal_handlers(tmp_path):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     (tmp_path / "keras.py").touch()
     name = str(tmp_path / script(tmp_path, RING))
@@ -543,7 +540,7 @@ def test_ring_of_processes_gives_output_and_restores_the_signal_handlers(tmp_pat
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_what_an_ended_process_has_left_is_read_to_its_end() -> None:
+def test_what_an_ended_process_has_left_is_read_to_its_end():
     reader, writer = os.pipe()
     os.write(writer, b"last words")
     os.close(writer)

@@ -23,11 +23,10 @@ def failure(
 
 def cause_of(*failures: Failure, size: int = 8) -> Cause:
     cause = find_cause(failures, range(size))
-    assert cause is not None
     return cause
 
 
-def test_the_first_in_time_is_the_cause_of_two_at_once_the_lower_rank() -> None:
+def test_the_first_in_time_is_the_cause_of_two_at_once_the_lower_rank():
     assert find_cause([], range(8)) is None
     late, high, low = failure(0, 2.0), failure(2, 1.0), failure(1, 1.0)
     assert cause_of(late, high, low) == Cause(low)
@@ -35,12 +34,12 @@ def test_the_first_in_time_is_the_cause_of_two_at_once_the_lower_rank() -> None:
 
 @pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD, LEFT, NOT_JOINED])
 @pytest.mark.parametrize("cause", [failure(1, 2.0, raised=VALUE_ERROR), failure(1, 2.0, -9)])
-def test_an_earlier_consequence_is_not_the_cause(report: Raised, cause: Failure) -> None:
+def test_an_earlier_consequence_is_not_the_cause(report, cause):
     assert cause_of(failure(0, 1.0, raised=report), cause) == Cause(cause)
 
 
 @pytest.mark.parametrize("report", [LOST, TIMED_OUT, LEFT])
-def test_a_rank_that_others_name_and_that_has_not_failed_is_to_blame(report: Raised) -> None:
+def test_a_rank_that_others_name_and_that_has_not_failed_is_to_blame(report):
     first, second = failure(1, 1.0, raised=report), failure(0, 2.0, raised=report)
     cause = cause_of(second, first)
     assert cause == Cause(first, silent=(7,), is_certain=False)
@@ -50,7 +49,7 @@ def test_a_rank_that_others_name_and_that_has_not_failed_is_to_blame(report: Rai
     )
 
 
-def test_ranks_that_did_not_come_are_to_blame() -> None:
+def test_ranks_that_did_not_come_are_to_blame():
     cause = cause_of(failure(0, 1.0, raised=NOT_JOINED), size=3)
     assert (cause.silent, cause.rank, cause.is_certain) == ((1, 2), 1, False)
 
@@ -68,7 +67,7 @@ def test_ranks_that_did_not_come_are_to_blame() -> None:
         unique_by=lambda failed: failed.rank,
     )
 )
-def test_a_failure_of_its_own_is_the_cause_if_there_is_one(failures: list[Failure]) -> None:
+def test_a_failure_of_its_own_is_the_cause_if_there_is_one(failures):
     cause = cause_of(*failures)
     own = [f for f in failures if f.raised in (None, VALUE_ERROR)]
     if own:
@@ -77,7 +76,7 @@ def test_a_failure_of_its_own_is_the_cause_if_there_is_one(failures: list[Failur
         assert cause.is_certain
 
 
-def test_the_end_is_described_in_words_and_its_code_is_what_a_shell_shows() -> None:
+def test_the_end_is_described_in_words_and_its_code_is_what_a_shell_shows():
     codes = {1: 1, 3: 3, 255: 255, -2: 130, -9: 137, -15: 143}
     assert {code: failure(returncode=code).exit_code for code in codes} == codes
     texts = {

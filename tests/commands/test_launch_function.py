@@ -11,7 +11,6 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ def program(directory: Path, text: str) -> Process:
     return Process([sys.executable, "program.py"], directory)
 
 
-def test_a_closure_returns_a_result_from_each_rank_in_order() -> None:
+def test_a_closure_returns_a_result_from_each_rank_in_order():
     factor = 3
 
     def work(offset: int, name: str) -> tuple[int, str, bytes]:
@@ -112,7 +111,7 @@ def test_a_closure_returns_a_result_from_each_rank_in_order() -> None:
     assert {len(result[2]) for result in results} == {1 << 20}
 
 
-def test_output_appears_here_with_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_appears_here_with_its_rank(capsys):
     def speak() -> None:
         for file in (sys.stdout, sys.stderr):
             print("said", file=file)
@@ -122,7 +121,7 @@ def test_output_appears_here_with_its_rank(capsys: pytest.CaptureFixture[str]) -
         assert sorted(text.splitlines()) == ["[0] said", "[1] said"]
 
 
-def test_settings_reach_the_workers_of_which_one_is_a_world(tmp_path: Path) -> None:
+def test_settings_reach_the_workers_of_which_one_is_a_world(tmp_path):
     def work() -> tuple[float, str, str, int, int]:
         config = ringreduce.init().config
         threads = os.environ["OMP_NUM_THREADS"]
@@ -135,7 +134,7 @@ def test_settings_reach_the_workers_of_which_one_is_a_world(tmp_path: Path) -> N
     assert (log.name, log.read_text()) == ("rank-0.log", "")
 
 
-def test_a_module_here_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_here_is_found_there(tmp_path, monkeypatch):
     (tmp_path / "their_module.py").write_text("import sys\n\ndef work():\n    return sys.argv\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["caller", "--flag"])
@@ -144,7 +143,7 @@ def test_a_module_here_is_found_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ringreduce.launch(their_module.work, 1) == [["caller", "--flag"]]
 
 
-def test_the_first_failure_is_raised_with_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_is_raised_with_traceback(capsys):
     def work() -> None:
         comm = ringreduce.init()
         if comm.rank == 1:
@@ -167,9 +166,7 @@ def test_the_first_failure_is_raised_with_traceback(capsys: pytest.CaptureFixtur
     )
 
 
-def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(tmp_path, monkeypatch):
     def work() -> None:
         if os.environ["RINGREDUCE_RANK"] == "1":
             (group / "memory.events").write_text("oom 1\noom_kill 1\n")
@@ -189,9 +186,7 @@ def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(
         ringreduce.launch(work, 2)
 
 
-def test_workers_that_do_not_end_are_killed_after_their_grace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_that_do_not_end_are_killed_after_their_grace(tmp_path, capsys):
     def work() -> None:
         if os.environ["RINGREDUCE_RANK"] == "0":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -213,7 +208,7 @@ def test_workers_that_do_not_end_are_killed_after_their_grace(
         (sys.exit, "rank 1 of 2 ended with exit code 0 before"),
     ],
 )
-def test_a_rank_without_a_result_is_named(result: Callable[[], object], complaint: str) -> None:
+def test_a_rank_without_a_result_is_named(result, complaint):
     def work() -> object:
         return result() if os.environ["RINGREDUCE_RANK"] == "1" else None
 
@@ -222,7 +217,7 @@ def test_a_rank_without_a_result_is_named(result: Callable[[], object], complain
     assert caught.value.peer == 1
 
 
-def test_after_a_restart_the_results_are_those_of_the_last_attempt() -> None:
+def test_after_a_restart_the_results_are_those_of_the_last_attempt():
     def work() -> float:
         restart = int(os.environ["RINGREDUCE_RESTART"])
         return restart / restart
@@ -242,14 +237,12 @@ def test_after_a_restart_the_results_are_those_of_the_last_attempt() -> None:
         ((1,), {"timeout_s": -1}, "timeout_s is -1"),
     ],
 )
-def test_what_launch_cannot_do_is_refused(
-    arguments: tuple[Any, ...], options: dict[str, Any], complaint: str
-) -> None:
+def test_what_launch_cannot_do_is_refused(arguments, options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         ringreduce.launch(print, *arguments, **options)
 
 
-def test_it_may_be_called_in_another_thread() -> None:
+def test_it_may_be_called_in_another_thread():
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.extend(ringreduce.launch(lambda: 5, 1)))
     thread.start()
@@ -257,7 +250,7 @@ def test_it_may_be_called_in_another_thread() -> None:
     assert found == [5]
 
 
-def test_functions_and_classes_of_main_and_their_source_in_tracebacks(tmp_path: Path) -> None:
+def test_functions_and_classes_of_main_and_their_source_in_tracebacks(tmp_path):
     """Lines of code that is in no file, as in a notebook, are shown too."""
     text = """
     import json, linecache
@@ -290,7 +283,7 @@ def test_functions_and_classes_of_main_and_their_source_in_tracebacks(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_workers_and_program(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_workers_and_program(tmp_path, number):
     with program(tmp_path, WAITS) as running:
         running.wait_shown("worker ", times=2)
         running.signal(number)
@@ -301,7 +294,7 @@ def test_a_signal_ends_workers_and_program(tmp_path: Path, number: signal.Signal
 
 
 @pytest.mark.full
-def test_a_cell_of_a_notebook_launches_its_own_functions(tmp_path: Path) -> None:
+def test_a_cell_of_a_notebook_launches_its_own_functions(tmp_path):
     """Output and errors are the cell's, and an interrupted cell leaves no worker."""
     with program(tmp_path, NOTEBOOK) as done:
         assert done.wait() == 0, done.stderr

@@ -55,14 +55,14 @@ def channels(secret: str = SECRET) -> tuple[Channel, Channel]:
 
 
 @given(cuts=st.lists(st.integers(0, 600), max_size=8))
-def test_records_arrive_whole_and_in_order(cuts: list[int]) -> None:
+def test_records_arrive_whole_and_in_order(cuts):
     first, other = channels()
     data = b"".join(map(first.encode, RECORDS))
     assert [record for piece in pieces(data, cuts) for record in other.feed(piece)] == RECORDS
 
 
 @given(place=st.integers(4, 10_000), change=st.integers(1, 255))
-def test_a_changed_record_is_refused(place: int, change: int) -> None:
+def test_a_changed_record_is_refused(place, change):
     first, other = channels()
     data = bytearray(first.encode(RECORDS[0]))
     data[4 + place % (len(data) - 4)] ^= change
@@ -70,7 +70,7 @@ def test_a_changed_record_is_refused(place: int, change: int) -> None:
         other.feed(bytes(data))
 
 
-def test_a_repeated_record_a_reflected_one_another_secret_and_a_stranger_are_refused() -> None:
+def test_a_repeated_record_a_reflected_one_another_secret_and_a_stranger_are_refused():
     first, other = channels()
     frame = first.encode(Alive())
     assert other.feed(frame) == [Alive()]
@@ -105,19 +105,17 @@ def meeting(*all_nodes: Node) -> Iterator[list[Future[Meeting]]]:
 
         def meet(node: Node) -> Meeting:
             found = stack.enter_context(contextlib.closing(Nodes(node, deque()))).meet(0)
-            assert found is not None
             stack.callback(found.close)
             return found
 
         yield [threads.submit(meet, node) for node in all_nodes]
 
 
-def test_ranks_are_shared_out_by_node_and_all_meet_at_one_port() -> None:
+def test_ranks_are_shared_out_by_node_and_all_meet_at_one_port():
     port = free_port()
     with meeting(node(port, 2, 3, 1), node(port, 0, 3, 2), node(port, 1, 3, 4)) as found:
         placed = {one.result().node.own.node: one.result().placed for one in found}
         listener = found[1].result().listener
-        assert listener is not None
         assert listener.getsockname()[1] == placed[0].port
     assert [placed[number].first_rank for number in range(3)] == [0, 2, 6]
     common = 7, placed[0].job_id, 0, placed[0].port
@@ -132,7 +130,7 @@ def test_ranks_are_shared_out_by_node_and_all_meet_at_one_port() -> None:
         ({"max_restarts": 1}, r"node 1 \(.*\) has --max-restarts 1, node 0 has 0"),
     ],
 )
-def test_launchers_that_differ_all_say_how(other: dict[str, Any], complaint: str) -> None:
+def test_launchers_that_differ_all_say_how(other, complaint):
     port = free_port()
     with meeting(node(port, 0), node(port, 1, **other)) as found:
         for one in found:
@@ -140,7 +138,7 @@ def test_launchers_that_differ_all_say_how(other: dict[str, Any], complaint: str
                 one.result()
 
 
-def test_a_launcher_with_another_secret_is_refused_and_the_others_meet() -> None:
+def test_a_launcher_with_another_secret_is_refused_and_the_others_meet():
     port = free_port()
     stranger = node(port, 1, secret="another secret of the job")
     with meeting(node(port, 0), stranger) as (first, refused):
@@ -150,7 +148,7 @@ def test_a_launcher_with_another_secret_is_refused_and_the_others_meet() -> None
             assert other.result().placed.first_rank == first.result().placed.size - 1
 
 
-def test_a_node_rank_that_is_taken_is_refused() -> None:
+def test_a_node_rank_that_is_taken_is_refused():
     port = free_port()
     with meeting(node(port, 0, 3), node(port, 1, 3), node(port, 1, 3)) as (first, *same):
         wait_until(lambda: any(one.done() for one in same), "a refusal")
@@ -169,7 +167,7 @@ def events_of(meeting: Meeting) -> Iterator[Callable[[], list[Event]]]:
         yield lambda: [each for key, _ in selector.select(0.01) for each in key.data() or ()]
 
 
-def test_who_comes_after_the_start_finds_nobody() -> None:
+def test_who_comes_after_the_start_finds_nobody():
     port = free_port()
     with meeting(node(port, 0), node(port, 1)) as (first, one):
         first.result(), one.result()
@@ -178,7 +176,7 @@ def test_who_comes_after_the_start_finds_nobody() -> None:
             late.meet(0)
 
 
-def test_what_ranks_do_is_told_to_all_without_texts() -> None:
+def test_what_ranks_do_is_told_to_all_without_texts():
     """Node 0 passes it on; of a launcher that is gone it tells the ranks, once."""
     raised = Raised("ValueError", peer=0, exception="ValueError: private", traceback=["private"])
     told, ended = Told(2, Raised("ValueError", peer=0)), Ended(2, -9, "killed")
@@ -205,15 +203,13 @@ def test_what_ranks_do_is_told_to_all_without_texts() -> None:
             assert zero.poll() == []
 
 
-def test_who_comes_for_the_next_attempt_is_not_refused() -> None:
+def test_who_comes_for_the_next_attempt_is_not_refused():
     port = free_port()
     both = (node(port, number, max_restarts=1) for number in (0, 1))
     zero, one = (Nodes(each, deque()) for each in both)
     with contextlib.closing(zero), ThreadPoolExecutor() as threads:
         joined = threads.submit(one.meet, 0)
         first, other = zero.meet(0), joined.result()
-        assert first is not None
-        assert other is not None
         other.close()
         again = threads.submit(one.meet, 1)
         wait_until(lambda: select.select([zero._listener], [], [], 0)[0], "it to come again")
@@ -223,12 +219,11 @@ def test_who_comes_for_the_next_attempt_is_not_refused() -> None:
         first.close()
         second, anew = zero.meet(1), again.result()
         for met in (second, anew):
-            assert met is not None
             assert met.placed.restart == 1
             met.close()
 
 
-def test_launchers_that_wait_show_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_that_wait_show_that_they_live(monkeypatch):
     """Else those that wait for longer than a silent launcher is waited for are taken for lost."""
     monkeypatch.setattr(meeting_module, "TIMES", replace(TIMES, agent_ping_s=0.0))
 
@@ -260,7 +255,7 @@ def test_launchers_that_wait_show_that_they_live(monkeypatch: pytest.MonkeyPatch
         assert waiting.result() is None
 
 
-def test_after_a_while_a_launcher_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_while_a_launcher_says_for_whom_it_waits(monkeypatch):
     monkeypatch.setattr(nodes, "TIMES", replace(TIMES, remind_s=0.0))
     port, said = free_port(), list[str]()
     for number, text in ((0, "waits at {} for node 1"), (1, "finds nobody at {}, where node 0")):
@@ -276,7 +271,7 @@ def test_after_a_while_a_launcher_says_for_whom_it_waits(monkeypatch: pytest.Mon
         said.clear()
 
 
-def test_nodes_that_do_not_come_and_a_rendezvous_that_is_taken_or_elsewhere_are_named() -> None:
+def test_nodes_that_do_not_come_and_a_rendezvous_that_is_taken_or_elsewhere_are_named():
     with meeting(node(free_port(), 0, 4, join_timeout_s=0.2)) as (first,):
         error = str(first.exception())
     assert "waited 0.2 s at 127.0.0.1:" in error
@@ -309,7 +304,7 @@ def jobs(directory: Path, *options: str, more: tuple[str, ...] = ()) -> Iterator
         yield launched
 
 
-def test_a_failure_ends_all_hosts_which_have_a_grace_and_name_it(tmp_path: Path) -> None:
+def test_a_failure_ends_all_hosts_which_have_a_grace_and_name_it(tmp_path):
     text = """
         if rank < 2:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -330,7 +325,7 @@ def test_a_failure_ends_all_hosts_which_have_a_grace_and_name_it(tmp_path: Path)
         wait_gone(numbers(first.stdout))
 
 
-def test_a_rank_that_leaves_before_it_joins_ends_all_hosts(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_before_it_joins_ends_all_hosts(tmp_path):
     script(tmp_path, RANK, "if rank == 0:\n    import ringreduce\n    ringreduce.init()\n")
     with jobs(tmp_path) as launched:
         name = f"rank 1 on {socket.gethostname()} failed first (exit code 0, before it joined"
@@ -340,7 +335,7 @@ def test_a_rank_that_leaves_before_it_joins_ends_all_hosts(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path: Path) -> None:
+def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path):
     text = """
         import os, ringreduce, numpy
         ring = ringreduce.init()
@@ -362,7 +357,7 @@ def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path: 
     assert sorted(path.name for path in logs.glob("*.log")) == ["rank-2.log", "rank-3.log"]
 
 
-def test_an_elastic_job_goes_on_without_the_launcher_of_node_0(tmp_path: Path) -> None:
+def test_an_elastic_job_goes_on_without_the_launcher_of_node_0(tmp_path):
     tells = """
         from ringreduce.commands.launch import handover
         from ringreduce.commands.launch.worker_records import Joins, Reformed
@@ -387,7 +382,7 @@ def test_an_elastic_job_goes_on_without_the_launcher_of_node_0(tmp_path: Path) -
 @pytest.mark.full
 @pytest.mark.parametrize("number", [2, 9])
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_end_of_a_launcher_ends_others(tmp_path: Path, which: int, number: int) -> None:
+def test_the_end_of_a_launcher_ends_others(tmp_path, which, number):
     script(tmp_path, WAITS)
     with jobs(tmp_path) as launched:
         for node in launched:

@@ -2,7 +2,6 @@
 
 import io
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,14 +266,14 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_who_is_to_blame_and_why(case: str) -> None:
+def test_who_is_to_blame_and_why(case):
     dumps, culprits, words, size = VERDICTS[case]
     found = verdict(*dumps, size=size)
     assert found.culprits == culprits
     assert words in found.text
 
 
-def test_a_rank_whose_record_cannot_be_read_is_not_said_to_be_killed() -> None:
+def test_a_rank_whose_record_cannot_be_read_is_not_said_to_be_killed():
     found = verdict(lost(0, 3), lost(1, 3), skipped={"flight-rank3.json": "truncated"})
     assert found.culprits == (3,)
     assert "its record cannot be read" in found.text
@@ -299,7 +298,7 @@ ANY_RANK = st.tuples(st.booleans(), st.integers(0, 3), OPERATION, st.none() | AN
 
 
 @given(st.lists(ANY_RANK, min_size=1, max_size=5))
-def test_whatever_the_records_say_there_is_a_verdict(ranks: list[Any]) -> None:
+def test_whatever_the_records_say_there_is_a_verdict(ranks):
     dumps = {
         rank: dump(rank, len(ranks), calls, operation=operation, failure=failure)
         for rank, (present, calls, operation, failure) in enumerate(ranks)
@@ -318,7 +317,7 @@ def write(folder: Path, *dumps: Dump) -> None:
         (folder / flight.file_name(one.rank)).write_bytes(encode_dump(one))
 
 
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_records_come_back_as_they_were_written(tmp_path):
     dumps = [waiting(0), dump(1), lost(2, 3)]
     write(tmp_path, *dumps)
     records = read_records(tmp_path)
@@ -349,7 +348,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
         (b" " * (flight.FILE_BYTES_MAX + 1), "more than"),
     ],
 )
-def test_what_is_no_record_is_skipped(tmp_path: Path, content: bytes, why: str) -> None:
+def test_what_is_no_record_is_skipped(tmp_path, content, why):
     write(tmp_path, waiting(0))
     (tmp_path / "flight-rank1.json").write_bytes(content)
     records = read_records(tmp_path)
@@ -358,7 +357,7 @@ def test_what_is_no_record_is_skipped(tmp_path: Path, content: bytes, why: str) 
 
 
 @given(st.data())
-def test_a_record_with_a_byte_changed_is_read_or_refused(data: st.DataObject) -> None:
+def test_a_record_with_a_byte_changed_is_read_or_refused(data):
     content = bytearray(encode_dump(lost(1, 2)))
     where = data.draw(st.integers(0, len(content) - 1))
     content[where] = data.draw(st.integers(0, 255))
@@ -369,7 +368,7 @@ def test_a_record_with_a_byte_changed_is_read_or_refused(data: st.DataObject) ->
     judge(Records(found.size, {found.rank: found}))
 
 
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_left_alone(tmp_path):
     write(tmp_path, waiting(0))
     for name in ("notes.txt", "flight-rankx.json", ".flight-rank1.json.abc", "flight-rank1.json~"):
         (tmp_path / name).write_text("?")
@@ -379,14 +378,14 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert read_records(tmp_path).skipped == dict.fromkeys(special, "no ordinary file")
 
 
-def test_records_of_an_earlier_job_are_skipped(tmp_path: Path) -> None:
+def test_records_of_an_earlier_job_are_skipped(tmp_path):
     write(tmp_path, lost(0, 1), dump(1, job="old", when=NOW - 99))
     records = read_records(tmp_path)
     assert records.missing == [1, 2, 3]
     assert "of an earlier job, 2027-01-15" in records.skipped["flight-rank1.json"]
 
 
-def test_a_folder_without_records_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_folder_without_records_is_a_clear_error(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no flight record .* in "):
         read_records(tmp_path)
     (tmp_path / "flight-rank0.json").write_text("{")
@@ -399,7 +398,7 @@ def test_a_folder_without_records_is_a_clear_error(tmp_path: Path) -> None:
 # --- Groups -----------------------------------------------------------------------------------
 
 
-def test_the_group_that_broke_first_is_explained() -> None:
+def test_the_group_that_broke_first_is_explained():
     """Its ranks end with that error, which the job's ring has from them, later."""
 
     def broken(rank: int, peer: int) -> Dump:
@@ -422,11 +421,10 @@ def test_the_group_that_broke_first_is_explained() -> None:
 def shown(records: Records) -> str:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     show(records, console)
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_reports_in_80_columns(check_page: Callable[[str, str], None]) -> None:
+def test_reports_in_80_columns(check_page):
     """The last has groups, of which that at rest is not shown."""
     busy, idle = part(waiting(0), [0, 1]), part(dump(0), [0, 2], 2)
     jobs = [
@@ -437,14 +435,14 @@ def test_reports_in_80_columns(check_page: Callable[[str, str], None]) -> None:
     check_page("reports.txt", "\n".join(map(shown, jobs)))
 
 
-def test_what_a_record_says_is_shown_and_not_obeyed() -> None:
+def test_what_a_record_says_is_shown_and_not_obeyed():
     evil = "[red]x[/red] \x1b]0;title\x07 \x1b[2J \r\n [/nonsense]"
     text = shown(Records(1, {0: failed(0, "ValueError", text=evil, in_call=evil[:20])}))
     assert "[red]x[/red]" in text
     assert not {"\x1b", "\x07", "\r"} & set(text)
 
 
-def test_a_record_that_claims_a_huge_job_or_an_absurd_time_does_not_flood_the_terminal() -> None:
+def test_a_record_that_claims_a_huge_job_or_an_absurd_time_does_not_flood_the_terminal():
     lines = shown(Records(1 << 20, {0: waiting(0, size=1 << 20)})).splitlines()
     assert len(lines) < 100
     assert lines[-1] == f"and {(1 << 20) - 65} more ranks without a record"

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from pathlib import Path
 
 from ringreduce.pure.flight import decode_dump
 from tests.launching import RANK, WAITS, numbers, run, script
@@ -12,7 +11,7 @@ from tests.processes import launcher
 AGAIN = RANK + "restart = int(os.environ['RINGREDUCE_RESTART'])\n"
 
 
-def test_a_killed_worker_starts_all_again_in_another_ring(tmp_path: Path) -> None:
+def test_a_killed_worker_starts_all_again_in_another_ring(tmp_path):
     text = """
         import numpy, ringreduce
         comm = ringreduce.init()
@@ -44,7 +43,7 @@ def test_a_killed_worker_starts_all_again_in_another_ring(tmp_path: Path) -> Non
     assert not list((tmp_path / "logs" / "restart-1").glob("flight-*"))
 
 
-def test_the_last_attempts_exit_code_is_the_jobs(tmp_path: Path) -> None:
+def test_the_last_attempts_exit_code_is_the_jobs(tmp_path):
     name = script(tmp_path, AGAIN + "raise SystemExit(3 + restart)")
     done = run(tmp_path, "-n", "1", "--max-restarts", "2", name)
     assert done.returncode == 5
@@ -53,14 +52,14 @@ def test_the_last_attempts_exit_code_is_the_jobs(tmp_path: Path) -> None:
     assert said == ["exit code 3", again[0], "exit code 4", again[1], "exit code 5"]
 
 
-def test_each_attempt_has_a_secret_of_its_own(tmp_path: Path) -> None:
+def test_each_attempt_has_a_secret_of_its_own(tmp_path):
     text = "print(os.environ['RINGREDUCE_SECRET'], os.environ['RINGREDUCE_JOB_ID'])\n"
     name = script(tmp_path, AGAIN, text, "raise SystemExit(1 - restart)")
     done = run(tmp_path, "-n", "1", "--max-restarts", "1", name)
     assert len({*done.stdout.split()} - {"[0]"}) == 4
 
 
-def test_a_signal_to_the_launcher_starts_nothing_again(tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_starts_nothing_again(tmp_path):
     fails = "signal.signal(signal.SIGTERM, lambda *_: exit(3))\n"
     name = script(tmp_path, RANK, fails, WAITS)
     with launcher(tmp_path, "run", "-n", "2", "--max-restarts", "5", name) as job:
@@ -70,7 +69,7 @@ def test_a_signal_to_the_launcher_starts_nothing_again(tmp_path: Path) -> None:
         assert "starting again" not in job.stderr
 
 
-def test_a_worker_that_ctrl_c_ended_is_not_started_again(tmp_path: Path) -> None:
+def test_a_worker_that_ctrl_c_ended_is_not_started_again(tmp_path):
     name = script(tmp_path, "import os\nos.kill(os.getpid(), 2)\nwhile True: pass")
     done = run(tmp_path, "-n", "1", "--max-restarts", "5", name)
     assert done.returncode == 128 + signal.SIGINT

@@ -62,7 +62,7 @@ def knows(pid: int, secret: str) -> bool:
     return secret.encode() in texts
 
 
-def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_path: Path) -> None:
+def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_path):
     text = """
         import json, os, sys
         names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOB_ID", "RENDEZVOUS", "TIMEOUT_S"
@@ -94,7 +94,7 @@ def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_p
 
 
 @pytest.mark.parametrize("given", ["", "a secret of the user's own"])
-def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path: Path, given: str) -> None:
+def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path, given):
     """And the launcher, to which the user has given it."""
     variables = {"RINGREDUCE_SECRET": given} if given else {}
     with job(tmp_path, *HOSTS, script(tmp_path, WAITS), **variables) as run:
@@ -114,7 +114,7 @@ def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path: Path, give
         wait_gone(everybody)
 
 
-def test_ranks_of_all_hosts_have_the_grace_and_no_more(tmp_path: Path) -> None:
+def test_ranks_of_all_hosts_have_the_grace_and_no_more(tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     with job(tmp_path, *HOSTS, "--grace", "0.5", script(tmp_path, deaf + WAITS)) as run:
         run.wait_shown("pid", times=4)
@@ -124,7 +124,7 @@ def test_ranks_of_all_hosts_have_the_grace_and_no_more(tmp_path: Path) -> None:
         wait_gone([*started(tmp_path), *numbers(run.stdout)])
 
 
-def test_a_failure_is_named_with_its_host_and_ends_all_hosts(tmp_path: Path) -> None:
+def test_a_failure_is_named_with_its_host_and_ends_all_hosts(tmp_path):
     name = script(tmp_path, RANK + "if rank == 3:\n    raise ValueError('bad data')\n" + WAITS)
     with job(tmp_path, *HOSTS, name) as run:
         assert run.wait() == 1
@@ -133,7 +133,7 @@ def test_a_failure_is_named_with_its_host_and_ends_all_hosts(tmp_path: Path) -> 
         wait_gone([*started(tmp_path), *numbers(run.stdout)])
 
 
-def test_a_lost_connection_ends_the_job_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_lost_connection_ends_the_job_and_leaves_no_process(tmp_path):
     child = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
     name = script(tmp_path, child + WAITS)
     with job(tmp_path, *HOSTS, name) as run:
@@ -146,7 +146,7 @@ def test_a_lost_connection_ends_the_job_and_leaves_no_process(tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_a_killed_launcher_leaves_no_process_on_any_host(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_process_on_any_host(tmp_path):
     deaf = "import signal\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
     with job(tmp_path, *HOSTS, script(tmp_path, deaf + WAITS)) as run:
         run.wait_shown("pid", times=4)
@@ -157,7 +157,7 @@ def test_a_killed_launcher_leaves_no_process_on_any_host(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_a_ring_forms_over_hosts_and_starts_again_after_a_failure(tmp_path: Path) -> None:
+def test_a_ring_forms_over_hosts_and_starts_again_after_a_failure(tmp_path):
     text = """
         import os, ringreduce, numpy
         ring = ringreduce.init()
@@ -187,7 +187,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("options", [o if "unknown" in o else in_full(o) for o in UNUSABLE])
-def test_a_host_that_cannot_be_used_is_named(tmp_path: Path, options: str) -> None:
+def test_a_host_that_cannot_be_used_is_named(tmp_path, options):
     (tmp_path / "old").write_bytes(MAGIC + encode(Hello("0.0")))
     script(tmp_path, "print('ran')")
     with job(tmp_path, "--max-restarts", "3", *options.split()) as run:
@@ -202,7 +202,7 @@ def test_a_host_that_cannot_be_used_is_named(tmp_path: Path, options: str) -> No
 
 
 @pytest.mark.full
-def test_ctrl_c_ends_a_job_whose_hosts_have_not_answered(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_job_whose_hosts_have_not_answered(tmp_path):
     (tmp_path / "old").write_bytes(b"")
     with job(tmp_path, "-H", "old", script(tmp_path, "print('ran')")) as run:
         while not psutil.Process(run.pid).children(recursive=True):

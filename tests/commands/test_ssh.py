@@ -109,7 +109,7 @@ def job(directory: Path, ssh: str, *arguments: str) -> Process:
     return launcher(directory, "run", "--ssh", ssh, *arguments, HOME=str(directory))
 
 
-def test_a_ring_forms_between_hosts(tmp_path: Path, server: Server) -> None:
+def test_a_ring_forms_between_hosts(tmp_path, server):
     text = """
         import json, os, sys, ringreduce, numpy
         ring = ringreduce.init()
@@ -135,9 +135,7 @@ def test_a_ring_forms_between_hosts(tmp_path: Path, server: Server) -> None:
     ],
     ids=["host key", "user key", "no sshd"],
 )
-def test_what_ssh_refuses_is_said_with_the_host_within_seconds(
-    tmp_path: Path, server: Server, options: dict[str, str], said: str
-) -> None:
+def test_what_ssh_refuses_is_said_with_the_host_within_seconds(tmp_path, server, options, said):
     ssh = server.ssh(**(options or {"port": str(free_port())}))
     with job(tmp_path, ssh, *HOSTS, script(tmp_path, "pass")) as run:
         assert run.wait(20) == 2
@@ -148,9 +146,7 @@ def test_what_ssh_refuses_is_said_with_the_host_within_seconds(
 
 
 @pytest.mark.parametrize("what", ["a connection", signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher_or_a_connection(
-    tmp_path: Path, server: Server, what: str | signal.Signals
-) -> None:
+def test_no_rank_outlives_the_launcher_or_a_connection(tmp_path, server, what):
     with job(tmp_path, server.ssh(), *HOSTS, script(tmp_path, WAITS)) as run:
         run.wait_shown("pid", times=4)
         ranks = numbers(run.stdout)
@@ -166,7 +162,7 @@ def test_no_rank_outlives_the_launcher_or_a_connection(
 
 
 @pytest.mark.timeout(240)
-def test_four_hosts_train_the_digits_to_equal_weights(tmp_path: Path) -> None:
+def test_four_hosts_train_the_digits_to_equal_weights(tmp_path):
     """Each host is a network namespace with an sshd of its own."""
     try:
         namespaces.require()

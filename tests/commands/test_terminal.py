@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.launching import RANK, Terminal, run, script
 from tests.processes import DEADLINE_S, clean_environment
 
 
-def test_breakpoint_works_on_the_rank_that_has_the_terminal(tmp_path: Path) -> None:
+def test_breakpoint_works_on_the_rank_that_has_the_terminal(tmp_path):
     # Skipped on rank 0, which has no keyboard.
     name = script(tmp_path, RANK + "x = 41 + rank\nbreakpoint()\nprint('x is', x)")
     with Terminal(tmp_path, "-n", "2", "--stdin", "1", name) as job:
@@ -23,7 +22,7 @@ def test_breakpoint_works_on_the_rank_that_has_the_terminal(tmp_path: Path) -> N
     assert any("[1] " in line and "('it is', 42)" in line for line in lines)
 
 
-def test_ctrl_c_ends_the_job_of_a_rank_that_has_the_keyboard(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_job_of_a_rank_that_has_the_keyboard(tmp_path):
     text = "import signal\nif rank == 1: print('hello', input('name? '))\nsignal.pause()"
     name = script(tmp_path, RANK + text)
     with Terminal(tmp_path, "-n", "2", "--stdin", "1", name) as job:
@@ -34,7 +33,7 @@ def test_ctrl_c_ends_the_job_of_a_rank_that_has_the_keyboard(tmp_path: Path) -> 
         assert job.wait() == 130
 
 
-def test_other_ranks_share_the_session_and_cannot_read_from_its_terminal(tmp_path: Path) -> None:
+def test_other_ranks_share_the_session_and_cannot_read_from_its_terminal(tmp_path):
     """Stopped they would be, as groups in the background are, did they not ignore the signal."""
     text = """
         print("session", os.getsid(0) == os.getsid(os.getppid()), os.getpgrp() == os.getpid())
@@ -50,7 +49,7 @@ def test_other_ranks_share_the_session_and_cannot_read_from_its_terminal(tmp_pat
         assert f"[{rank}] read: Input/output error\r\n" in job.shown.decode()
 
 
-def test_a_pipe_is_that_ranks_standard_input(tmp_path: Path) -> None:
+def test_a_pipe_is_that_ranks_standard_input(tmp_path):
     name = script(tmp_path, "import sys\nprint(repr(sys.stdin.read()))")
     command = [sys.executable, "-m", "ringreduce", "run", "-n", "3", "--stdin", "2", name]
     environment = clean_environment()
@@ -60,14 +59,14 @@ def test_a_pipe_is_that_ranks_standard_input(tmp_path: Path) -> None:
     assert sorted(done.splitlines()) == ["[0] ''", "[1] ''", "[2] 'typed'"]
 
 
-def test_a_debugger_without_a_keyboard_says_how_to_get_one(tmp_path: Path) -> None:
+def test_a_debugger_without_a_keyboard_says_how_to_get_one(tmp_path):
     name = script(tmp_path, RANK + "import signal\nbreakpoint() if rank else signal.pause()")
     done = run(tmp_path, "-n", "2", name)
     assert done.returncode == 1
     assert "ringreduce: --stdin 1 gives rank 1 the keyboard\n" in done.stderr
 
 
-def test_nothing_times_out_meanwhile(tmp_path: Path) -> None:
+def test_nothing_times_out_meanwhile(tmp_path):
     text = "import ringreduce\nprint(ringreduce.Config.from_environment())"
     name = script(tmp_path, text)
     done = run(tmp_path, "--stdin", "0", name, RINGREDUCE_TIMEOUT_S="5")

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -45,7 +44,7 @@ def said(folder: Path) -> str:
     return text
 
 
-def test_a_late_rank_that_is_killed_afterwards_is_named(tmp_path: Path) -> None:
+def test_a_late_rank_that_is_killed_afterwards_is_named(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     with launcher(tmp_path, "run", "-n", "2", "--trace", "traces", "train.py") as process:
         assert process.wait() == 128 + signal.SIGKILL
@@ -67,7 +66,7 @@ def test_a_late_rank_that_is_killed_afterwards_is_named(tmp_path: Path) -> None:
     assert sorted(sorted(late, key=late.__getitem__)[-3:]) == [6, 12, 13]
 
 
-def test_a_folder_without_traces_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_folder_without_traces_is_a_clear_error(tmp_path):
     with pytest.raises(ConfigError, match="there is no trace") as caught:
         list(describe(tmp_path))
     assert "ringreduce run --trace" in str(caught.value)
@@ -85,15 +84,13 @@ def write(folder: Path, of: Head, times: Times, lost: int = 0) -> None:
     (folder / file_name(of)).write_bytes(msgspec.json.encode(of) + b"\n" + b"".join(records))
 
 
-def test_nobody_is_named_where_nobody_was_late(tmp_path: Path) -> None:
+def test_nobody_is_named_where_nobody_was_late(tmp_path):
     for rank in range(2):
         write(tmp_path, head(rank, size=2), [(1 + rank / 1000, 2), (2, 3)])
     assert said(tmp_path).startswith("No rank was late: others waited for each less than 1% of")
 
 
-def test_ranks_are_named_by_how_long_others_waited(
-    tmp_path: Path, check_page: Callable[[str, str], None]
-) -> None:
+def test_ranks_are_named_by_how_long_others_waited(tmp_path, check_page):
     """Of the latest job; some traces are missing, no trace, or lack records."""
     write(tmp_path, head(0, size=5), [(1, 5), (5, 9), (10, 11)])
     write(tmp_path, head(1, size=5), [(4, 5), (5, 9), (11, 11)], lost=500)
@@ -105,7 +102,7 @@ def test_ranks_are_named_by_how_long_others_waited(
     check_page("trace.txt", page)
 
 
-def test_clocks_of_several_hosts_are_compared(tmp_path: Path) -> None:
+def test_clocks_of_several_hosts_are_compared(tmp_path):
     """Rank 1 is 1 s late in the first call, and its clock 100 s ahead."""
     write(tmp_path, head(0, size=2), [(1, 2.01), (3, 4), (5, 6)])
     write(tmp_path, head(1, size=2, clock="other"), [(102, 103), (102.9, 103.01), (104.9, 106)])
@@ -115,7 +112,7 @@ def test_clocks_of_several_hosts_are_compared(tmp_path: Path) -> None:
     assert "1,000.00 ms" in text
 
 
-def test_a_rank_alone_has_nobody_to_compare_with(tmp_path: Path) -> None:
+def test_a_rank_alone_has_nobody_to_compare_with(tmp_path):
     write(tmp_path, head(0, size=1), [(1, 2)])
     assert said(tmp_path).startswith("No call is recorded of several ranks.")
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 3

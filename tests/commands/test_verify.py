@@ -35,7 +35,7 @@ def recorded(folders: list[Path], case: str) -> list[Recorded]:
 
 
 @pytest.mark.tensorflow
-def test_ranks_that_train_alike_agree(folders: list[Path]) -> None:
+def test_ranks_that_train_alike_agree(folders):
     one, two = recorded(folders, "alike")
     found = compare(one, two)
     assert found.agrees
@@ -60,9 +60,7 @@ UNLIKE = "adam: learning_rate is 0.01 with 1 rank and 0.02 with 2 ranks."
         ("unseeded-0", ["The initial weights differ in each run.", UNLIKE]),
     ],
 )
-def test_the_reason_for_a_difference_is_found(
-    folders: list[Path], case: str, texts: list[str]
-) -> None:
+def test_the_reason_for_a_difference_is_found(folders, case, texts):
     one, two = recorded(folders, case)
     again = read(folders[0] / "unseeded-1", "verified.py", 1) if "seed" in case else one
     found = compare(one, two)
@@ -107,7 +105,7 @@ if case != "other":
         ("other", 2, "has not trained by rr.fit", ""),
     ],
 )
-def test_what_a_user_sees(tmp_path: Path, case: str, code: int, said: str, rows: str) -> None:
+def test_what_a_user_sees(tmp_path, case, code, said, rows):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     arguments = ["verify", str(script), "-n", "1,2", "--case", case, "--steps", "3"]
@@ -126,7 +124,7 @@ def test_what_a_user_sees(tmp_path: Path, case: str, code: int, said: str, rows:
 
 @pytest.mark.full
 @pytest.mark.tensorflow
-def test_the_example_trains_alike(tmp_path: Path) -> None:
+def test_the_example_trains_alike(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "digits.py"
     with launcher(tmp_path, "verify", str(example), "-n", "1,3", "--json") as process:
         assert process.wait(120) == 0, process.stderr

@@ -94,7 +94,7 @@ def dictionaries(each: Any) -> Iterator[Object]:
             yield from dictionaries(below)
 
 
-def test_the_models_have_every_field_and_a_wrong_one_would_be_found() -> None:
+def test_the_models_have_every_field_and_a_wrong_one_would_be_found():
     """In the object's spec, and at the end of the way down, in a container."""
     for each in OBJECTS:
         validate(each)
@@ -200,7 +200,7 @@ def trainer() -> tuple[str, list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("made", [indexed_job, tfjob, trainer])
-def test_the_pods_are_ranks_of_one_job(made: Any) -> None:
+def test_the_pods_are_ranks_of_one_job(made):
     pod_0, pods = made()
     configs = [Config.from_environment(each) for each in pods]
     assert [config.rank for config in configs] == list(range(3))
@@ -212,14 +212,14 @@ def test_the_pods_are_ranks_of_one_job(made: Any) -> None:
         assert pod["OMP_NUM_THREADS"] == pod["TF_NUM_INTRAOP_THREADS"] == "2"
 
 
-def test_trainer_with_as_many_processes_as_cpus_is_refused() -> None:
+def test_trainer_with_as_many_processes_as_cpus_is_refused():
     """What it sets unless numProcPerNode is 1."""
     _, (first, *_) = trainer()
     with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE is 2"):
         Config.from_environment({**first, "PET_NPROC_PER_NODE": "2"})
 
 
-def test_containers_fit_the_image() -> None:
+def test_containers_fit_the_image():
     lines = (FOLDER / "Dockerfile").read_text().replace("\\\n", "").splitlines()
     stages = [n for n, line in enumerate(lines) if line.startswith("FROM")]
     last = dict(line.split(" ", 1) for line in lines[stages[-1] :] if line[:1].isupper())
@@ -245,7 +245,7 @@ def test_containers_fit_the_image() -> None:
         assert last["COPY"] == f"examples/{command[1]} ."
 
 
-def test_the_guide_shows_the_manifests_as_they_are() -> None:
+def test_the_guide_shows_the_manifests_as_they_are():
     shown = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), flags=re.S)
     assert shown
     for block in shown:

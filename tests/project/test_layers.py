@@ -80,7 +80,7 @@ def importers_of(*libraries: str) -> set[str]:
     return {module for module in SOURCES if top_level_imports_of(module) & set(libraries)}
 
 
-def test_imports_point_down_and_none_is_of_the_facade() -> None:
+def test_imports_point_down_and_none_is_of_the_facade():
     order = list(LAYERS)
     height = {module: order.index(layer_of(module)) for module in MODULES}
     imports = [(module, name) for module in MODULES for name in imports_of(module)]
@@ -99,7 +99,7 @@ def imported_for_types_alone(module: str) -> set[str]:
     return {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
-def test_modules_of_one_layer_do_not_import_each_other_in_circles() -> None:
+def test_modules_of_one_layer_do_not_import_each_other_in_circles():
     open_, done = [], set()
 
     def visit(module: str) -> None:
@@ -116,20 +116,20 @@ def test_modules_of_one_layer_do_not_import_each_other_in_circles() -> None:
         visit(module)
 
 
-def test_the_facade_imports_only_the_vocabulary_at_once() -> None:
+def test_the_facade_imports_only_the_vocabulary_at_once():
     direct = [node for node in tree_of("ringreduce").body if isinstance(node, ast.ImportFrom)]
     ours = {str(node.module) for node in direct} & set(MODULES)
     assert {layer_of(module) for module in ours} == {"vocabulary"}
 
 
-def test_the_pure_layer_and_what_launcher_and_report_decide_do_no_input_or_output() -> None:
+def test_the_pure_layer_and_what_launcher_and_report_decide_do_no_input_or_output():
     effects = {"os", "time", "threading", "socket", "subprocess", "sys", "psutil"}
     assert set(DECIDES) <= set(MODULES)
     assert not importers_of(*effects) & {*DECIDES, *in_layer("pure")}
     assert not importers_of("zmq", "io", "logging") & set(in_layer("pure"))
 
 
-def test_only_two_modules_read_the_environment() -> None:
+def test_only_two_modules_read_the_environment():
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     readers = set()
     for module in SOURCES:
@@ -142,7 +142,7 @@ def test_only_two_modules_read_the_environment() -> None:
     assert readers == {f"{vocabulary}.config", f"{vocabulary}.worker_environment"}
 
 
-def test_only_few_modules_import_these() -> None:
+def test_only_few_modules_import_these():
     of_zmq = ("authenticator", "channel", "control", "diagnosis", "libzmq")
     of_zmq += ("security", "sockets", "visits")
     assert importers_of("zmq") == {
@@ -163,7 +163,7 @@ def test_only_few_modules_import_these() -> None:
         assert importers <= layers
 
 
-def test_no_text_is_run_as_code() -> None:
+def test_no_text_is_run_as_code():
     called = {
         (module, node.func.id)
         for module in SOURCES
@@ -175,13 +175,13 @@ def test_no_text_is_run_as_code() -> None:
     assert running <= {(f"{LAUNCH}.start", "exec"), (f"{LAUNCH}.start", "compile")}
 
 
-def test_no_module_is_a_drawer_for_everything() -> None:
+def test_no_module_is_a_drawer_for_everything():
     drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
     assert not drawers & {part for name in SOURCES for part in name.split(".")}
 
 
 @pytest.mark.parametrize("module", ["ringreduce", "ringreduce.commands.cli"])
-def test_a_fresh_import_stays_light_prints_nothing_and_starts_no_thread(module: str) -> None:
+def test_a_fresh_import_stays_light_prints_nothing_and_starts_no_thread(module):
     program = (
         f"import sys, {module}; kept = list(sys.modules)\n"
         "import json, psutil, os, ringreduce\n"

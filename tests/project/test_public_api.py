@@ -81,7 +81,7 @@ SEEN = [
 ]
 
 
-def test_the_public_names_are_these_in_order_and_lead_somewhere() -> None:
+def test_the_public_names_are_these_in_order_and_lead_somewhere():
     assert ringreduce.__all__ == PUBLIC == sorted(PUBLIC)
     assert None not in [getattr(ringreduce, name) for name in PUBLIC]
     assert [n for n in dir(ringreduce.Communicator) if not n.startswith("_")] == COMMUNICATOR
@@ -90,14 +90,14 @@ def test_the_public_names_are_these_in_order_and_lead_somewhere() -> None:
 
 
 @pytest.mark.tensorflow
-def test_the_names_for_keras_are_these() -> None:
+def test_the_names_for_keras_are_these():
     import ringreduce.keras as rr
 
     assert sorted(rr.__all__) == KERAS
     assert {name: sorted(getattr(rr, name).__all__) for name in OF_KERAS} == OF_KERAS
 
 
-def test_everything_public_is_documented() -> None:
+def test_everything_public_is_documented():
     documented = {path: [*documentables(path)] for path in sorted(PACKAGE.rglob("*.py"))}
     assert not [
         f"{path}: {name}"
@@ -107,17 +107,16 @@ def test_everything_public_is_documented() -> None:
     ]
 
 
-def test_every_setting_of_config_and_argument_of_init_is_documented() -> None:
+def test_every_setting_of_config_and_argument_of_init_is_documented():
     settings = set(ringreduce.Config.__dataclass_fields__)
     arguments = set(inspect.signature(ringreduce.init).parameters)
     assert arguments <= settings
     for documented, names in ((ringreduce.Config, settings), (ringreduce.init, arguments)):
         text = inspect.getdoc(documented)
-        assert text is not None
         assert names <= set(re.findall(r"^ +(\w+): \S", text, re.MULTILINE))
 
 
-def test_the_version_is_a_version() -> None:
+def test_the_version_is_a_version():
     # The canonical form of PEP 440, without epochs.
     number = r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?"
     assert re.fullmatch(number, ringreduce.__version__)

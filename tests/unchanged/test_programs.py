@@ -46,7 +46,7 @@ def reports(size: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", [name if name in QUICK else in_full(name) for name in NAMES])
 @pytest.mark.parametrize("size", [2, in_full(3)])
-def test_ranks_end_alike_and_as_one_does(name: str, size: int) -> None:
+def test_ranks_end_alike_and_as_one_does(name, size):
     names = QUICK if name in QUICK and size == 2 else tuple(NAMES)
     (alone,), (first, *others) = (reports(count, names)[name] for count in (1, size))
     assert len(others) == size - 1

@@ -53,13 +53,13 @@ def unchanged(folder: Path, text: str, fresh: dict[str, str] | None = None) -> A
     return run_job(2, arguments, environment=seed, unlike=unlike, directory=folder)
 
 
-def test_nothing_is_replaced_where_nobody_asks() -> None:
+def test_nothing_is_replaced_where_nobody_asks():
     functions = [keras.Model.fit, keras.Model.save, keras.saving.save_model, keras.utils.get_file]
     for function in (*functions, keras.optimizers.Optimizer.apply, tf.saved_model.save, input):
         assert not hasattr(function, "replaces")
 
 
-def test_it_starts_before_keras_and_with_the_same_random_numbers(tmp_path: Path) -> None:
+def test_it_starts_before_keras_and_with_the_same_random_numbers(tmp_path):
     (tmp_path / "train.py").write_text(
         """
 import os, sys
@@ -97,7 +97,7 @@ print([int(n) for n in tf.data.Dataset.range(9).shuffle(9)])
     assert [warning in said for said in errors] == [True, False]
 
 
-def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks: None) -> None:
+def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks):
     inner, plain = keras.optimizers.SGD(), keras.optimizers.Adam(name="adam")
     outer = rr.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
     guard.require_distributed(inner)
@@ -107,14 +107,14 @@ def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks: No
         guard.require_distributed(plain)
 
 
-def test_optimizers_in_lists_and_tables_are_distributed() -> None:
+def test_optimizers_in_lists_and_tables_are_distributed():
     class Holder:
         pass
 
     model, one, two = Holder(), keras.optimizers.SGD(), keras.optimizers.Adam()
     vars(model).update(first=one, several=[one, None, two], named={"two": two}, numbers=(1, 2))
     table._distribute(model)
-    found = [model.first, *model.several, model.named["two"]]  # type: ignore[attr-defined]
+    found = [model.first, *model.several, model.named["two"]]
     assert [type(each).__name__ for each in found] == ["SGD", "SGD", "NoneType", "Adam", "Adam"]
     assert {type(each) for each in found} - {type(None)} == {type(found[0]), type(found[3])}
     assert all(isinstance(found[n], rr.DistributedOptimizer) for n in (0, 1, 3, 4))
@@ -122,7 +122,7 @@ def test_optimizers_in_lists_and_tables_are_distributed() -> None:
     assert found[3] is found[4]
 
 
-def test_other_ways_to_train_are_refused(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ways_to_train_are_refused(two_ranks, monkeypatch):
     guard.refuse_strategy(tf.distribute.get_strategy())
     with pytest.raises(ConfigError, match=r"uses tf.distribute.OneDeviceStrategy in test_unch"):
         guard.refuse_strategy(tf.distribute.OneDeviceStrategy("/cpu:0"))
@@ -137,14 +137,14 @@ def test_other_ways_to_train_are_refused(two_ranks: None, monkeypatch: pytest.Mo
             """Train many models."""
 
     tuners = types.ModuleType("keras_tuner")
-    tuners.Tuner = Tuner  # type: ignore[attr-defined]
+    tuners.Tuner = Tuner
     monkeypatch.setitem(sys.modules, "keras_tuner", tuners)
     packages.replace_in("keras_tuner")
     with pytest.raises(ConfigError, match=r"calls keras_tuner.Tuner.search"):
         Tuner().search()
 
 
-def test_ranks_that_take_other_ways_are_named(tmp_path: Path) -> None:
+def test_ranks_that_take_other_ways_are_named(tmp_path):
     text = f"{MODEL}\nimport os\nif os.environ['RINGREDUCE_RANK'] == '0':\n    model.fit(x, y)\n"
     result = unchanged(tmp_path, f"{text}model.predict(x)\n")
     assert result.exit_code
@@ -153,7 +153,7 @@ def test_ranks_that_take_other_ways_are_named(tmp_path: Path) -> None:
     assert "Model.fit in train.py:10" in result.errors
 
 
-def test_x_that_differs_is_a_warning(tmp_path: Path) -> None:
+def test_x_that_differs_is_a_warning(tmp_path):
     text = """
 import os, tensorflow as tf
 data = tf.data.Dataset.from_tensor_slices((x + int(os.environ["RINGREDUCE_RANK"]), y)).batch(4)
@@ -165,7 +165,7 @@ model.fit(data, verbose=0)
     assert result.errors.count(warning) == 1
 
 
-def test_a_loop_of_its_own_is_named_at_its_line(tmp_path: Path) -> None:
+def test_a_loop_of_its_own_is_named_at_its_line(tmp_path):
     text = """
 import tensorflow as tf
 
@@ -182,7 +182,7 @@ step()
     assert "each rank has written" not in result.errors
 
 
-def test_another_ranks_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_ranks_folder_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "mkdir", make := os.mkdir)
     written.share_folders()
     os.makedirs(tmp_path / "run" / "logs")
@@ -194,7 +194,7 @@ def test_another_ranks_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.Mo
         os.mkdir(tmp_path / "run")
 
 
-def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_a_host_downloads(tmp_path, monkeypatch):
     class Builder:
         def download_and_prepare(self, folder: str) -> str:
             with open(*tmp_path.glob("*.lock"), "a") as file, pytest.raises(BlockingIOError):
@@ -211,7 +211,7 @@ def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.full
-def test_children_files_and_errors(tmp_path: Path) -> None:
+def test_children_files_and_errors(tmp_path):
     """A child is no rank, and trains by itself; rank 0 says what all have written."""
     text = """
 import multiprocessing, sys
@@ -242,7 +242,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-def test_what_is_tried_out_writes_nothing(tmp_path: Path, tmp_path_factory: Any) -> None:
+def test_what_is_tried_out_writes_nothing(tmp_path, tmp_path_factory):
     saves = "model.save('m.keras')\n    open('n', 'w')\n"
     text = f"{MODEL}try:\n    model.fit(x, y)\nfinally:\n    {saves}"
     (tmp_path / "train.py").write_text(text)
@@ -255,7 +255,7 @@ def test_what_is_tried_out_writes_nothing(tmp_path: Path, tmp_path_factory: Any)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_a_copy_links_what_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_links_what_is_large(tmp_path, monkeypatch):
     from_ = tmp_path / "from"
     from_.mkdir()
     (from_ / "small").write_text("1")
@@ -273,7 +273,7 @@ def test_a_copy_links_what_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pass
 
 
-def test_the_launcher_starts_the_example_and_shows_rank_0(tmp_path: Path) -> None:
+def test_the_launcher_starts_the_example_and_shows_rank_0(tmp_path):
     program = str(ROOT / "examples" / "plain.py")
     found = run(tmp_path, "-n", "2", "--unchanged", program, TF_CPP_MIN_LOG_LEVEL="3")
     assert found.returncode == 0, found.stderr
