@@ -45,14 +45,18 @@ def script(directory: Path, *texts: str) -> str:
 
 
 def run(
-    directory: Path, *arguments: str, timeout_s: float = DEADLINE_S, **environment: str
+    directory: Path,
+    *arguments: str,
+    typed: str = "",
+    timeout_s: float = DEADLINE_S,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """``ringreduce run *arguments``, to its end."""
+    """``ringreduce run *arguments``, to its end, with a text that comes through a pipe."""
     return subprocess.run(
         [sys.executable, "-m", "ringreduce", "run", *arguments],
         cwd=directory,
         env=clean_environment(**environment),
-        stdin=subprocess.DEVNULL,
+        input=typed,
         capture_output=True,
         text=True,
         timeout=timeout_s,

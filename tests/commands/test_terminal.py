@@ -1,10 +1,6 @@
 """``ringreduce run --stdin RANK``: one rank has the keyboard, and its debugger works."""
 
-import subprocess
-import sys
-
 from tests.launching import RANK, Terminal, run, script
-from tests.processes import DEADLINE_S, clean_environment
 
 
 def test_breakpoint_works_on_the_rank_that_has_the_terminal(tmp_path):
@@ -51,12 +47,8 @@ def test_other_ranks_share_the_session_and_cannot_read_from_its_terminal(tmp_pat
 
 def test_a_pipe_is_that_ranks_standard_input(tmp_path):
     name = script(tmp_path, "import sys\nprint(repr(sys.stdin.read()))")
-    command = [sys.executable, "-m", "ringreduce", "run", "-n", "3", "--stdin", "2", name]
-    environment = clean_environment()
-    done = subprocess.check_output(
-        command, cwd=tmp_path, env=environment, input="typed", text=True, timeout=DEADLINE_S
-    )
-    assert sorted(done.splitlines()) == ["[0] ''", "[1] ''", "[2] 'typed'"]
+    done = run(tmp_path, "-n", "3", "--stdin", "2", name, typed="typed")
+    assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] ''", "[2] 'typed'"]
 
 
 def test_a_debugger_without_a_keyboard_says_how_to_get_one(tmp_path):
