@@ -365,6 +365,12 @@ def _table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*lines, f"{caught} of {len(results)} caught"])
 
 
+def _as_lines(results: dict[str, Any]) -> str:
+    """JSON with a line for each breakage."""
+    lines = (f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.breakages", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="by default all")
@@ -408,7 +414,7 @@ def main() -> int:
                 "entry": breakage.digest,
                 "file": _digest(breakage.file),
             }
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            RESULTS.write_text(_as_lines(results))
             print(_table({breakage.name: results[breakage.name]}).splitlines()[0], flush=True)
 
     def is_done(breakage: Breakage) -> bool:
