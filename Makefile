@@ -69,13 +69,14 @@ QUICK := RINGREDUCE_TIME_SCALE=0.4 $(GRAPHS)
 check: $(VENV)/.installed
 	$(QUICK) $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)
 
-# Further sizes and combinations, other random examples, in real time; then of `check` the faults in real
-# time too, and training whose graphs are optimized, all in fresh processes.
+# Further sizes and combinations, other random examples, in real time, the last test first, each on ranks
+# of its own; then of `check` the faults in real time too, and training whose graphs are optimized, all in
+# fresh processes.
 REAL := tests/communicator tests/transport tests/bootstrap/test_hellos.py \
     tests/keras/test_jit.py tests/keras/test_loop.py tests/keras/test_steps.py tests/tensorflow/test_order.py
 
 check-full: $(VENV)/.installed
-	export RINGREDUCE_TEST_RANDOM=1 $(GRAPHS); \
+	export RINGREDUCE_TEST_RANDOM=1 RINGREDUCE_TEST_REVERSED=1 RINGREDUCE_TEST_ALONE=1 $(GRAPHS); \
 	$(PYTEST) -n 3 $(SHARED_OUT) -m full || $(PYTEST) -m full $(AGAIN)
 	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(REAL) || \
 	    $(PYTEST) -m "not full" $(REAL) $(AGAIN)

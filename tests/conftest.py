@@ -43,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--renew writes the pages that tests compare with; CI compares")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With RINGREDUCE_TEST_REVERSED=1 run the last test first: none may need one before it."""
+    if os.environ.get("RINGREDUCE_TEST_REVERSED", "") == "1":
+        items.reverse()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out of later collections what is imported: TensorFlow's objects take half a second."""
     gc.collect()
