@@ -16,7 +16,7 @@ from ringreduce.effects.signals import listener
 from ringreduce.effects.stacks import stacks, trace
 from ringreduce.pure import flight
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.errors import record_fields
 
 _log = logging.getLogger(__name__)
 
@@ -142,14 +142,12 @@ def _failure(recorder: Recorder, wall: float) -> flight.Failure | None:
     if first_error is None:
         return None
     error = first_error.error
-    names = ("peer", "origin", "operation", "sequence", "step")
     return flight.Failure(
-        kind=type(error).__name__,
+        **record_fields(error),
         text=flight.cut(str(error)),
         when=wall + first_error.when_s,
         in_call=first_error.call.operation,
         trace=trace(error),
-        **{name: getattr(error, name) for name in names if isinstance(error, RingReduceError)},
     )
 
 

@@ -32,16 +32,6 @@ class Reason(enum.Enum):
     NOBODY = "nothing points at a rank (the one whose error came first, if any)"
 
 
-class Error(NamedTuple):
-    """What a rank failed with."""
-
-    kind: str  # name of its class; a name that is not ringreduce's is the program's own exception
-    when_s: float  # when, on a clock that all facts share
-    peer: int | None = None  # the rank that it names
-    # The rank that found it and notified this one; None: this rank itself.
-    origin: int | None = None
-
-
 class Facts(NamedTuple):
     """What is known of one rank, now or when it failed."""
 
@@ -51,7 +41,8 @@ class Facts(NamedTuple):
     nbytes: int = 0  # payload of that call; 0 if unknown
     stood_s: float = 0.0  # how long it has been there
     silent_s: float = 0.0  # for how long it has shown no sign of life, if that is too long; else 0
-    error: Error | None = None
+    error: errors.ErrorRecord | None = None  # what it failed with
+    failed_s: float = 0.0  # when, on a clock that all facts share
 
     @property
     def call(self) -> tuple[str | None, int]:
@@ -93,12 +84,12 @@ class _Failed:
     """The errors among the facts, and the ranks they name."""
 
     def __init__(self, known: dict[int, Facts], unknown: Sequence[int]) -> None:
-        self.errors = [(rank, fact.error) for rank, fact in known.items() if fact.error is not None]
+        self.errors = [(f.failed_s, f.rank, f.error) for f in known.values() if f.error]
         there = {*known, *unknown}
         # A rank that found its error itself comes before those that were notified.
         self.naming = sorted(
-            (error.origin not in (None, rank), error.when_s, rank, error.peer)
-            for rank, error in self.errors
+            (error.origin not in (None, rank), failed_s, rank, error.peer)
+            for failed_s, rank, error in self.errors
             if error.peer in there and error.peer is not None and error.peer != rank
         )
 
@@ -110,14 +101,14 @@ class _Failed:
 
 def _own_error(failed: _Failed) -> Finding | None:
     own = [
-        (error.when_s, rank)
-        for rank, error in failed.errors
+        (failed_s, rank)
+        for failed_s, rank, error in failed.errors
         if error.origin in (None, rank) and _is_own(rank, error)
     ]
     return Finding(Reason.OWN_ERROR, (min(own)[1],)) if own else None
 
 
-def _is_own(rank: int, error: Error) -> bool:
+def _is_own(rank: int, error: errors.ErrorRecord) -> bool:
     if error.kind not in errors.__all__:
         return True  # the program's exception
     if error.kind == "MismatchError":
@@ -129,8 +120,8 @@ def _disagreement(
     known: dict[int, Facts], failed: _Failed, unknown: Sequence[int]
 ) -> Finding | None:
     found = [
-        (error.origin is not None, error.when_s, rank, error)
-        for rank, error in failed.errors
+        (error.origin is not None, failed_s, rank, error)
+        for failed_s, rank, error in failed.errors
         if error.kind == "MismatchError"
     ]
     if not found:
@@ -147,7 +138,7 @@ def _disagreement(
 
 
 def _never_joined(failed: _Failed, unknown: Sequence[int]) -> Finding | None:
-    alone = tuple(rank for rank, error in failed.errors if error.kind == "RendezvousError")
+    alone = tuple(rank for _, rank, error in failed.errors if error.kind == "RendezvousError")
     return Finding(Reason.NEVER_JOINED, tuple(unknown), alone) if alone and unknown else None
 
 
@@ -226,5 +217,5 @@ def _first_error(failed: _Failed) -> Finding:
     """What the first error indicates, for want of anything better."""
     if failed.naming:
         return failed.blame(failed.naming[0][3])
-    first = sorted((error.when_s, rank) for rank, error in failed.errors)
+    first = sorted((failed_s, rank) for failed_s, rank, _ in failed.errors)
     return Finding(Reason.NOBODY, (), tuple(rank for _, rank in first[:1]))

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import msgspec
 
+from ringreduce.vocabulary.errors import ErrorRecord
+
 FORMAT = 2  # incremented by every change that an older reader would misunderstand
 
 FILE_BYTES_MAX = 1 << 24  # a dump with every list at its limit stays below this
@@ -46,20 +48,17 @@ class Frame(msgspec.Struct):
     library: bool = False
 
 
-class Failure(msgspec.Struct):
-    """What broke the communicator; other fields mean what they do in `RingReduceError`."""
+_Frames = Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)]
 
-    kind: _Name
+
+class Failure(ErrorRecord, frozen=True, kw_only=True):
+    """The error that broke the communicator."""
+
     text: _Text
     when: _Time  # in seconds since the epoch
-    peer: _Rank | None = None
-    origin: _Rank | None = None
-    operation: _Name | None = None
-    sequence: _Count | None = None
-    step: _Name | None = None
     in_call: _Name | None = None  # the collective that this rank was in; None in user code
     # The frames that the error has passed, innermost last.
-    trace: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)] = []
+    trace: _Frames = msgspec.field(default_factory=list)
 
 
 class Stack(msgspec.Struct):
@@ -67,7 +66,7 @@ class Stack(msgspec.Struct):
 
     thread: _Name
     main: bool
-    frames: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)]
+    frames: _Frames
 
 
 class _Communicator(msgspec.Struct, kw_only=True):
@@ -114,7 +113,7 @@ class Dump(_Communicator):
 
 
 def cut(text: str, length: int = TEXT_MAX) -> str:
-    """`text` as a flight record can hold it."""
+    """`text` as a flight record, or a message, can hold it."""
     # File names may contain bytes that are not text, which JSON cannot hold.
     whole = text.encode(errors="replace").decode()
     return whole if len(whole) <= length else whole[: length - 3] + "..."

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ringreduce.pure.flight import cut
 from ringreduce.pure.watcher_messages import TEXT_MAX, Abort
 from ringreduce.vocabulary import errors
 
@@ -11,15 +12,13 @@ _MESSAGES = {"send": "recv", "recv": "send"}  # what the rank at the other end o
 def abort_for(cause: errors.RingReduceError, rank: int) -> Abort:
     """Why rank `rank` gives up; a cause that came from another rank keeps that rank as origin."""
     text = str(cause) if cause.origin is None else cause.message.partition(": ")[2]
-    # A file name in it may contain lone surrogates, which cannot be encoded.
-    text = text.encode(errors="replace").decode()[:TEXT_MAX]
     origin = rank if cause.origin is None else cause.origin
-    return Abort(type(cause).__name__, origin, text, cause.peer)
+    return Abort(**errors.record_fields(cause) | {"origin": origin}, text=cut(text, TEXT_MAX))
 
 
 def abort_error(abort: Abort, **where: Any) -> errors.RingReduceError:
     """The error to raise for another rank's abort; `where` has the fields of this rank's error."""
-    name = abort.error if abort.error in errors.__all__ else "ProtocolError"
+    name = abort.kind if abort.kind in errors.__all__ else "ProtocolError"
     report = f"was told by rank {abort.origin}: {abort.text.removesuffix('.')}"
     where |= {"peer": abort.peer, "origin": abort.origin}
     error: errors.RingReduceError = getattr(errors, name)(report, **where)

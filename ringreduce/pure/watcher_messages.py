@@ -4,6 +4,8 @@ from typing import Annotated
 
 import msgspec
 
+from ringreduce.vocabulary.errors import ErrorRecord
+
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -70,13 +72,11 @@ class Heartbeats(msgspec.Struct, frozen=True, tag=True):
     heartbeats: tuple[tuple[Heartbeat, _Seconds], ...]
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """A rank has given up."""
+class Abort(ErrorRecord, frozen=True, tag=True, kw_only=True):
+    """A rank has given up, because of an error that rank `origin` has found."""
 
-    error: _Name  # the name of its class
-    origin: _Rank  # the rank that has found it
+    origin: _Rank
     text: _Text
-    peer: _Rank | None  # the rank that it names
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):

@@ -6,8 +6,11 @@ at once. Close it and form a new one.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
+import msgspec
+
+_NAME_MAX = 512
 # So much of its text tells an error from others.
 _TELLING_BYTES = 1000
 
@@ -151,6 +154,24 @@ class WorkerError(RingReduceError):
 
 class NativeError(RingReduceError, ImportError):
     """A native library could not be found, loaded or used."""
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """What other processes and flight records are told of an error: its class and its ranks."""
+
+    # The name of its class; one that is not ringreduce's is the program's own exception.
+    kind: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)]
+    # peer, origin: as in RingReduceError.
+    peer: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)] | None = None
+    origin: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)] | None = None
+
+
+def record_fields(error: BaseException) -> dict[str, Any]:
+    """The fields of an `ErrorRecord` of `error`."""
+    fields: dict[str, Any] = {"kind": type(error).__name__[:_NAME_MAX]}
+    if isinstance(error, RingReduceError):
+        fields |= {"peer": error.peer, "origin": error.origin}
+    return fields
 
 
 __all__ = [name for name in vars() if name.endswith("Error")]

@@ -78,8 +78,6 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert dump.failure is not None
         assert (dump.failure.kind, dump.failure.text) == ("MismatchError", str(error))
         assert (dump.failure.peer, dump.failure.origin) == (error.peer, error.origin)
-        assert dump.failure.operation == error.operation
-        assert dump.failure.sequence == error.sequence
         assert dump.failure.in_call == "all_reduce"
         assert [call.operation for call in dump.entries] == ["barrier", "all_reduce", "all_reduce"]
         assert dump.entries[-1].error == dump.why

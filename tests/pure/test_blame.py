@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
+from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
+from ringreduce.vocabulary.errors import ErrorRecord
 
 
 def waiting(rank: int, calls: int = 5, operation: str = "all_reduce") -> Facts:
@@ -14,11 +15,12 @@ def waiting(rank: int, calls: int = 5, operation: str = "all_reduce") -> Facts:
 
 
 def lost(rank: int, peer: int, when_s: float = 0.0) -> Facts:
-    return Facts(rank, 5, "all_reduce", error=Error("PeerLostError", when_s, peer))
+    return Facts(rank, 5, "all_reduce", error=ErrorRecord("PeerLostError", peer), failed_s=when_s)
 
 
 BUSY = Facts(1, 5, None, stood_s=3.0)
 SILENT = Facts(2, silent_s=2.0)
+OWN_ERROR = Facts(2, error=ErrorRecord("ValueError"), failed_s=9.0)
 IN_BARRIER = waiting(1, operation="barrier")
 
 
@@ -33,7 +35,7 @@ IN_BARRIER = waiting(1, operation="barrier")
         ([waiting(0), BUSY, Facts(2, 4, "barrier")], Finding(Reason.BEHIND, (2,), (0,))),
         ([lost(0, 2), BUSY, SILENT], Finding(Reason.NAMED, (2,), (0,))),
         ([lost(0, 2), lost(2, 1, 9.0), BUSY], Finding(Reason.NAMED, (1,), (2,))),
-        ([lost(0, 2), Facts(2, error=Error("ValueError", 9.0))], Finding(Reason.OWN_ERROR, (2,))),
+        ([lost(0, 2), OWN_ERROR], Finding(Reason.OWN_ERROR, (2,))),
         ([waiting(0), IN_BARRIER, SILENT], Finding(Reason.SILENT, (2,))),
         ([waiting(0), IN_BARRIER], Finding(Reason.OUT_OF_STEP, (0, 1), (0, 1))),
     ],
@@ -63,12 +65,12 @@ def test_ranks_at_work_are_not_blamed() -> None:
             silent_s=st.sampled_from([0.0, 2.0]),
             error=st.none()
             | st.builds(
-                Error,
+                ErrorRecord,
                 st.sampled_from(["PeerLostError", "MismatchError", "RendezvousError", "KeyError"]),
-                st.integers(0, 3).map(float),
                 st.none() | st.integers(0, 6),
                 st.none() | st.integers(0, 4),
             ),
+            failed_s=st.integers(0, 3).map(float),
         ),
         unique_by=lambda facts: facts.rank,
     )

@@ -344,7 +344,9 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
 def test_an_abort_is_refused_or_an_error_of_bounded_length(
     chance: random.Random, times: int
 ) -> None:
-    right = watcher_messages.encode(Abort("PeerLostError", 1, "rank 1 of 3 lost it", 2))
+    right = watcher_messages.encode(
+        Abort(kind="PeerLostError", origin=1, text="rank 1 of 3 lost it", peer=2)
+    )
     for _ in range(times * 10_000):
         try:
             message = watcher_messages.decode(mutate_bytes(chance, right), 3)

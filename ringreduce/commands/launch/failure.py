@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ringreduce.commands.launch.worker_records import Raised
-from ringreduce.pure.blame import Error, Facts, find_culprit
+from ringreduce.pure.blame import Facts, find_culprit
 from ringreduce.vocabulary import errors
-from ringreduce.vocabulary.errors import WorkerError
+from ringreduce.vocabulary.errors import ErrorRecord, WorkerError
 from ringreduce.vocabulary.words import named
 
 _EXITS = ("SystemExit", "KeyboardInterrupt")
@@ -111,7 +111,11 @@ def find_cause(failures: Sequence[Failure], ranks: Iterable[int]) -> Cause | Non
         return None
     failed = {failure.rank: failure for failure in failures}
     unknown = [rank for rank in ranks if rank not in failed]
-    finding = find_culprit([Facts(f.rank, error=_error(f)) for f in failures], unknown=unknown)
+    facts = [
+        Facts(f.rank, error=f.raised or ErrorRecord(f.describe()), failed_s=f.time_s)
+        for f in failures
+    ]
+    finding = find_culprit(facts, unknown=unknown)
     known = [failed[rank] for rank in finding.culprits if rank in failed]
     if known:
         return Cause(min(known, key=lambda failure: failure.time_s))
@@ -131,10 +135,3 @@ def find_repeated(failures: Sequence[Failure], *, by_text: bool) -> list[Failure
     }
     ranks = Counter(own.values())
     return [failure for failure in failures if ranks[own.get(failure.rank, "")] > 1]
-
-
-def _error(failure: Failure) -> Error:
-    raised = failure.raised
-    if raised is None:
-        return Error(failure.describe(), failure.time_s)
-    return Error(raised.kind, failure.time_s, raised.peer, raised.origin)

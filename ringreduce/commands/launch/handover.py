@@ -11,7 +11,7 @@ from traceback import StackSummary, TracebackException
 
 from ringreduce.commands.launch.frames import encode
 from ringreduce.commands.launch.worker_records import Raised, WorkerRecord
-from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.errors import RingReduceError, record_fields
 
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 # What calls a program or a function: the first frames of its traceback are from there.
@@ -65,15 +65,15 @@ def described(error: BaseException) -> Raised:
     ring = next((one for one in _chain(error) if isinstance(one, RingReduceError)), None)
     text = str(error)
     ring = ring or next((one for one in _failures if one.is_quoted_in(text)), None)
-    kind = type(ring or error).__name__
-    peer, origin = (None, None) if ring is None else (ring.peer, ring.origin)
+    fields = record_fields(ring or error)
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):  # Which says it all.
-            return Raised(kind, peer, origin, code=error.code & 255)
-        return Raised(kind, peer, origin, _named(error))
-    if not isinstance(error, RingReduceError):
-        return Raised(kind, peer, origin, _named(error), _lines(error))
-    return Raised(kind, peer, origin, _named(error), _lines(error, hides=_PACKAGE), _lines(error))
+            return Raised(**fields, code=error.code & 255)
+        return Raised(**fields, exception=_named(error))
+    fields |= {"exception": _named(error), "traceback": _lines(error)}
+    if isinstance(error, RingReduceError):
+        fields |= {"traceback": _lines(error, hides=_PACKAGE), "whole": fields["traceback"]}
+    return Raised(**fields)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -6,6 +6,8 @@ In frames, over a pipe that only the two have (`handover`); an agent passes them
 
 import msgspec
 
+from ringreduce.vocabulary.errors import ErrorRecord
+
 
 class Joins(msgspec.Struct, tag=True, frozen=True):
     """The rank ``waits`` for a ring of `size` ranks, then has ``formed`` it, or ``failed`` to."""
@@ -33,17 +35,14 @@ class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
     """The program has imported Keras, as TensorFlow does too."""
 
 
-class Raised(msgspec.Struct, tag=True, frozen=True):
-    """The exception that ends a rank's program."""
+class Raised(ErrorRecord, tag=True, frozen=True):
+    """The exception that ends a rank's program, or the ringreduce error that it follows from."""
 
-    kind: str  # the name of its class, or of the error of ringreduce that it follows from or quotes
-    # peer, origin: of that error.
-    peer: int | None = None
-    origin: int | None = None
     exception: str = ""  # what names it, in one line
     # Its lines; of an error of ringreduce, without ringreduce's own frames.
-    traceback: list[str] = []
-    whole: list[str] = []  # with them, for the logs; empty if `traceback` has all
+    traceback: list[str] = msgspec.field(default_factory=list)
+    # With them, for the logs; empty if `traceback` has all.
+    whole: list[str] = msgspec.field(default_factory=list)
     code: int = 1  # the exit code that follows
 
 

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from ringreduce.commands.report.flight_records import Records, clean, shorten
-from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
+from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.flight import Dump, Frame
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
@@ -77,7 +77,8 @@ def _facts_of(dump: Dump) -> Facts:
         operation=failure.in_call,
         nbytes=failed.nbytes if failed else 0,
         stood_s=stood_s,
-        error=Error(failure.kind, failure.when, failure.peer, failure.origin),
+        error=failure,
+        failed_s=failure.when,
     )
 
 
