@@ -13,7 +13,7 @@ _SHOWN_CHARACTERS = 200  # texts from others are cut to this length in errors an
 
 
 class Member(msgspec.Struct, kw_only=True, array_like=True):
-    """What every rank knows of each one after the rendezvous."""
+    """One rank's entry in the table that every rank has after the rendezvous."""
 
     # address, control: where its data sockets, and its control channel, listen.
     address: str
@@ -46,7 +46,7 @@ class Hello(Member, tag=True, array_like=False):
 
 
 class Table(msgspec.Struct, tag=True, frozen=True):
-    """What every rank knows after the rendezvous."""
+    """Rank 0's answer at the rendezvous: all ranks, and the job's keys."""
 
     job: int  # 64 random bits in the header of every frame of this ring
     members: tuple[Member, ...]  # by rank
@@ -70,7 +70,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):
-    """What a rank that has the table could not reach, of those that it sends to."""
+    """The addresses that a rank with the table could not reach, of ranks that it sends to."""
 
     failed: Annotated[tuple[Failed, ...], msgspec.Meta(max_length=FAILED_MAX)]
 

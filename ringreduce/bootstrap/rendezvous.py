@@ -188,7 +188,7 @@ class Rendezvous:
     guarded = contextlib.nullcontext
 
     def exchange(self, failed: Sequence[tuple[int, str, str]]) -> dict[int, list[tuple[Any, ...]]]:
-        """What each rank has passed, by rank, once all have: what it could not reach, and why.
+        """Return the addresses that ranks could not reach, and why, by rank, once all have told.
 
         Raises RendezvousError if a rank did not come, or the first one did not answer.
         """

@@ -130,14 +130,14 @@ class Collectives(Protocol):
         return Traffic(*map(sum, zip(*found, strict=True)))
 
     def pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
-        """What sends to the rank at `group_rank` and receives from it, and its place there."""
+        """The pairs that send to `group_rank` and receive from it, and its place there."""
         assert self.pairs is not None
         return self.pairs, group_rank
 
     def _header(
         self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0
     ) -> Header:
-        """Of frames of this rank; their sequence numbers are filled in for each call."""
+        """The header of this rank's frames; each call fills in the sequence number."""
         return Header(
             kind=kind,
             job=self._job,
@@ -166,6 +166,6 @@ class Collectives(Protocol):
 def parts_of(
     own: int, counts: ndarray, source: ndarray, target: ndarray
 ) -> tuple[list[ndarray], list[ndarray]]:
-    """What group rank `own` sends in an all-to-all, and what it receives, by group rank."""
+    """Cut the parts that group rank `own` sends in an all-to-all, and those that it receives."""
     sent, received = bounds_of(counts[own].tolist()), bounds_of(counts[:, own].tolist())
     return cut(source, sent), cut(target, received)

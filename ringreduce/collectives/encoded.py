@@ -30,7 +30,7 @@ BLOCK = 1 << 15
 
 
 class EncodedReduction:
-    """Those of group rank `rank` of `size`.
+    """The all-reduces that group rank `rank` of `size` makes of encoded floats.
 
     Args:
         swap: sends each of some pieces to the rank of its place, and receives as many.

@@ -135,7 +135,7 @@ class HierarchicalCollectives(Collectives):
         self._host.all_gather(Kind.ALL_GATHER, flat, slices, signature)
 
     def _own_slice(self, flat: ndarray, slices: Bounds) -> ndarray | None:
-        """What this rank's lane carries of `flat`; None for nothing."""
+        """The slice of `flat` that this rank's lane carries; None for nothing."""
         own = cut(flat, slices)[self._host_rank]
         return own if self._ring is not None and (own.size or self._host_rank == 0) else None
 

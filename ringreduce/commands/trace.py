@@ -48,7 +48,7 @@ def describe(folder: Path) -> Iterator[str]:
 
 
 def _read(folder: Path) -> tuple[list[Stream], list[str]]:
-    """What ranks have traced of the latest job, by ranks, and what is missing, in words."""
+    """Read the latest job's traces, by ranks; say what is missing."""
     streams, notes = [], []
     for path in sorted(folder.glob("rank-*.trace")):
         try:

@@ -107,7 +107,7 @@ def _run(program: Sequence[str], count: int, steps: int, folder: Path, unchanged
 
 
 def read(folder: Path, program: str, count: int, unchanged: bool = False) -> Recorded:
-    """What a job has recorded in a folder; ConfigError if it has recorded nothing."""
+    """Read a job's record from a folder; ConfigError if there is none."""
     try:
         run = msgspec.msgpack.decode((folder / "run").read_bytes(), type=Run)
     except FileNotFoundError:

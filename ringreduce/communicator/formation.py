@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """What a rank knows of all ranks of its job since they have met; shared by its sessions."""
+    """All ranks of a job as one of them knows them since they met; shared by its sessions."""
 
     config: Config
     number: int  # 64 random bits in the header of every frame
@@ -104,7 +104,7 @@ class Job:
 
 
 class Formed(NamedTuple):
-    """What `form` has made, connected."""
+    """The connected parts that `form` has made."""
 
     job: Job
     collectives: Collectives

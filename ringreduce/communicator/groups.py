@@ -40,7 +40,7 @@ class _Parent(NamedTuple):
     session: Session
 
     def exchange(self, value: Any, why: str = "") -> dict[int, Any]:
-        """What each rank of the parent has passed; RendezvousError if one says `why` it failed."""
+        """Return each parent rank's value, by rank; RendezvousError if one says `why` it failed."""
         parent = self.session
         told = parent.calls.gather(Kind.SPLIT, [value, why], signature_of("split", "announced"))
         for rank, (_, reason) in zip(parent.membership.members, told, strict=True):

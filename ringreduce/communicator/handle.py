@@ -1,4 +1,4 @@
-"""What each part of the public object `Communicator` has: its session, and this rank's place."""
+"""The base of each part of the public `Communicator`: its session, and this rank's place."""
 
 from ringreduce.communicator.session import Session
 from ringreduce.vocabulary.errors import ArrayError

@@ -1,4 +1,4 @@
-"""What of a communicator outlives its sessions, as when its ring is formed anew."""
+"""The parts of a communicator that outlive its sessions, as when its ring is formed anew."""
 
 import weakref
 from typing import Protocol
@@ -9,17 +9,17 @@ from ringreduce.vocabulary.errors import MismatchError, RingReduceError
 
 
 class Explainer(Protocol):
-    """What an integration knows signatures to stand for."""
+    """Explains calls that differ, by an integration's knowledge of their signatures."""
 
     def explain(self, error: MismatchError) -> RingReduceError | None:
-        """What `error`, of ranks in different calls, means: a better error for all ranks, or None.
+        """Return a better error for all ranks than `error`, of ranks in different calls, or None.
 
         Called in the thread of the failed call, before the other ranks are notified.
         """
 
 
 class Lasting:
-    """What the sessions of one communicator have in common, one after the other."""
+    """The parts that one communicator's sessions use, one after the other."""
 
     def __init__(self) -> None:
         self.events = Events()  # what its calls were

@@ -1,4 +1,4 @@
-"""What a rank opens before it meets others: sockets, and memory to share where that is possible."""
+"""Opens a rank's sockets before it meets others, and memory to share where that is possible."""
 
 import contextlib
 import logging
@@ -33,7 +33,7 @@ class Announced(NamedTuple):
 
 
 class OpenedSockets(NamedTuple):
-    """What a rank has opened; `link` and `shared` only where they are needed and possible."""
+    """A rank's open sockets; `link` and `shared` are None where not needed or impossible."""
 
     waiting: Waiting
     shared: ShmLink | None
@@ -43,7 +43,7 @@ class OpenedSockets(NamedTuple):
 
     @property
     def announced(self) -> Announced:
-        """What other members need to reach this one."""
+        """The names by which other members reach this one."""
         address = "" if self.link is None else self.link.address
         return Announced(address, self.control.address, self.shared.name if self.shared else "")
 

@@ -21,7 +21,7 @@ _asking = threading.local()
 
 
 def waiting_ranks() -> Communicator | None:
-    """Those that wait for what this thread of rank 0 does in `on_rank_zero`; None: nobody does."""
+    """The ranks that wait while this thread of rank 0 runs `on_rank_zero`; None: nobody does."""
     return getattr(_asking, "ring", None)
 
 

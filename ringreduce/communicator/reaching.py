@@ -47,10 +47,10 @@ class Exchange(Protocol):
     """How ranks that form a ring tell each other something: a rendezvous, or a parent ring."""
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What each of its ranks has passed, by rank. Raises RendezvousError if one has failed."""
+        """Return each rank's value, by rank. Raises RendezvousError if one has failed."""
 
     def guarded(self) -> AbstractContextManager[None]:
-        """What fails within lets `exchange` fail on the others."""
+        """If the block raises, `exchange` raises on all other ranks."""
 
 
 def find_ways(
@@ -60,7 +60,7 @@ def find_ways(
     others: Exchange,
     check: Callable[[], None],
 ) -> dict[int, Announced]:
-    """What members have `announced`, at the addresses at which this rank reaches them.
+    """Choose the addresses at which this rank reaches what members have `announced`.
 
     It tries the ports of the control channels, which every rank has, of those that it sends to; all
     members must have done so before one connects, since ports are shut then. While this waits it

@@ -302,7 +302,7 @@ class Survivors:
             self._visits.send(message)
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What each member of the next ring has passed, by rank, once all have.
+        """Return each value of a member of the next ring, by rank, once all have passed one.
 
         Raises PeerError if one is lost, or does not come.
         """

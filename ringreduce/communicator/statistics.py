@@ -1,4 +1,4 @@
-"""What a communicator has done, as numbers."""
+"""Counts of a communicator: calls, bytes, seconds, and which rank or link is slow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ringreduce.transport.link_calls import Traffic
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a communicator has done since it was formed.
+    """A communicator's counts since it was formed.
 
     Attributes:
         collectives: calls completed.
@@ -53,7 +53,7 @@ def statistics(
     hosts: tuple[tuple[int, ...], ...],
     rank: int,
 ) -> Statistics:
-    """Those of `rank`, from its events and links, and from the last heartbeats of all ranks."""
+    """Count for `rank`, from its events and links, and from the last heartbeats of all ranks."""
     current = events.current_call()
     links = {each.rank: each.sent_to_next for each in heartbeats if each.sent_to_next}
     return Statistics(

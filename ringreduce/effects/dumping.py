@@ -122,7 +122,7 @@ class FlightFile:
         )
 
     def _part(self, recorder: Recorder, wall: float, last_s: float) -> dict[str, Any]:
-        """What `Dump` and `Group` have both; `wall` turns times into seconds since the epoch."""
+        """The fields of both `Dump` and `Group`; `wall` turns times into seconds of the epoch."""
         current = recorder.current_call()
         pending = recorder.pending()
         return {

@@ -1,4 +1,4 @@
-"""What happens in a communicator, as spans of time in memory that Python and C write.
+"""Events of a communicator, as spans of time in memory that Python and C write.
 
 It must cost little beside a collective of a few microseconds: no lock, no formatting, only the
 monotonic clock. Calls of one communicator exclude each other: there is one writer at a time.
@@ -146,7 +146,7 @@ class Events:
         return [found[number] for number in sorted(found)[-spans.CALLS_KEPT :]]
 
     def error(self, number: int) -> str | None:
-        """What the call of that number, one of those kept, has failed with."""
+        """The error of the call with this number, if it is one of those kept, and failed."""
         return self._errors.get(number)
 
 

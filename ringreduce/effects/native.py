@@ -121,7 +121,7 @@ def method(name: str, owner: Any) -> Any:
 
 @cache
 def _definition(name: str) -> _MethodDef:
-    """What Python must know of the function, for as long as the process runs."""
+    """The definition that Python needs of the function for as long as the process runs."""
     function = functions(name, {"": (pointer, [pointer] * 3)})[""]
     return _MethodDef(name.encode(), address(function), _FASTCALL, None)
 

@@ -13,7 +13,7 @@ from ringreduce.pure.watcher_messages import Pending
 
 
 class FirstError(NamedTuple):
-    """What broke a communicator first, here or on another rank, and this rank's call then."""
+    """The error that broke a communicator first, here or elsewhere, and this rank's call then."""
 
     error: BaseException
     call: Present
@@ -21,7 +21,7 @@ class FirstError(NamedTuple):
 
 
 class Recorder:
-    """What the events of one communicator say of one session, the present one."""
+    """Reads the present session of a communicator from its events."""
 
     def __init__(self, rank: int, size: int, events: Events, membership: Membership) -> None:
         self.rank, self.size = rank, size

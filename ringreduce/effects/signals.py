@@ -22,7 +22,7 @@ from typing import Protocol
 
 
 class Dumps(Protocol):
-    """What the listener takes."""
+    """An object that the listener calls."""
 
     def dump(self, why: str) -> None:
         """Write the file; never raises."""

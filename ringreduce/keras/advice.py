@@ -1,4 +1,4 @@
-"""What to use instead of Horovod's names.
+"""Says what to use instead of Horovod's names.
 
 A name is here only if it means the same as in Horovod. Asking for another says what to use;
 `ringreduce.keras.horovod` has many of them.

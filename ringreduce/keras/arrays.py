@@ -72,11 +72,11 @@ class Arrays:
         return keras.tree.map_structure(lambda array: array.spec, self.parts)
 
     def take(self, rows: np.ndarray) -> Any:
-        """Those rows of all arrays, given as indices; floats get Keras's float type."""
+        """Take the `rows`, indices, of all arrays; floats get Keras's float type."""
         return keras.tree.map_structure(lambda array: array[rows], self.parts)
 
     def first(self) -> Any:
-        """Of the first rows what `take` gives."""
+        """Take the first rows."""
         return self.take(np.arange(min(FIRST_ROWS, self.count)))
 
     def batches(
@@ -125,7 +125,7 @@ class Arrays:
         return grouped.prefetch(1).flat_map(apart)
 
     def digest(self) -> list[Any]:
-        """What differs between other arrays: shapes, dtypes, and a hash of the rows, or of some."""
+        """Describe the arrays by shapes, dtypes, and a hash of the rows, or of some."""
         arrays = keras.tree.flatten(self.parts)
         hashed = hashlib.blake2b(digest_size=8)
         for array in arrays:

@@ -1,4 +1,4 @@
-"""What each rank computes of its own rows alone: moving averages of normalization layers."""
+"""Moving averages of normalization layers, which each rank computes of its own rows alone."""
 
 from typing import Any
 

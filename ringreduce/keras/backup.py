@@ -82,6 +82,6 @@ def skip(model: Any, steps: int, ring: Communicator) -> None:
 
 
 def backups(callbacks: Iterable[Any]) -> list[Any]:
-    """Those of `callbacks` that back up."""
+    """Find the callbacks that back up."""
     plain = [getattr(one, "callback", one) for one in callbacks]
     return [one for one in plain if isinstance(one, keras.callbacks.BackupAndRestore)]

@@ -233,7 +233,7 @@ class _Ordered(keras.utils.PyDataset):
 
 
 class _StreamFeed(Feed):
-    """Of a generator, or of what yields batches in each pass, such as torch's DataLoader."""
+    """Feeds from a generator, or from what yields batches in each pass, as torch's DataLoader."""
 
     def __init__(self, source: Any, plan: Plan) -> None:
         batches = (_standard(batch, plan.class_weight) for batch in source)

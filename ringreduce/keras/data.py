@@ -122,7 +122,7 @@ class _Dealt(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """Of this rank; None: endless."""
+        """The number of this rank's batches; None: endless."""
         count = self._dataset.num_batches
         if count is None:
             return None

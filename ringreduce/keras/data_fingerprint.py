@@ -140,7 +140,7 @@ def _fingerprint(tensor: Any) -> Any:
 
 
 def _fingerprints(tensor: Any, count: Any) -> Any:
-    """Those of the `count` rows of `tensor`, uint8 of shape (count, 8)."""
+    """Fingerprint the `count` rows of `tensor`; return uint8 of shape (count, 8)."""
     rows = tf.reshape(tensor, [count, tf.size(tensor) // tf.maximum(count, 1)])
     if rows.dtype.is_bool or rows.dtype.is_quantized:
         rows = tf.cast(rows, tf.uint8)
@@ -205,13 +205,13 @@ class FingerprintedPasses:
 
 
 def targets(element: Any) -> Any:
-    """What ranks compare of an element: y, since x may be random on purpose; without y all."""
+    """The part of an element that ranks compare: y, since x may be random; without y all."""
     found = element[1] if isinstance(element, (tuple, list)) and len(element) > 1 else element
     return found if tf.nest.flatten(found) else element
 
 
 class Reads:
-    """What this rank reads of batches that all ranks read; in each pass anew.
+    """Notes this rank's reads of batches that all ranks read, in each pass anew.
 
     x may be random on purpose. If it only has another order, its rows have the same sum.
     """
@@ -237,7 +237,7 @@ class Reads:
         return number
 
     def last(self) -> Any:
-        """Of the last pass what `compare_reads` takes; None without any."""
+        """Return the last pass as `compare_reads` takes it; None without any."""
         if not self._passes:
             return None
         compared, inputs, rows = np.array(self._passes[-1]).T
@@ -289,7 +289,7 @@ def compare_codes(batch: Any, ring: Communicator) -> None:
 
 
 def numbers_of(element: Any) -> list[Any]:
-    """Of y (or x), of x, and the sum of those of its rows: scalar int64 tensors."""
+    """Fingerprint y (or x), and x, and add up x's rows': three scalar int64 tensors."""
     inputs = keras.utils.unpack_x_y_sample_weight(element)[0]
     is_dense = all(isinstance(part, tf.Tensor) for part in tf.nest.flatten(inputs))
     parts = tf.nest.flatten(inputs, expand_composites=True)

@@ -35,7 +35,7 @@ _SAVE = "The state is that of the newest commit: save it where this error is cau
 
 
 class State:
-    """What a loop needs to go on: `variables`, and `attributes` such as ``state.epoch``.
+    """A loop's state, by which it goes on: `variables`, and `attributes` such as ``state.epoch``.
 
     These are numbers, text, bytes, lists and dicts. Other attributes that are set on it are neither
     committed nor shared.
@@ -147,7 +147,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum: int) -> Any:
-    """What `call` returns, once it has returned on all ranks."""
+    """Return the result of `call`, once it has returned on all ranks."""
     result, has_ended = None, False
 
     def at_end() -> bool:

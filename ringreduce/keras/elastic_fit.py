@@ -160,7 +160,7 @@ class Elastic:
         return self._unit(make, is_step=False) if self._steps else make()
 
     def _unit(self, make: Callable[[], Any], *, is_step: bool) -> Any:
-        """What `make` returns, or what it has led to on another rank: of a step None."""
+        """Run one step or meeting; after a loss, run it again, or take another rank's result."""
         ring, units = self._ring, self._units
         for repeats_left in reversed(range(REPEATS_MAX)):
             try:

@@ -1,4 +1,4 @@
-"""What elastic training refuses, since a loss would spoil it: one table, which the guide prints."""
+"""Refusals of elastic training, which a loss would spoil: one table, which the guide prints."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from ringreduce.vocabulary.words import named
 
 
 class Row(NamedTuple):
-    """What is refused; the fact that tells, and its allowed values; what to use instead."""
+    """One refusal; the fact that tells, and its allowed values; the remedy."""
 
     what: str
     fact: str
@@ -63,7 +63,7 @@ def refuse(ring: Communicator, *trainings: Mapping[str, Any]) -> None:
 
 
 def facts_of(model: Any, variables: Sequence[Any] = ()) -> dict[str, Any]:
-    """What the table wants to know of variables, and a model if it is not None."""
+    """Collect the facts for the table from variables, and a model if it is not None."""
     layers, weights = ([], []) if model is None else (layers_of(model), model.weights)
     return {
         _PIECES: ", ".join(map(path_of, parts_in([*weights, *variables])[:1])),

@@ -1,4 +1,4 @@
-"""What a `DistributedOptimizer` does before its first step: ranks check, compare, begin alike."""
+"""Prepares a `DistributedOptimizer`'s first step: ranks check, compare, begin alike."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _around(
 
 
 def _arguments_of(given: Any) -> Settings:
-    """What must be equal on all ranks; with data of their own they may have different ones."""
+    """Select the arguments that must be equal on all ranks; those of own data may differ."""
     found = {
         **vars(given),
         "profile": given.profile or profile_wanted(),
@@ -262,7 +262,7 @@ def _agreed_shares(given: Any, ring: Communicator, who: Training, *, is_elastic:
 def _callbacks_of(
     callbacks: list[Any], ring: Communicator
 ) -> tuple[list[Any], tuple[int, str] | None]:
-    """Those that act, and what `ringreduce verify` wants recorded, if it has started this job."""
+    """Select the callbacks that act, and what `ringreduce verify` wants recorded, if anything."""
     recording = recording_wanted(takes=True) if ring.parent is None else None
     if recording is not None:
         # What is only tried out leaves no files, and begins with none.

@@ -277,7 +277,7 @@ def _passing(model: Any) -> list[Any]:
 
 
 def changed_by_steps(model: Any) -> list[Any]:
-    """What a step of `model` changes on this rank besides weights and their optimizer's state."""
+    """List what a step changes on this rank besides weights and their optimizer's state."""
     return [*_passing(model), *filter(is_seed_state, model.non_trainable_variables)]
 
 

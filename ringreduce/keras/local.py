@@ -15,7 +15,7 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 def joint_in(optimizer: Any) -> str | None:
-    """What in it uses all gradients together, such as ``sgd with a loss scale``; None: nothing."""
+    """Name what uses all gradients together, such as ``sgd with a loss scale``; None: nothing."""
     for one in all_within(optimizer):
         if isinstance(one, keras.optimizers.LossScaleOptimizer):
             return f"{one.name} with a loss scale"

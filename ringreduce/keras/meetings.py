@@ -188,7 +188,7 @@ class _Alone(Running):
 
 
 class _Round:
-    """What ranks have between meetings, for one set of variables."""
+    """Keeps one set of variables between meetings of the ranks."""
 
     def __init__(self, variables: Sequence[Any], strategy: LocalSGD, use: Use) -> None:
         self._variables, self._every, self._ring = variables, strategy.every, use.communicator()

@@ -24,7 +24,7 @@ Entries = Mapping[str, tuple[bool, Any]]
 
 @dataclass(frozen=True)
 class MetricStates:
-    """What a model's metrics hold on one rank after some batches."""
+    """The states of a model's metrics on one rank after some batches."""
 
     batches: int = 0  # their number; with 0, `values` is empty and the rank adds nothing
     variables: Sequence[Any] = ()
@@ -33,7 +33,7 @@ class MetricStates:
     results: Mapping[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Of `values`; empty where some are not finite, or all whole: equal by chance."""
+        """Hash `values`; empty where some are not finite, or all whole: equal by chance."""
         is_finite = all(np.isfinite(value).all() for value in self.values)
         if not is_finite or all((value % 1 == 0).all() for value in self.values):
             return ""
@@ -104,7 +104,7 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
-    """What `merged` needs of this rank's logs; `results` are those of its own metrics."""
+    """Make this rank's entries for `merged` from its logs and its own metrics' `results`."""
     # A `train_step` may log something else under a metric's name, so values are compared too.
     numbers = numbers_in(logs)
     entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))
@@ -116,7 +116,7 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
 
 
 def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what ranks log what is in `together`, where all log a metric's; means of other numbers."""
+    """Merge ranks' logs: values of `together` where all log a metric's, means of other numbers."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for theirs in entries for name in theirs):
         logged = [theirs[name] for theirs in entries if name in theirs]

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Data:
-    """Of a job and its groups, which share their settings: data may be divided among others."""
+    """Flags that a job and its groups share: data may be divided among others."""
 
     is_divided = False  # by `rr.shard` or `rr.fit`
     is_warned_of = False
@@ -188,7 +188,7 @@ def warn_of_last_batches(entries: Sequence[Entries], ring: Communicator) -> None
 
 
 def differences(model: Any) -> list[str]:
-    """What in a built and compiled model sees its rank's rows only, by name and with a remedy."""
+    """Name the parts of a compiled model that see its rank's rows only, with a remedy each."""
     layers = [layer for layer in private.layers_of(model) if layer.trainable]
     found = []
     plain = [one for one in layers if isinstance(one, keras.layers.BatchNormalization)]

@@ -168,7 +168,7 @@ class DistributedOptimizer(Wrapper):
 
     @property
     def options(self) -> dict[str, Any]:
-        """As they were given, by name, and the number of local variables."""
+        """The options as they were given, by name, and the number of local variables."""
         return {**self._options, "local_variables": len(self._local)}
 
     def _ring(self) -> Communicator:
@@ -236,7 +236,7 @@ class DistributedOptimizer(Wrapper):
             self.commit_point.passed(gradients, update)
 
     def build_inner(self, variables: Sequence[Any]) -> None:
-        """As `Wrapper.build_inner`; state for parts is in pieces too."""
+        """Build the inner optimizer; state for parts is in pieces too."""
         if self._is_divided():
             self._shard(variables)
         else:
@@ -287,7 +287,7 @@ class DistributedOptimizer(Wrapper):
 
     @property
     def kept_options(self) -> StrategyState | None:
-        """What Keras saves of the options, where some are not those by default: JSON."""
+        """The options for Keras to save, as JSON; None where all are those by default."""
         trained = self.trained if self._local and self.built else []
         local = [number for number, variable in enumerate(trained) if variable in self._local]
         return saved_options(self._options, DistributedOptimizer.__init__, local)
@@ -306,14 +306,14 @@ class DistributedOptimizer(Wrapper):
         self._running.settle()
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """What Keras's `fit` calls at its end: `settle`, and the inner optimizer's."""
+        """Settle, and finalize the inner optimizer's variables, at the end of Keras's `fit`."""
         self.settle()
         if elastic_minimum() is None:  # A step of it cannot be made again.
             require_equal(self)
         self._inner.finalize_variable_values(var_list)
 
     def equal_now(self, variables: Sequence[Any]) -> list[Any]:
-        """Those of `variables` that are equal on all ranks at this moment."""
+        """Select the `variables` that are equal on all ranks at this moment."""
         if not self.is_settled:
             return []
         found = self.shared(variables)
@@ -418,7 +418,7 @@ class DistributedOptimizer(Wrapper):
             first_step.make_equal(self, variables)
 
     def settings(self) -> list[settings.Settings]:
-        """What must be equal on all ranks, and is not seen from their gradients."""
+        """Collect the settings that must be equal on all ranks, and do not show in gradients."""
         names = "strategy", "op", "scale_local_gradients", "update_rows", "sharded"
         own = settings.settings_in({name: self._options[name] for name in names})
         if self._sharding is not None:
@@ -430,7 +430,7 @@ class DistributedOptimizer(Wrapper):
         return [settings.Settings("optimizers", found), *of_model]
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
-        """Those of `variables`, the model's or the optimizer's, that are equal on all ranks."""
+        """Select the `variables`, the model's or the optimizer's, that are equal on all ranks."""
         return self._local.others_of(variables, self._inner)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What is saved beside an inner optimizer's state, in groups of files that plain Keras ignores."""
+"""Saves more than an inner optimizer's state, in groups of files that plain Keras ignores."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from ringreduce.keras.strategies import EveryStep, Running
 
 
 class StrategyState(private.KerasSaveable):
-    """What is equal on all ranks and saved beside the optimizer, of strategies and compressions.
+    """State of strategies and compressions, equal on all ranks, saved beside the optimizer.
 
     In Keras's files it is in a group of its own, which plain Keras does not look at. `get` returns
     arrays by name, and `put` sets what was saved.
@@ -43,7 +43,7 @@ class StrategyState(private.KerasSaveable):
 
 
 class OptimizerState:
-    """What a strategy and `PowerSGD` keep for the next step; `saved` is None if that is nothing."""
+    """State of a strategy and `PowerSGD` for the next step; `saved` is None if there is none."""
 
     def __init__(self, running: Running, low_rank: Any, inner: Any) -> None:
         self._running, self._low_rank, self._inner = running, low_rank, inner

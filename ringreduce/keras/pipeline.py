@@ -106,7 +106,7 @@ class Pipeline:
         loss_weights: Any = None,
         weighted_metrics: Any = None,
     ) -> None:
-        """As ``model.compile``; every stage has the optimizer, the last one loss and metrics.
+        """Compile the model: each stage with the optimizer, the last one with loss and metrics.
 
         Args:
             optimizer: of Keras, or its name, which is wrapped; or a `DistributedOptimizer` with
@@ -254,7 +254,7 @@ class Pipeline:
         return_dict: bool = False,
         check: bool = True,
     ) -> Any:
-        """As `rr.evaluate`, by all ranks; batches may have any number of rows."""
+        """Evaluate as `rr.evaluate` does, by all ranks; batches may have any number of rows."""
         self._require_compiled()
         shown = verbose if self._ring.rank == 0 else 0
         given = x, y, sample_weight, batch_size, self.replicas
@@ -273,7 +273,7 @@ class Pipeline:
         steps: int | None = None,
         check: bool = True,
     ) -> Any:
-        """As `rr.predict`, by all ranks: the outputs of the last stage, equal on all of them."""
+        """Predict as `rr.predict` does; all ranks get the outputs of the last stage."""
         shown = verbose if self._ring.rank == 0 else 0
         outputs = predict(self.model, x, batch_size, self.replicas, shown, steps, check)
         self._stage.wait_sent()
@@ -320,7 +320,7 @@ class Pipeline:
         ]
 
     def _from_last(self, outputs: Any) -> Any:
-        """What the last stage has, arrays in a structure, on all ranks of the chain."""
+        """Broadcast the last stage's arrays, in a structure, to all ranks of the chain."""
         leaves, last = keras.tree.flatten(outputs), self.stages - 1
         structure = keras.tree.pack_sequence_as(outputs, list(range(len(leaves))))
         described = [[leaf.dtype.name, list(leaf.shape)] for leaf in leaves]

@@ -117,7 +117,7 @@ class Plan:
         return passing(whole, own_rows, passes, first)
 
     def dealt(self, whole: Any) -> Any:
-        """Of global batches those whose turn is this rank's when they are read."""
+        """Select the global batches whose turn is this rank's when they are read."""
 
         def is_own(number: Any) -> Any:
             return np.bool_(number % self.ring.size == self.ring.rank)

@@ -107,12 +107,12 @@ def decay_alike(optimizer: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
 
 
 def key_of(optimizer: Any, variable: Any) -> Any:
-    """By which a built optimizer finds what it keeps for `variable`."""
+    """The key by which a built optimizer finds its state for `variable`."""
     return optimizer._var_key(variable)
 
 
 def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
-    """By attribute, what a built optimizer keeps for each trained variable, None where nothing."""
+    """List a built optimizer's states of its trained variables, or None, by attribute."""
     own = {id(state) for state in optimizer.variables}
     return {
         name: value
@@ -139,7 +139,7 @@ def is_of_keras(what: Any) -> bool:
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """As it was given: a variable, a schedule or a function; None where it has none."""
+    """The learning rate as given: a variable, schedule or function; None where it has none."""
     return getattr(optimizer, "_learning_rate", None)
 
 

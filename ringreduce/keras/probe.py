@@ -37,7 +37,7 @@ _NO_MEAN = (
 
 
 class _Metrics:
-    """What was found out about the metrics that a model is compiled with."""
+    """Facts about the metrics that a model is compiled with."""
 
     are_tried = False
 

@@ -1,4 +1,4 @@
-"""What callbacks of a training exchange is exchanged again where a lost rank has broken that."""
+"""Repeats exchanges of a training's callbacks that a lost rank has broken."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from ringreduce.tensorflow.kept import kept
 
 
 class Repeating:
-    """What makes the meetings of a communicator's training; None: it is not elastic."""
+    """Holds the function that makes a training's meetings; None: it is not elastic."""
 
     by: Callable[[Callable[[], Any]], Any] | None = None
 

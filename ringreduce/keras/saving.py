@@ -96,7 +96,7 @@ def load_model(
 
 @contextlib.contextmanager
 def _weights_in(path: str) -> Iterator[Mapping[str, Any]]:
-    """What is in the file of a saved model beside its configuration; empty where that is none."""
+    """Open the weights in the file of a saved model; empty where it is none."""
     file: Mapping[str, Any] = {}
     with contextlib.ExitStack() as opened:
         # Of an error on the way Keras says what is wrong.
@@ -150,7 +150,7 @@ class _Loading:
         self._found: set[Any] = set()
 
     def stand_ins(self) -> dict[str, Any]:
-        """What Keras is to take for classes, by the names that a file has."""
+        """The classes that Keras is to use, by the names that a file has."""
         found: dict[str, Any] = {}
         for one, _ in self._replaced.values():
             # The class that it replaces has its name: its own is that of the plain one.

@@ -74,7 +74,7 @@ def seed_states_in_use() -> list[Any]:
 
 
 def states_in(optimizer: Any) -> list[Any]:
-    """Of random generators that an optimizer, or one in it, has as attributes."""
+    """The states of random generators that an optimizer, or one in it, has as attributes."""
     kinds = keras.random.SeedGenerator, tf.random.Generator
     held = [value for one in all_within(optimizer) for value in vars(one).values()]
     return [value.state for value in held if isinstance(value, kinds)]

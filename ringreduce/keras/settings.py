@@ -33,7 +33,7 @@ _SAME_MODEL = (
 
 
 class Settings(NamedTuple):
-    """What must be equal."""
+    """Settings that must be equal on all ranks."""
 
     what: str  # names them in an error, such as ``arguments of rr.fit``; may differ between ranks
     found: Mapping[str, str]  # settings as text, by name
@@ -96,7 +96,7 @@ def settings_in(value: Any, name: str = "") -> dict[str, str]:
 
 
 def settings_of_optimizer(optimizer: Any) -> dict[str, str]:
-    """Those of a Keras optimizer; not a constant learning rate, a variable that ranks copy."""
+    """Describe a Keras optimizer, without a constant learning rate, which ranks copy."""
     if isfunction(private.learning_rate_of(optimizer)):
         return {"optimizer": type(optimizer).__name__}  # Keras warns where a lambda is described.
     found = settings_in(optimizer, "optimizer").items()
@@ -105,7 +105,7 @@ def settings_of_optimizer(optimizer: Any) -> dict[str, str]:
 
 
 def settings_of_model(model: Any) -> list[Settings]:
-    """What is configured in a built model, layer by layer: by their order, not by their names.
+    """Describe a built model's configuration, layer by layer: by their order, not their names.
 
     Of a layer whose `get_config` does not work there is the class alone. Seeds are left out:
     initial weights are rank 0's anyway, and random layers are to differ (`ringreduce.keras.seeds`).

@@ -87,7 +87,7 @@ class Shares:
 
 
 def agreed_shares(given: Any, ring: Communicator) -> Shares:
-    """What all ranks have `given` as ``batch_share``. Collective; errors come on all ranks."""
+    """Agree on all ranks' ``batch_share``, here `given`. Collective; errors come on all ranks."""
     kind, number = "equal" if given is None else given, 1.0
     if not isinstance(given, bool) and _is_share(given):
         kind, number = "a number", float(given)

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Of the optimizer that a strategy is begun for."""
+    """Facts of its optimizer that a strategy needs."""
 
     communicator: Callable[[], Communicator]  # returns that of the steps
     keeps_rows: bool  # whether means of sparse gradients are to be sparse
@@ -60,7 +60,7 @@ class Running:
         """Make the ranks' weights equal. Eager; collective."""
 
     def state(self) -> Mapping[str, np.ndarray]:
-        """What is to be saved with the optimizer, and is equal on all ranks when settled."""
+        """The state to be saved with the optimizer, equal on all ranks when settled."""
         return {}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
@@ -78,7 +78,7 @@ class Strategy:
         """Raise ConfigError if it cannot be used with the optimizer `inner`."""
 
     def begin(self, use: Use) -> Running:
-        """What takes an optimizer's steps."""
+        """Return the object that takes an optimizer's steps."""
         raise NotImplementedError
 
 

@@ -150,7 +150,7 @@ class DistributedGradientTape:
 
 
 class _Shared:
-    """What all tapes of a communicator share, since each step makes a new one."""
+    """State that all tapes of a communicator share, since each step makes a new one."""
 
     def __init__(self) -> None:
         self.initial = InitialValues()

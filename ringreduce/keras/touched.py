@@ -34,7 +34,7 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 def touched_rows(update_rows: str, inner: Any, sparse_as_dense: bool) -> TouchedRows | None:
-    """What `DistributedOptimizer` needs for its argument `update_rows`; None for "all"."""
+    """Make the updates of touched rows for an optimizer's `update_rows`; None for "all"."""
     if update_rows == "all":
         return None
     if update_rows != "touched":

@@ -53,7 +53,7 @@ class Weight:
 
 
 class _Local(threading.local):
-    """Of what this thread computes or traces."""
+    """The weights of what this thread computes or traces."""
 
     weight: Weight | None = None
     kept: Weight | None = None

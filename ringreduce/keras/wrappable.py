@@ -80,7 +80,7 @@ def all_within(optimizer: Any) -> list[Any]:
 
 
 def state_for(optimizer: Any, variable: Any) -> list[Any]:
-    """What a built optimizer, or one in it, keeps for `variable`."""
+    """List the state that a built optimizer, or one in it, has for `variable`."""
     found = []
     for one in all_within(optimizer):
         place = private.places_in_lists(one).get(private.key_of(one, variable))

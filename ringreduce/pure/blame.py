@@ -33,7 +33,7 @@ class Reason(enum.Enum):
 
 
 class Facts(NamedTuple):
-    """What is known of one rank, now or when it failed."""
+    """Facts known of one rank, now or when it failed."""
 
     rank: int
     calls: int = 0  # collectives completed
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
 
     @property
     def call(self) -> tuple[str | None, int]:
-        """What must be equal on all ranks that are in the same call."""
+        """The part that is equal on all ranks in the same call."""
         return self.operation, self.nbytes if self.operation in _EQUAL_AMOUNTS else 0
 
 
@@ -214,7 +214,7 @@ def _odd_one_out(known: dict[int, Facts]) -> int | None:
 
 
 def _first_error(failed: _Failed) -> Finding:
-    """What the first error indicates, for want of anything better."""
+    """Follow the first error, for want of anything better."""
     if failed.naming:
         return failed.blame(failed.naming[0][3])
     first = sorted((failed_s, rank) for failed_s, rank, _ in failed.errors)

@@ -51,7 +51,7 @@ class GradientSpec:
 
     @property
     def essence(self) -> tuple[object, ...]:
-        """What must be equal on all ranks."""
+        """The part that must be equal on all ranks."""
         return _NUMBERING.sub("", self.path), self.shape, self.dtype, self.present, self.sparse
 
     def describe(self) -> str:

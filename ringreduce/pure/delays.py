@@ -8,7 +8,7 @@ from ringreduce.vocabulary.config import TIMES
 
 
 class Delays:
-    """What a watcher says of ranks that are late or slow; it warns of `neighbours` alone."""
+    """Words a watcher's warnings of ranks that are late or slow, `neighbours` alone."""
 
     def __init__(self, peer_table: PeerTable, neighbours: Collection[int], now_s: float) -> None:
         self._peer_table, self._neighbours = peer_table, neighbours
@@ -19,7 +19,7 @@ class Delays:
         self._warn_s = 0.0
 
     def look(self, current: Present, progress: object, now_s: float) -> str | None:
-        """What to warn of, at growing intervals, while ranks keep this one waiting."""
+        """Return a warning, at growing intervals, while ranks keep this one waiting."""
         call = current.calls, current.since_s
         if call != self._call:
             self._call, self._warn_s = call, 0.0

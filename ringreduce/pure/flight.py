@@ -70,7 +70,7 @@ class Stack(msgspec.Struct):
 
 
 class _Communicator(msgspec.Struct, kw_only=True):
-    """What is recorded of one communicator. Times are in seconds since the epoch."""
+    """The record of one communicator. Times are in seconds since the epoch."""
 
     transport: _Name
     # calls, operation, nbytes, since: as in `Present`; in user code, `since` is when the last

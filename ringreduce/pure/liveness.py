@@ -1,4 +1,4 @@
-"""What a rank knows of the others from their heartbeats, and what follows. Pure: no clock, no I/O.
+"""Knowledge of other ranks from their heartbeats, and what follows. Pure: no clock, no I/O.
 
 Each rank sends a `Heartbeat` four times a second. Neighbours forward those they have received, with
 their ages, so that every rank knows how far every other has come and how long ago that was, without
@@ -43,7 +43,7 @@ class Waits(NamedTuple):
 
 
 class Doing(NamedTuple):
-    """What a rank does, for one that waits for it to send or receive."""
+    """A rank's activity, for one that waits for it to send or receive."""
 
     text: str  # a clause such as ``rank 1 is alive, in user code for 3.2 s``
     is_busy: bool  # it is alive and does something else, so it will come if it is given time
@@ -58,7 +58,7 @@ class _Sighting(NamedTuple):
 
 
 class PeerTable:
-    """What one rank knows of the other members; they all count as alive at `now_s`."""
+    """Keeps one rank's knowledge of the other members, who count as alive at `now_s`."""
 
     def __init__(self, rank: int, membership: Membership, now_s: float) -> None:
         self._rank = rank
@@ -190,7 +190,7 @@ class PeerTable:
         return Suspicion(rank, f"rank {rank} is alive and still {place}")
 
     def doing(self, rank: int, now_s: float) -> Doing:
-        """What another rank does; a rank of which nothing is known counts as busy."""
+        """Tell what another rank does; one of which nothing is known counts as busy."""
         if self.is_silent(rank, now_s):
             return Doing(self._silence(rank, now_s), False, ())
         seen, waits = self._seen.get(rank), self.waits(rank, now_s)
@@ -247,7 +247,7 @@ def _outside(heartbeat: Heartbeat) -> str:
 
 
 def describe_cycle(cycle: Sequence[Waits]) -> str | None:
-    """What to say of ranks each of which waits for the next, the last for the first.
+    """Describe ranks each of which waits for the next, the last for the first.
 
     None for two of which one sends what the other receives. Whether ranks would wait for ever
     cannot be known: a thread of a program may yet send what another one receives. So such a wait

@@ -15,7 +15,7 @@ GROUPS_MAX = 1 << 16  # numbers of groups have 16 bits in a header
 
 
 class Choice(NamedTuple):
-    """What a rank passes to `Communicator.split`; `highest` is the highest group that it knows."""
+    """A rank's arguments of `Communicator.split`; it knows groups up to `highest`."""
 
     color: int | str | None
     key: int
@@ -36,7 +36,7 @@ class Membership:
 
     @property
     def name(self) -> str:
-        """As messages call it; of a large group the first members are named."""
+        """The group's name in messages; of a large one the first members are named."""
         if self.group == 0:
             return "the whole job"
         *first, last = map(str, self.members)

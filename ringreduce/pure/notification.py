@@ -1,4 +1,4 @@
-"""What a rank tells the others when it aborts, and the errors they raise for that or a leave."""
+"""Words a rank's abort for the others, and the errors they raise for that or a leave."""
 
 from typing import Any
 

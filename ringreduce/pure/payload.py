@@ -1,4 +1,4 @@
-"""What collectives accept: arrays as flat views, objects as bytes, roots, other ranks' lengths."""
+"""Checks arguments of collectives: arrays as flat views, objects as bytes, roots, lengths."""
 
 import itertools
 import operator
@@ -145,14 +145,14 @@ def encode(value: Any) -> np.ndarray:
 
 
 def encode_refusal(error: ArrayError, who: dict[str, Any]) -> np.ndarray:
-    """What travels in place of an object that rank `who` cannot send: no other rank need wait."""
+    """Encode a refusal, sent for an object that rank `who` cannot send: no other rank need wait."""
     error.rank, error.size = who["rank"], who["size"]
     refusal = msgspec.msgpack.Ext(_REFUSAL, str(error).encode(errors="replace"))
     return np.frombuffer(msgspec.msgpack.encode(refusal), np.uint8)
 
 
 def encode_or_refuse(value: Any, who: dict[str, Any]) -> tuple[np.ndarray, ArrayError | None]:
-    """What `encode` returns, and None; or a refusal, and the error that says why."""
+    """Encode `value`, with None; or a refusal, with the error that says why."""
     try:
         return encode(value), None
     except ArrayError as error:

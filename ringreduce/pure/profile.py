@@ -34,7 +34,7 @@ _BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
 
 
 class Facts(NamedTuple):
-    """What a rank has measured: totals at some moment, or of some steps."""
+    """A rank's measurements: totals at some moment, or of some steps."""
 
     steps: int
     seconds: float  # on a monotonic clock
@@ -54,7 +54,7 @@ class Facts(NamedTuple):
     updated: int = 0  # weights whose update would be shorter if it was sharded
 
     def since(self, before: Facts) -> Facts:
-        """Of the steps after `before`."""
+        """Measurements of the steps after `before`."""
         counted = Facts._fields.index("rank")
         pairs = zip(self[:counted], before, strict=False)
         return Facts._make([*(now - then for now, then in pairs), *self[counted:]])
@@ -79,7 +79,7 @@ class Step(NamedTuple):
         return self.seconds - self.communicating_s
 
     def logs(self) -> dict[str, float]:
-        """What it adds to the logs of an epoch."""
+        """The numbers for the logs of an epoch."""
         total_s = self.communicating_s + self.hidden_s
         return {
             "rr_step_ms": round(self.seconds * 1e3, 3),

@@ -36,7 +36,7 @@ FORWARD = 4  # send it on to the next rank
 
 
 class Action(enum.IntEnum):
-    """What is done with the chunks of a buffer in shared memory; values as in ringreduce.h."""
+    """Actions on the chunks of a buffer in shared memory; values as in ringreduce.h."""
 
     __hash__ = int.__hash__  # as in `ReduceOp`
 

@@ -51,7 +51,7 @@ COUNT, SECONDS = struct.Struct("=Q"), struct.Struct("=d")
 
 
 class SpanKind(enum.IntEnum):
-    """What a span is: RR_SPAN_CALL, ... of native/include/ringreduce.h, which describes them.
+    """Kinds of spans: RR_SPAN_CALL, ... of native/include/ringreduce.h, which describes them.
 
     C does not know the last ones: that a call waited for rank `other`; a training step, from the
     reduction of its first bucket to that of the next step's; messages to or from rank `other`, only
@@ -90,7 +90,7 @@ class Span(NamedTuple):
 
 
 class Present(NamedTuple):
-    """What runs and what has run; as `STANDING`, with the operation's name or None."""
+    """The running and the completed calls; as `STANDING`, with the operation's name or None."""
 
     number: int
     calls: int

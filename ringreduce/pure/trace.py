@@ -28,7 +28,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stream(NamedTuple):
-    """What a file holds; calls have the numbers that they have on all ranks."""
+    """The contents of a file; calls have the numbers that they have on all ranks."""
 
     head: Head
     spans: list[Span]
@@ -44,7 +44,7 @@ def file_name(head: Head) -> str:
 
 
 def decode_trace(data: bytes) -> Stream:
-    """What is in a file, also of a rank that was killed; ValueError if it is no trace."""
+    """Decode a file, also of a rank that was killed; ValueError if it is no trace."""
     line, _, records = data.partition(b"\n")
     try:
         head = msgspec.json.decode(line, type=Head)

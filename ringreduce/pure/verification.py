@@ -22,7 +22,7 @@ _SHOWN = 3
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What was recorded of a job."""
+    """The record of a job."""
 
     ranks: int
     losses: list[float]  # of each step, over the rows of all ranks; NaN if not known

@@ -31,7 +31,7 @@ class View(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kind(enum.IntEnum):
-    """What a message says."""
+    """Kinds of messages."""
 
     HERE = 0  # its sender takes part
     PREPARE = 1  # promise to take part in no lower ballot
@@ -70,7 +70,7 @@ class Campaign(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What rank `own` knows of the choice of the successor of `view`."""
+    """Rank `own`'s knowledge of the choice of the successor of `view`."""
 
     own: int
     view: View
@@ -106,7 +106,7 @@ def propose(state: Agreement, members: Iterable[int], dead: Iterable[int] = ()) 
 
 
 def receive(state: Agreement, message: Message) -> Step:
-    """What this rank knows after `message`, and what is to be sent."""
+    """Return this rank's state after `message`, and the messages to be sent."""
     known = state.successor if message.view == state.view.number else state.view
     if message.view > state.view.number or message.sender in state.dead:
         return state, ()

@@ -33,7 +33,7 @@ class Pending(msgspec.Struct, frozen=True, array_like=True):
     tag: Annotated[int, msgspec.Meta(ge=0)]
 
     def describe(self) -> str:
-        """As in ``recv from rank 2, tag 7``."""
+        """Say it as in ``recv from rank 2, tag 7``."""
         return f"{'send to' if self.sends else 'recv from'} rank {self.peer}, tag {self.tag}"
 
 
@@ -49,7 +49,7 @@ class SentToNext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank reports of itself."""
+    """A rank's report of itself."""
 
     rank: _Rank
     number: _Count  # counted up with each heartbeat
@@ -67,7 +67,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeats(msgspec.Struct, frozen=True, tag=True):
-    """What a rank knows of all ranks, itself first: heartbeats and how old they are."""
+    """Heartbeats of all ranks that the sender knows, itself first, and how old they are."""
 
     heartbeats: tuple[tuple[Heartbeat, _Seconds], ...]
 

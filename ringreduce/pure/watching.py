@@ -1,4 +1,4 @@
-"""What a watcher concludes and does: facts in, decisions out. Pure: no clock, thread or socket.
+"""A watcher's conclusions: facts in, decisions out. Pure: no clock, thread or socket.
 
 `ringreduce.engine.watch` supplies the facts and carries out the actions returned here.
 """
@@ -57,7 +57,7 @@ Action = Send | Log | Ended | Found
 
 
 class Watch:
-    """What a watcher knows of the ranks of `membership`; all times are on one clock."""
+    """Keeps a watcher's knowledge of the ranks of `membership`; all times are on one clock."""
 
     def __init__(
         self, rank: int, size: int, membership: Membership, link_timeout_s: float, now_s: float

@@ -42,7 +42,7 @@ _BYTES = DTYPE_NAMES.index("uint8") + 1
 
 
 class Kind(enum.IntEnum):
-    """What a frame belongs to."""
+    """Kinds of calls to which frames belong."""
 
     __hash__ = int.__hash__  # as in `ReduceOp`
 
@@ -132,7 +132,7 @@ def signature_of(*parts: object) -> int:
 
 
 def advice(received: Header, expected: Header) -> str | None:
-    """What to do about a disagreement, where that is known."""
+    """Advise on a disagreement, where a remedy is known."""
     if {received.kind, expected.kind} == {Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_COUNTS}:
         return "Pass counts to all_to_all on all ranks, or on none."
     if received.kind in SENDS and expected.kind in SENDS:
@@ -144,7 +144,7 @@ def advice(received: Header, expected: Header) -> str | None:
 
 
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:
-    """What two ranks disagree on, as the one that expected `expected`; `name` names a rank."""
+    """Describe a disagreement as the rank that expected `expected`; `name` names a rank."""
     sender, ours, theirs = name(received.rank), expected.describe(), received.describe()
     if expected.kind in SENDS:
         ours = ours.replace("send", "recv", 1)

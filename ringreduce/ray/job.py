@@ -26,7 +26,7 @@ _OWN = ("secret", "host_id")  # what `form` decides for each job
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user has chosen, where the program runs that starts the job; checked."""
+    """The user's choices, where the program runs that starts the job; checked."""
 
     settings: Mapping[str, Any]  # of `Config`, by name
     # Of ringreduce in that program's environment.

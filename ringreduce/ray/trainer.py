@@ -32,12 +32,12 @@ class RingReduceConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray Train calls when it has started the workers."""
+        """The class whose methods Ray Train calls when it has started the workers."""
         return _RingReduceBackend
 
     @property
     def train_func_context(self) -> Callable[[], Any]:
-        """What Ray Train calls the training function in."""
+        """The context in which Ray Train calls the training function."""
         return leaving
 
     def to_dict(self) -> dict[str, Any]:

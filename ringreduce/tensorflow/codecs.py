@@ -27,7 +27,7 @@ class Codec(str):
         return gradient if dtype is None else tf.cast(gradient, dtype)
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """As Horovod's: `tensor`, rounded if it is of floats, and what `decompress` needs."""
+        """Return `tensor`, rounded if of floats, and what `decompress` needs, as Horovod does."""
         if self == "int8":
             text = "int8 is for what an optimizer sends, which keeps what rounding takes"
             raise ConfigError(text, remedy="Use Compression.fp16 or Compression.bf16.")
@@ -39,7 +39,7 @@ class Codec(str):
 
 
 class Compression:
-    """What `DistributedOptimizer(compression=...)` accepts; Horovod has the first two.
+    """The codecs for `DistributedOptimizer(compression=...)`; Horovod has the first two.
 
     Gradients of float32 are encoded between hosts alone; within a host they are read where they
     are. Sums are made in float32 and divided before they are encoded again, so that only a single

@@ -1,4 +1,4 @@
-"""What this package keeps for a communicator, a model or the like, as long as that lives."""
+"""Keeps values for a communicator, a model or the like, as long as that lives."""
 
 from typing import Any, TypeVar
 

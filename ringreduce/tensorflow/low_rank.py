@@ -68,7 +68,7 @@ class PowerSGD:
 
 
 class LowRank:
-    """What `PowerSGD` keeps of one optimizer; changed by one thread at a time."""
+    """One optimizer's state of `PowerSGD`; changed by one thread at a time."""
 
     def __init__(self, settings: PowerSGD) -> None:
         self.settings, self.residuals, self.step = settings, Residuals(1), 0
@@ -84,7 +84,7 @@ class LowRank:
         return self._across[id(variable)][1]
 
     def state(self, variables: Sequence[Any]) -> dict[str, np.ndarray]:
-        """What is equal on all ranks, by place in `variables`."""
+        """The state that is equal on all ranks, by place in `variables`."""
         found = {"step": np.asarray(self.step)}
         for number, variable in enumerate(variables):
             if id(variable) in self._across:

@@ -70,7 +70,7 @@ class AgreedPlans:
         self._plans[plan.signature] = self._latest = plan
 
     def explain(self, error: MismatchError) -> MismatchError | None:
-        """What `error`, of ranks in different calls, means for gradients; None: nothing."""
+        """Explain `error`, of ranks in different calls, by their gradients; None if it cannot."""
         if self._comparing is not None and self._latest is not None:
             # Only this rank's plan changed; the others use that of the step before.
             if (found := _difference(self._comparing, self._latest)) is None:
@@ -151,7 +151,7 @@ class BucketReducer:
         self.numerics.check_mean(self.communicator, values, parts, compression)
 
     def scatter(self, bucket: int, values: np.ndarray) -> None:
-        """As `reduce`, but only this rank's share of `values` becomes its mean."""
+        """Reduce as `reduce` does, but only this rank's share of `values` becomes its mean."""
         session, parts = self.communicator._session, self._parts[bucket]
         self.numerics.check_own(self.communicator, values, parts)
         session.calls.reduce_shares(values, self.plan.signature)

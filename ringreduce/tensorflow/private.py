@@ -22,7 +22,7 @@ def _missing(name: str) -> ConfigError:
 
 
 def named(module: str, name: str, missing: Callable[[str], ConfigError] = _missing) -> Any:
-    """What has that private name; the error that `missing` makes if there is none."""
+    """Return the object with that private name; raise the error of `missing` if there is none."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -157,7 +157,7 @@ def _capture_in_loop(graph: Any, resource: Any) -> Any:
 
 
 def ops_in(dataset: Any) -> dict[str, bool] | None:
-    """What a tf.data.Dataset is made of: the classes of it and its inputs, the ops of functions.
+    """List the parts of a tf.data.Dataset: classes of it and its inputs, ops of its functions.
 
     Whether an op takes random numbers from TensorFlow's generator, by each name. None if it cannot
     tell.

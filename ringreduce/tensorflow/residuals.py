@@ -1,4 +1,4 @@
-"""What rounding has taken from gradients, and the next step adds: of one optimizer's variables.
+"""Residuals: parts of gradients that rounding has taken, which the next step adds.
 
 They belong to variables, since buckets differ between routes: an eager step may come before those
 of a graph. While one plan is in use they are laid out as its buckets.
@@ -28,7 +28,7 @@ class Residuals:
         self._buckets: list[np.ndarray] = []
 
     def of(self, plan: BucketPlan, variables: Sequence[Any]) -> Callable[[int], np.ndarray]:
-        """What returns a bucket's, float32 of shape (arrays, count), for these variables."""
+        """Return a function from buckets to their residuals, float32 of shape (arrays, count)."""
         me = object()
 
         def residuals(bucket: int) -> np.ndarray:

@@ -31,7 +31,7 @@ class _Peer:
 
 
 class _Peers(dict[int, _Peer]):
-    """By their ranks in the communicator."""
+    """The peers of one communicator, by rank; each is made on demand."""
 
     def __missing__(self, group_rank: int) -> _Peer:
         return self.setdefault(group_rank, _Peer())

@@ -78,7 +78,7 @@ def _as_tensor(value: Any, dtype: Any) -> Any:
 
 
 def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
-    """What `as_gradient` returns as `GradientBridge` takes it, slices with their `dense_shape`.
+    """Make a gradient of `as_gradient` one for `GradientBridge`: a tensor, or slices with shape.
 
     Sparse ones become dense with `sparse_as_dense`, if they are no floats, which are not merged
     here, and in what XLA compiles, since it fixes all shapes.

@@ -131,7 +131,7 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
 
 
 def differing(variables: Sequence[Any], ring: Communicator) -> list[Any]:
-    """Those of `variables` that not all ranks hold alike; none where numbers differ. Collective."""
+    """Find `variables` that differ between ranks; none where numbers of them do. Collective."""
     gathered = ring.all_gather_object(list(map(_hash_of, variables)))
     is_alike = len(set(map(len, gathered))) == 1
     return [variables[number] for number in _unequal(gathered)] if is_alike else []

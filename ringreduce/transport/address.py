@@ -55,7 +55,7 @@ def split_host(address: str) -> tuple[str, str]:
 
 
 def family(host: str) -> int:
-    """Of sockets for the numeric address `host`."""
+    """The address family of the numeric address `host`."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -26,7 +26,7 @@ _LOGGED_EACH = 8
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a rank shows when it connects, in libzmq's terms."""
+    """The proof that a rank shows when it connects, in libzmq's terms."""
 
     rank: int
     mechanism: bytes  # ``CURVE`` or ``PLAIN``

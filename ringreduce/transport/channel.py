@@ -352,7 +352,7 @@ _BUSY_AT, _RECEIVER_LIMITED_AT = 168, 176
 
 
 def _counts(descriptor: int, *places: int) -> list[int] | None:
-    """What Linux counts of a connection, 64 bits at each of these places; None elsewhere."""
+    """Read Linux's counters of a connection, 64 bits at each of `places`; None elsewhere."""
     if sys.platform != "linux":
         return None
     try:

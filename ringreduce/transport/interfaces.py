@@ -110,7 +110,7 @@ def _prefix(address: str, mask: str | None) -> int:
 
 
 def meeting_hosts(config: Config) -> tuple[str, ...]:
-    """Of the rendezvous host's addresses those of this host; RendezvousError if there is none."""
+    """This host's addresses among the rendezvous host's; RendezvousError if there is none."""
     hosts, _ = resolve(config)
     own = tuple(host for host in hosts if _is_bindable(host))
     if not own:

@@ -71,7 +71,7 @@ def load() -> None:
 
 
 def version() -> str:
-    """Of libzmq."""
+    """The version of libzmq."""
     return zmq.zmq_version()
 
 

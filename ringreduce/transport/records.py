@@ -1,4 +1,4 @@
-"""What Python and the compiled loops share: memory, and what the loops return.
+"""Memory that Python and the compiled loops share, and the codes that the loops return.
 
 Python uses a record as a ctypes structure, a compiled function by its address and numpy dtype,
 ``carray(pointer(address), 1, LINK)[0]``: numba would inspect each array argument in every call,

@@ -91,7 +91,7 @@ class Security:
 
     @classmethod
     def of(cls, config: Config) -> Security:
-        """What `config` requires, with a fresh key pair.
+        """Make the security that `config` requires, with a fresh key pair.
 
         Raises ConfigError if the ranks would meet on a network, or encrypt, without a secret;
         RendezvousError if the rendezvous host's name does not resolve; NativeError as the class.
@@ -195,7 +195,7 @@ class Security:
         ).digest()
 
     def password(self, sender: int, receiver: int, channel: int) -> bytes:
-        """What `sender` shows `receiver`; the keys in it are new for each ring.
+        """The password that `sender` shows `receiver`; the keys in it are new for each ring.
 
         Ports that are opened later have a `channel`: an eavesdropper knows the first password then.
         """
@@ -237,7 +237,7 @@ class Security:
 
 
 class Admission:
-    """What the sockets of one kind require of ranks that connect.
+    """How the sockets of one kind recognize ranks that connect.
 
     `mechanism` is ``CURVE``, which proves both sides and encrypts; ``PLAIN``, which proves the
     connecting side by a password; or ``NULL``, which proves nothing. `seals` says whether each
@@ -276,7 +276,7 @@ class Admission:
         return Authenticator(None if has_none else context, self.security.hold_s)
 
     def credentials(self, rank: int, channel: int) -> Credentials:
-        """What `rank` must show when it connects on `channel`; call it after `Security.learn`."""
+        """The proof that `rank` must show on `channel`; call it after `Security.learn`."""
         if self.mechanism == "CURVE":
             return Credentials(rank, b"CURVE", (z85.decode(self.security.keys[rank]),))
         if self.mechanism == "PLAIN":

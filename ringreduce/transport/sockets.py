@@ -55,7 +55,7 @@ class Sockets:
         return made
 
     def lock_all(self, deadline: float) -> None:
-        """As `Incoming.lock`, for all ports; the authenticator ends once all are shut."""
+        """Lock all ports, as `Incoming.lock` does; the authenticator ends once all are shut."""
         # A list, so that every port is tried, also after one that fails.
         if all([each.lock(deadline) for each in self.incoming]):
             self._authenticator.close()
@@ -65,7 +65,7 @@ class Sockets:
             end.read_events()
 
     def flow(self) -> Flow:
-        """What was sent to each rank, and from which ones frames are due; from any thread."""
+        """Count frames sent to each rank, and find ranks whose frames are due; from any thread."""
         sent = ((each.peer, each.number, each.record.sent) for each in list(self.outgoing))
         overdue = (each.overdue() for each in list(self.incoming))
         return Flow(sent=tuple(sent), overdue=tuple(each for each in overdue if each is not None))

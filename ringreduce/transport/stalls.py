@@ -85,7 +85,7 @@ class Waiting:
     def mismatch(
         self, received: Header, expected: Header, members: Sequence[int], **where: Any
     ) -> RingReduceError:
-        """As `mismatch_error`; or why the ring has ended, if another rank knows what differs."""
+        """Return a `mismatch_error`; or the ring's end, if another rank knows what differs."""
         # A sender whose gradients have changed has begun a comparison of all ranks: that finds the
         # same disagreement, and knows which gradient it is.
         is_comparing = Kind.ALL_GATHER_OBJECT == received.kind != expected.kind

@@ -83,7 +83,7 @@ class Visits:
             socket.connect(endpoint(*way))
 
     def receive(self, wait_s: float) -> Iterator[Message]:
-        """What has come for this rank, once anything has, or after `wait_s`."""
+        """Yield the messages for this rank, once anything has come, or after `wait_s`."""
         self._limit_visitors()
         wait_ms = milliseconds(wait_s)
         while self._incoming.poll(wait_ms):
@@ -106,7 +106,7 @@ class Visits:
             (self._standby.shut if self._is_full else self._standby.open)()
 
     def refused(self, peers: Collection[int]) -> set[int]:
-        """Those of `peers` that are proven dead: every way to their ports is refused."""
+        """Find the proven dead among `peers`: every way to their ports is refused."""
         ways = {peer: self._ways[peer] for peer in peers}
         _, failed = first_to_answer(self._rank, ways, TIMES.poll_s, lambda: None, 0.0)
         why = {peer: [each.why for each in failed if each.peer == peer] for peer in peers}

@@ -166,7 +166,7 @@ class ZmqPairs:
 
     @cached_property
     def _record(self) -> records.LinkRecord:
-        """What the records of all ends have in common."""
+        """The record from which those of all ends are copied."""
         return records.LinkRecord(
             channel_count=1,
             streams=1,

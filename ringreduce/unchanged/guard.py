@@ -1,4 +1,4 @@
-"""What would train N models apart, or the same one N times, is an error that names the line."""
+"""Refuses what would train N models apart, or the same one N times, and names the line."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""What of Keras and TensorFlow is replaced in a program that nobody has changed, and by what.
+"""Replacements in Keras and TensorFlow, for a program that nobody has changed.
 
 Within a replaced call the original functions run: ours call Keras's, and callbacks of rank 0 are
 its own. So they do in a process that a rank has started.

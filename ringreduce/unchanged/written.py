@@ -64,7 +64,7 @@ def watch(is_left_out: Callable[[], bool]) -> None:
 
 
 def found(rank: int) -> list[str]:
-    """What rank 0 need be told: what this one has written since it was asked last."""
+    """List for rank 0 the files that this rank has written since it was asked last."""
     global _told
     new = list(_names)[_told:]
     _told = len(_names)

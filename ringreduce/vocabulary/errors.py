@@ -157,7 +157,7 @@ class NativeError(RingReduceError, ImportError):
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
-    """What other processes and flight records are told of an error: its class and its ranks."""
+    """An error as other processes and flight records know it: its class and its ranks."""
 
     # The name of its class; one that is not ringreduce's is the program's own exception.
     kind: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)]

@@ -15,7 +15,7 @@ _LIKENESS = 0.8  # TIMEOUT is like TIMEOUT_S, and PORT like PORTS
 
 
 def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
-    """As `find`; warns of what looks like a job whose ranks each train alone, and of idle cores."""
+    """Find the rank; warn of what looks like ranks that each train alone, and of idle cores."""
     place = find(variables)
     if place is not None and place.launcher.key == "openmpi" and place.rank == 0:
         _warn_of_binding(place.local_size or 1)

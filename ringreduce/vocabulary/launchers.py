@@ -62,7 +62,7 @@ class Launcher(NamedTuple):
 
 
 class LaunchedRank(NamedTuple):
-    """What a launcher says of this process; empty and None: it does not say."""
+    """This process's place as its launcher tells it; empty and None: it does not say."""
 
     launcher: Launcher
     rank: int
@@ -214,7 +214,7 @@ def _open_mpi(variables: Variables) -> Variables:
 
 
 def _pmi(variables: Variables) -> Variables:
-    """What tells jobs within one host apart: the process at the other end of PMI_FD.
+    """Tell jobs within one host apart by the process at the other end of PMI_FD.
 
     Neither MPICH nor Intel MPI names a job, but ranks of a host inherit sockets from one proxy.
     """
@@ -248,7 +248,7 @@ def _slurm(variables: Variables) -> Variables:
 
 
 def first_host(text: str) -> str:
-    """Of Slurm's ``gpu[08-10],login`` the first: gpu08. Raises ConfigError for what is no list."""
+    """Return the first of Slurm's ``gpu[08-10],login``: gpu08. Raises ConfigError for no list."""
     found = _FIRST.match(text)
     if not found:
         raise ConfigError(f"cannot read {text[:80]!r} as Slurm's short form of a list")

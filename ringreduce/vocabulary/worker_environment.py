@@ -1,4 +1,4 @@
-"""What a launcher reads in its environment, and what workers get, here and on other hosts."""
+"""Reads a launcher's environment, and makes that of workers, here and on other hosts."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def parents_ring(config: Config) -> tuple[Config, Sequence[int]] | None:
 
 
 def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
-    """What ranks on other hosts get of this process's environment.
+    """Select the variables that ranks on other hosts get from this process.
 
     The variables of ringreduce, and those in `names`, which are NAME or NAME=VALUE. Not the secret,
     which travels apart; nor what holds for this host or process alone. Raises ConfigError if a

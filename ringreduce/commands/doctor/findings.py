@@ -1,4 +1,4 @@
-"""What the ranks of ``ringreduce doctor`` have found out, and what follows from it. Pure."""
+"""Findings of ``ringreduce doctor``, from facts of ranks and measured links. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ _COPIES_MAX = 6
 
 
 class Facts(msgspec.Struct, tag=True, frozen=True):
-    """What a rank has found out about itself and its host; None stands for no limit."""
+    """Facts of a rank and its host; None stands for no limit."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class Facts(msgspec.Struct, tag=True, frozen=True):
 
 
 class Link(msgspec.Struct, tag=True, frozen=True):
-    """What ranks that share memory, or two of neighbouring hosts, have measured."""
+    """Times measured by ranks that share memory, or two of neighbouring hosts."""
 
     ranks: tuple[int, ...]
     transport: str
@@ -56,7 +56,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def find(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
-    """What all ranks' facts and the links between them mean for a job, problems first."""
+    """Find what facts and links mean for a job, problems first."""
     alike: dict[tuple[str, str, bool], list[int]] = {}
     for own in facts:
         for each in _of_rank(own):

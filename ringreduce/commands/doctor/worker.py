@@ -114,7 +114,7 @@ def _versions() -> dict[str, str]:
 
 
 def _why_no_xla() -> str:
-    """As far as TensorFlow's files show: to import it takes seconds."""
+    """Say why XLA cannot be used, by TensorFlow's files alone: to import it takes seconds."""
     if native.library() is None:
         return "there is no native library"
     found = importlib.util.find_spec("tensorflow")

@@ -36,7 +36,7 @@ STARTUP = re.compile(
 
 
 class Display:
-    """What the workers of one attempt write.
+    """Shows and logs what the workers of one attempt write.
 
     Lines that are not whole yet are shown of one rank alone. On a terminal they are the live line;
     elsewhere, and in the logs, what is added in ten seconds is a line of its own.
@@ -65,7 +65,7 @@ class Display:
             self._screen.show_live(stream.source, stream.partial)
 
     def follow(self, ranks: Sequence[int]) -> None:
-        """Of the `ranks` that are left, show the first as rank 0 was shown, if that is lost."""
+        """Show the first of the `ranks` that are left as rank 0 was shown, if that is lost."""
         if self._live_rank not in ranks:
             if self._live_rank not in self._hidden:
                 self._hidden.pop(ranks[0], None)

@@ -1,4 +1,4 @@
-"""What the launcher and its agent on another host send each other: records as msgpack. Pure.
+"""Messages between the launcher and its agent on another host, as msgpack. Pure.
 
     launcher -- ssh's standard input --> agent       Assignment, Start, Signal, Alive
     launcher <-- its standard output --- agent       Hello, Ready or Refused; Output, Told, Ended
@@ -76,7 +76,7 @@ class Output(msgspec.Struct, tag=True, frozen=True):
 
 
 class Told(msgspec.Struct, tag=True, frozen=True):
-    """What a rank has told its launcher."""
+    """A rank has told its launcher something."""
 
     rank: int
     record: WorkerRecord

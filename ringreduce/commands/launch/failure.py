@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """What a shell would show: the exit code, or 128 plus the signal's number."""
+        """The exit code as in a shell, where a signal's is 128 plus its number."""
         return self.returncode if self.returncode > 0 else 128 - self.returncode
 
     def describe(self) -> str:
@@ -99,7 +99,7 @@ class Cause(NamedTuple):
 
 
 def worker_error(cause: Cause, size: int, lines: Sequence[str]) -> WorkerError:
-    """What a caller of `launch` gets; below it `lines`."""
+    """Make the error for a caller of `launch`; below it stand `lines`."""
     others = "" if size == 1 else "; all workers were stopped"
     text = f"{cause.describe(f' of {size}')}{others}"
     return WorkerError(text, size=size, peer=cause.rank, traceback="\n".join(lines))
@@ -124,7 +124,7 @@ def find_cause(failures: Sequence[Failure], ranks: Iterable[int]) -> Cause | Non
 
 
 def find_repeated(failures: Sequence[Failure], *, by_text: bool) -> list[Failure]:
-    """Those by exceptions of the program that have ended several ranks, and would end all in turn.
+    """Find failures by exceptions that have ended several ranks, and would end all in turn.
 
     Without `by_text` those of one class count as equal. An exit is no error, nor is a signal.
     """

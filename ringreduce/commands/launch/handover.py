@@ -61,7 +61,7 @@ def note_failure(error: RingReduceError) -> None:
 
 
 def described(error: BaseException) -> Raised:
-    """What is to be said of an exception that ends a program, or a function."""
+    """Describe an exception that ends a program, or a function."""
     ring = next((one for one in _chain(error) if isinstance(one, RingReduceError)), None)
     text = str(error)
     ring = ring or next((one for one in _failures if one.is_quoted_in(text)), None)

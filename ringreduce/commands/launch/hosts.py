@@ -75,7 +75,7 @@ def share_out(hosts: Sequence[Host], count: int | None) -> list[Share]:
 
 
 def labels(shares: Sequence[Share]) -> list[str]:
-    """What marks the lines of each rank: its host, as short as hosts still differ, and rank."""
+    """Label each rank's lines by its host, as short as hosts still differ, and rank."""
     names = [share.host.name for share in shares]
     are_addresses = [":" in name or name.replace(".", "").isdecimal() for name in names]
     pairs = zip(names, are_addresses, strict=True)

@@ -212,7 +212,7 @@ class Job:
         return [worker for worker in self._workers.values() if worker.alive]
 
     def _running(self) -> list[Worker]:
-        """Those of this launcher."""
+        """The living ranks of this launcher."""
         return [worker for worker in self._alive() if worker.is_ours]
 
     def _read_all(self) -> None:
@@ -329,7 +329,7 @@ class Job:
             self._screen.say(conclusion.WAITING.format(**fields))
 
     def _failures(self) -> list[Failure]:
-        """Those that end the job: none while the ranks that are left may go on by themselves."""
+        """Find failures that end the job: none while the ranks that are left may go on."""
         plan, meeting, workers = self._plan, self._plan.meeting, self._workers.values()
         ring_of = plan.size if any(plan.size in worker.rings for worker in workers) else 0
         failures = [failed for worker in workers if (failed := worker.failure(ring_of))]

@@ -94,7 +94,7 @@ class LocalHost:
                 self._pipes[rank].append(Pipe(file, self._selector, take))
 
     def is_suspended(self, rank: int) -> bool:
-        """As `Process.is_suspended`."""
+        """Whether the rank's process is stopped; see `Process.is_suspended`."""
         return self._processes[rank].is_suspended
 
     def poll(self) -> list[Event]:

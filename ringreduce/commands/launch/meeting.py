@@ -24,7 +24,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class Node(NamedTuple):
-    """What a launcher was told: which one it is, and where node 0 listens."""
+    """A launcher's options: which node it is, and where node 0 listens."""
 
     own: messages.Join  # what it says of itself
     host: str

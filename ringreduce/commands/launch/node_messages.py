@@ -1,4 +1,4 @@
-"""What the launchers of a job with ``--nnodes`` send each other. Pure.
+"""Messages between the launchers of a job with ``--nnodes``. Pure.
 
     node 1, 2, ... -- Join ---------------> node 0
                    <- Placed, or Refused --

@@ -42,7 +42,7 @@ def node_of(
     timeout_s: float | None,
     elastic: int | None = None,
 ) -> Node | None:
-    """What the options say, with the user's secret and time limit; None: there are no others.
+    """Make a `Node` of the options, the user's secret and time limit; None: there are no others.
 
     Raises ConfigError if only some of the first three are given, `node` is too large, `rendezvous`
     is not ``host:port``, or there is no secret.

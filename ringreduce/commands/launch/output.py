@@ -39,7 +39,7 @@ class LineBuffer:
 
 
 def last_state(line: str) -> str:
-    """What a line shows after it was redrawn; of control sequences, colors stay."""
+    """Reduce a line to what it shows once redrawn; of control sequences, colors stay."""
     text = _CONTROLS.sub("", line).rstrip("\r\b").rpartition("\r")[2]
     if "\b" not in text:
         return text

@@ -1,4 +1,4 @@
-"""What a job runs, where, and how it is shown and ended."""
+"""A job's plan: what it runs, where, and how it is shown and ended."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from ringreduce.vocabulary.config import TIMES
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job runs, in every attempt."""
+    """A job's plan, equal in every attempt."""
 
     arguments: Sequence[str]  # a script, or ``-m`` and a module's name, and the program's own
     count: int  # the number of ranks, here and on the hosts of `spread`

@@ -86,7 +86,7 @@ class Process:
 
 
 class Pipe:
-    """What a process writes, as events that `take` makes of pieces of bytes, the last one empty."""
+    """Reads what a process writes; `take` makes events of pieces of bytes, the last one empty."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Guard:
 
 
 def _prepare(ignored: Sequence[int], leads_session: bool) -> None:
-    """What the child runs first: it sets up group and signals."""
+    """Set up group and signals, in the child, before it runs its program."""
     if not leads_session:
         os.setpgid(0, 0)
         # To use the terminal is an error then, instead of that the worker is stopped.

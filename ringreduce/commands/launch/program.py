@@ -8,7 +8,7 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 def as_unchanged(arguments: Sequence[str], variables: MutableMapping[str, str]) -> list[str]:
-    """What runs a program that does not know ringreduce; adds to the workers' `variables`."""
+    """Make the command for a program that does not know ringreduce; add to `variables`."""
     variables.setdefault("PYTHONHASHSEED", "0")
     return ["-m", "ringreduce.unchanged", *arguments]
 

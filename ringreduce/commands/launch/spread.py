@@ -47,7 +47,7 @@ class Spread(NamedTuple):
         return not all(is_local(share.host.name) for share in self.shares[1:])
 
     def command(self, host: Host) -> list[str]:
-        """What to run here for an agent on `host`."""
+        """The command to run here for an agent on `host`."""
         path = ["env", f"PYTHONPATH={self.pythonpath}"] if self.pythonpath else []
         words = [*path, self.python, "-m", _AGENT]
         # The login shell of the other end reads it; all take single quotes alike.
@@ -77,9 +77,9 @@ def spread_over(
     python: str | None = None,
     rendezvous: str | None = None,
 ) -> Spread:
-    """What the options say: a command as in a shell, a program on the hosts, where ranks meet.
+    """Make a `Spread` of options: a command as in a shell, Python there, where ranks meet.
 
-    That is ``host`` or ``host:port``, by default the first host's name and any port. Raises
+    They meet at ``host`` or ``host:port``, by default the first host's name and any port. Raises
     ConfigError if `ssh` or `rendezvous` cannot be read.
     """
     ssh = "ssh" if ssh is None else ssh

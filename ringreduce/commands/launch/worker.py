@@ -1,4 +1,4 @@
-"""What the launcher knows of a worker, on whichever host: what it told, and how it ended."""
+"""A worker as its launcher knows it, on whichever host: what it told, and how it ended."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""What a worker tells its launcher: which rings it forms, what it imports, why it fails. Pure.
+"""Messages from a worker to its launcher: rings it forms, imports, why it fails. Pure.
 
 In frames, over a pipe that only the two have (`handover`); an agent passes them on, and Ray carries
 `Raised` as a result.

@@ -52,7 +52,7 @@ def membership_of(group: Group) -> Membership:
 
 
 def _in_group(dump: Dump, group: Membership) -> Dump:
-    """What a rank's record says of a group; of one that it has closed, that it is in user code."""
+    """Reduce a rank's record to a group; in one that it has closed, it is in user code."""
     part = next((each for each in dump.groups if membership_of(each) == group), None)
     if part is None:
         return msgspec.structs.replace(

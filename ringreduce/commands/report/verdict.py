@@ -61,7 +61,7 @@ def _failed_s(records: Records) -> float:
 
 
 def _facts_of(dump: Dump) -> Facts:
-    """What a rank is in, or was in when it failed, and for how long."""
+    """Take the facts from a record: the call, now or when the rank failed, and for how long."""
     failure = dump.failure
     if failure is None:
         stood_s = dump.when - dump.since
@@ -212,7 +212,7 @@ def _outside(dump: Dump) -> str:
 
 
 def state_of(dump: Dump) -> str:
-    """What a rank is doing, or did when it failed, and for how long."""
+    """Say what a rank is doing, or did when it failed, and for how long."""
     for_s = _seconds(_facts_of(dump).stood_s)
     failure = dump.failure
     if failure is None:

@@ -126,7 +126,7 @@ class MetricAverage(keras.callbacks.Callback):
     def _combined(
         self, logs: Any, training: MetricStates, validation: MetricStates, validated: int | None
     ) -> dict[str, Any]:
-        """Those of `logs` that are equal on all ranks; None for what is to be left out."""
+        """Combine `logs` into values equal on all ranks; None for what is to be left out."""
         ring = self._communicator or default_communicator()
         results = {**training.results, **_as_validation(validation.results)}
         is_telling = self._is_first and not self._is_global and not model_group(self.model.weights)

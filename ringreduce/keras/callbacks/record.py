@@ -109,7 +109,7 @@ class Record(keras.callbacks.Callback):
 
 
 def _of_gradients(model: Any) -> Iterator[str]:
-    """What ranks do with gradients that one process does differently, as far as it is known."""
+    """Say what ranks do differently from one process with gradients, as far as it is known."""
     step = type(model).train_step
     if step is not keras.Model.train_step:
         clips = next((name for name in step.__code__.co_names if name.startswith("clip_")), None)

@@ -53,7 +53,7 @@ class VerifyReplicas(keras.callbacks.Callback):
 
 
 def verify_model(model: Any, ring: Communicator) -> None:
-    """As `VerifyReplicas` does, now. Collective."""
+    """Verify the model now, as `VerifyReplicas` does. Collective."""
     state = shared_state(model, model.trainable_variables)
     equal_now = getattr(model.optimizer, "equal_now", lambda every: every)
     repeated(ring, lambda: verify_replicas(equal_now(state), ring))

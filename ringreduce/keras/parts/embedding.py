@@ -123,11 +123,11 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
         return tf.math.divide_no_nan(total, by[..., None])
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """As that of the plain layer; none of sums."""
+        """Return the plain layer's mask; none of sums."""
         return None if self.combiner else super().compute_mask(inputs, mask)
 
     def compute_output_shape(self, input_shape: Any, *_: Any) -> Any:
-        """As that of the plain layer; with a combiner without the dimension that it adds up."""
+        """Return the plain layer's shape; without the dimension that a combiner adds up."""
         return (*(input_shape[:-1] if self.combiner else input_shape), self.output_dim)
 
     def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:

@@ -105,7 +105,7 @@ class PartLayer(keras.layers.Layer):
 
 
 def _own_variables(layer: Any) -> list[Any]:
-    """What Keras's layers save themselves, in its order."""
+    """The variables that Keras's layers save themselves, in its order."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 

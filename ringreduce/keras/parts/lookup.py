@@ -62,7 +62,7 @@ def rows_of_all(layers: Sequence[Any], ids: Sequence[Any]) -> list[Any]:
 
 
 def _exchange_ids(ids: Sequence[Any], layers: Sequence[Any], ring: Communicator) -> list[Any]:
-    """By table: where the row of each of `ids` will be; which own rows the others ask for; counts.
+    """Exchange ids; return by table where each one's row will be, rows asked of this rank, counts.
 
     Counts have the shape (ranks, ranks, tables): the ids that each rank sends to each.
     """
@@ -136,7 +136,7 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
 
 
 def _by_rank(tables: Sequence[np.ndarray], counts: np.ndarray) -> np.ndarray:
-    """What goes to each rank, table after table; `counts` of elements, shape (ranks, tables)."""
+    """Order elements by rank, then by table; `counts` of elements have shape (ranks, tables)."""
     if len(tables) == 1:
         return tables[0]
     cut = [np.split(each, np.cumsum(counts[:-1, n])) for n, each in enumerate(tables)]

@@ -1,4 +1,4 @@
-"""What a part is: a variable of which each rank of a group holds a piece of one whole.
+"""Parts: variables of which each rank of a group holds a piece of one whole.
 
     rows dealt out (tables)           equal ranges (experts, split layers)
     rank 0   rows 0, 2, 4, ...        rank 0   the first half of an axis
@@ -135,12 +135,12 @@ def part_of(variable: Any) -> Part | None:
 
 
 def pieces_in(variables: Iterable[Any]) -> list[tuple[Any, Part]]:
-    """Those of `variables` that are parts, each with how it is divided."""
+    """Find the parts among `variables`, each with how it is divided."""
     return [(v, part) for v in variables if (part := part_of(v)) is not None]
 
 
 def parts_in(variables: Iterable[Any]) -> list[Any]:
-    """Those of `variables` that are parts."""
+    """Find the parts among `variables`."""
     return [variable for variable, _ in pieces_in(variables)]
 
 

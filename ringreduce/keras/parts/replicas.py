@@ -1,4 +1,4 @@
-"""What the ranks of a model group have alike, beside their pieces of split layers.
+"""Keeps the ranks of a model group alike, beside their pieces of split layers.
 
     ranks 0, 1   a model group: pieces 0 and 1 of split layers, all else alike, the same rows
     ranks 2, 3   another one: the same, with other rows
@@ -52,7 +52,7 @@ def training_ranks(variables: Iterable[Any], data: Communicator) -> Communicator
 
 
 def alike(variables: Iterable[Any]) -> list[Any]:
-    """Those of `variables` that are equal on all ranks of a model group."""
+    """Select the `variables` that are equal on all ranks of a model group."""
     return [v for v in variables if (part := part_of(v)) is None or not part.of_same_rows]
 
 

@@ -76,7 +76,7 @@ class SplitLayer(PartLayer):
     cut: dict[str, int]
 
     def add_weight(self, shape: Any = None, initializer: Any = None, **options: Any) -> Any:
-        """As Keras's; of a weight in `cut` this rank's piece."""
+        """Add a weight as Keras does; of one in `cut`, this rank's piece."""
         axis = self.cut.get(options.get("name", ""))
         if axis is None:
             return super().add_weight(shape=shape, initializer=initializer, **options)

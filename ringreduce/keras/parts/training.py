@@ -1,4 +1,4 @@
-"""What an optimizer does with parts: which it can train, the norm of all gradients, its own state.
+"""Trains parts: which ones an optimizer can, the norm of all gradients, its own state.
 
 An optimizer sees pieces. So what it computes from whole variables, or from all of them, is computed
 here, over the ranks that hold the pieces: norms to clip by, and whether every gradient is finite.

@@ -26,7 +26,7 @@ def feeds_of(
     is_elastic: bool,
     may_count: bool,
 ) -> tuple[Feed, Feed | None]:
-    """Those of training and validation, by the arguments `given` to `fit`; None: no validation.
+    """Make the feeds of training and validation from `fit`'s arguments; None: no validation.
 
     With `may_count` parts of batches may carry the number of rows of the whole. Collective.
     """

@@ -63,7 +63,7 @@ class Loop:
         steps_per_epoch: int | None = None,
         validation_freq: Any = 1,
     ) -> Any:
-        """What ``model.fit`` does and returns, with these of its arguments."""
+        """Train and return as ``model.fit`` does, with these of its arguments."""
         model = self._model
         epochs, steps_per_epoch = _limited(epochs, steps_per_epoch)
         self._one_by_one |= self._exchanges and int(self._feed.dataset.cardinality()) < 0
@@ -263,7 +263,7 @@ class _Passes:
 
     @property
     def remedy(self) -> str:
-        """Of an error that unequal lengths of data may have caused."""
+        """The remedy of an error that unequal lengths of data may have caused."""
         how = "ended" if self.iterator is None else "had not ended"
         return (
             f"This rank's data, whose length TensorFlow does not know, {how} after {self.place} "
@@ -306,7 +306,7 @@ def _warn_of_end() -> None:
 
 
 def _limited(epochs: int, steps: int | None) -> tuple[int, int | None]:
-    """By what Keras is told for a trial run, such as ``keras.config.set_max_epochs``."""
+    """Limit both as Keras is told for a trial run, as by ``keras.config.set_max_epochs``."""
     most_epochs, most_steps = keras.config.max_epochs(), keras.config.max_steps_per_epoch()
     if most_epochs and most_epochs < epochs:
         warnings.warn(f"Limiting epochs to {most_epochs}", stacklevel=2)
