@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench import report
 from bench.facts import facts
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.supervisor import supervise
 
 COLUMNS = f"{'size':>11} {'count':>11} {'type':>9} {'op':>7} {'time':>10} {'p99':>10} " + (
@@ -54,7 +54,7 @@ def run(
             *("--warmup", str(warmup), "--rows", str(file), "--sizes", *map(str, size_range)),
             *(["--registered"] if registered else []),
         ]
-        code = supervise(Plan(arguments, workers, {"transport": transport})).conclude()
+        code = supervise(JobPlan(arguments, workers, {"transport": transport})).conclude()
         if code:
             return code
         rows = [json.loads(line) for line in file.read_text().splitlines()]

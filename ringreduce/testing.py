@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.config import Config
@@ -137,6 +137,6 @@ def ring_of_processes(
         timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
     """
     output, errors = io.StringIO(), io.StringIO()
-    plan = Plan(arguments, size, {"timeout_s": timeout_s})
+    plan = JobPlan(arguments, size, {"timeout_s": timeout_s})
     code = supervise(plan, stdout=output, stderr=errors).conclude()
     return JobResult(code, output.getvalue(), errors.getvalue())

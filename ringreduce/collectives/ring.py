@@ -39,7 +39,7 @@ SMALL_BYTES_MAX_OF_TWO = 1 << 18
 _CALLS_KEPT, _EXCHANGES_KEPT = 256, 64
 
 
-class _Exchange(NamedTuple):
+class _ExchangeMemory(NamedTuple):
     """Memory and call of one kind of exchange; the ring owns and reuses it."""
 
     call: ExchangeCall
@@ -198,7 +198,7 @@ class Ring(Collectives):
         self._sequence += 1  # Counted before the first byte is sent: a failed pass keeps its number
         self._link.run(call, flat, self._sequence - 1)
 
-    def _exchange(self, own: _Exchange) -> None:
+    def _exchange(self, own: _ExchangeMemory) -> None:
         self._sequence += 1
         self._link.run(own.call, own.bytes, self._sequence - 1)
 
@@ -232,7 +232,7 @@ class Ring(Collectives):
 
     def _make_exchanging(
         self, dtype: np.dtype, count: int, said: Said, reduces: bool = False
-    ) -> _Exchange:
+    ) -> _ExchangeMemory:
         """An exchange of rows of `count` elements, to be reduced or gathered."""
         rows = np.empty((self._size, count), dtype)
         wide, reduction = None, NO_REDUCTION
@@ -241,7 +241,7 @@ class Ring(Collectives):
             reduction = self._reduction(ReduceOp(said[-1]), dtype if wide is None else wide.dtype)
         plan, row_bytes = schedule.exchange(self._size), count * dtype.itemsize
         call = ExchangeCall(self._header(*said), plan, row_bytes, size=self._size)
-        return _Exchange(call, rows, rows.view(np.uint8), wide, reduction)
+        return _ExchangeMemory(call, rows, rows.view(np.uint8), wide, reduction)
 
     def _reduction(self, op: ReduceOp, computed: np.dtype) -> Reduction:
         combine = kernels.reduction(op, computed)

@@ -14,7 +14,7 @@ from ringreduce.commands import options
 from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.hosts import parse_hosts, share_out
 from ringreduce.commands.launch.nodes import node_of
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.program import as_unchanged, check_program
 from ringreduce.commands.launch.spread import Spread, read_hostfile, spread_over
 from ringreduce.commands.launch.supervisor import supervise
@@ -114,7 +114,7 @@ def run(
         program = as_unchanged(program, variables)
     limits = {"timeout_s": timeout, "busy_timeout_s": busy_timeout}
     folders = {"log_dir": log_dir, "trace_dir": None if trace is None else str(trace.absolute())}
-    plan = Plan(
+    plan = JobPlan(
         program,
         size,
         {**limits, **folders, "transport": transport, "encryption": encryption},
@@ -210,7 +210,7 @@ def doctor(
     size = workers or 2 if spread is None else spread.size
     program, printed = ["-m", "ringreduce.commands.doctor.worker"], io.StringIO()
     choices = {"join_timeout_s": 60.0}  # workers that import nothing else meet sooner than others
-    plan = Plan(program, size, choices, variables=forwarded_environment(), spread=spread)
+    plan = JobPlan(program, size, choices, variables=forwarded_environment(), spread=spread)
     code = supervise(plan, stdout=printed).conclude()
     raise typer.Exit(code or show(printed.getvalue(), as_json=as_json))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.program import as_unchanged
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.pure.verification import HEADER, Comparison, Recorded, Run, compare, row, verdict
@@ -100,7 +100,7 @@ def _run(program: Sequence[str], count: int, steps: int, folder: Path, unchanged
     variables = {"RINGREDUCE_VERIFY": f"{steps} {folder}"}
     program = as_unchanged(program, variables) if unchanged else program
     # What it prints is shown if it fails.
-    code = supervise(Plan(program, count, output="failed", variables=variables)).conclude()
+    code = supervise(JobPlan(program, count, output="failed", variables=variables)).conclude()
     if code:
         print(f"ringreduce: that was with -n {count}", file=sys.stderr)
     return 2 if code == 1 else code

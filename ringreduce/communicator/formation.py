@@ -184,7 +184,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
 def form_group(
     job: Job,
     membership: Membership,
-    parent: reaching.Exchange,
+    parent: reaching.Exchanger,
     check: Callable[[], None],
     waiting: Waiting,
 ) -> Formed:
@@ -215,7 +215,7 @@ def form_group(
     return formed
 
 
-def take_no_part(job: Job, parent: reaching.Exchange) -> None:
+def take_no_part(job: Job, parent: reaching.Exchanger) -> None:
     """Let other ranks form groups; see `form_group`."""
     parent.exchange(None)
     if job.routes.are_needed:
@@ -228,7 +228,7 @@ def connect(
     layout: Layout,
     opened: OpenedSockets,
     announced: Sequence[Announced],
-    others: reaching.Exchange,
+    others: reaching.Exchanger,
     check: Callable[[], None] = lambda: None,
 ) -> Formed:
     """Connect to the members; close what they do not need. While it waits it calls `check`.

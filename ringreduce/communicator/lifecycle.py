@@ -20,7 +20,7 @@ import threading
 from ringreduce.vocabulary.errors import RingReduceError
 
 
-class State(enum.IntEnum):
+class SessionState(enum.IntEnum):
     """In the order in which they can follow each other."""
 
     FORMING = 0
@@ -39,15 +39,15 @@ class LifeCycle:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.state, self.is_working = State.FORMING, True
+        self.state, self.is_working = SessionState.FORMING, True
         self.failure: RingReduceError | None = None
 
-    def advance(self, state: State) -> bool:
+    def advance(self, state: SessionState) -> bool:
         """Go on to `state`; return False, and change nothing, if it is not later than this one."""
         with self.lock:
             if state <= self.state:
                 return False
-            self.state, self.is_working = state, state <= State.OPEN
+            self.state, self.is_working = state, state <= SessionState.OPEN
             return True
 
     def fail(self, error: RingReduceError) -> bool:
@@ -56,5 +56,5 @@ class LifeCycle:
             if self.failure is not None:
                 return False
             self.failure = error
-            self.advance(State.BROKEN)
+            self.advance(SessionState.BROKEN)
             return True

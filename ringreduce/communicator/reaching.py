@@ -43,7 +43,7 @@ class Layout:
         return replace(self.membership, members=tuple(members))
 
 
-class Exchange(Protocol):
+class Exchanger(Protocol):
     """How ranks that form a ring tell each other something: a rendezvous, or a parent ring."""
 
     def exchange(self, value: Any) -> dict[int, Any]:
@@ -57,7 +57,7 @@ def find_ways(
     job: Job,
     layout: Layout,
     announced: Mapping[int, Announced],
-    others: Exchange,
+    others: Exchanger,
     check: Callable[[], None],
 ) -> dict[int, Announced]:
     """Choose the addresses at which this rank reaches what members have `announced`.

@@ -27,7 +27,7 @@ from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
+from ringreduce.pure.views import Agreement, Message, Step, Verb, View, may_choose, propose, receive
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.unix import end_process, is_stopped
 from ringreduce.vocabulary.config import TIMES
@@ -282,17 +282,17 @@ class Survivors:
         if now >= self._sends_s:
             self._sends_s = now + TIMES.poll_s
             for peer in self._others:
-                self._visits.send(Message(Kind.HERE, self._rank, peer, number, values=self._values))
+                self._visits.send(Message(Verb.HERE, self._rank, peer, number, values=self._values))
         for message in self._visits.receive(wait_s):
             is_end = message.value is not None and not message.value.members
             # Where this rank is not at the end, what has ended there came before; it will come.
-            if message.view == number and (message.kind is Kind.BUSY or is_end):
+            if message.view == number and (message.kind is Verb.BUSY or is_end):
                 self._busy[message.sender] = time.monotonic()
                 self._is_told |= is_end and self._at_end
                 continue  # Neither is a choice.
             if message.view == job.agreement.view.number:
                 self._heard[message.sender] = time.monotonic()
-                if message.kind is Kind.HERE:
+                if message.kind is Verb.HERE:
                     self._told[message.sender] = message.values
             self._take(receive(job.agreement, message))
 

@@ -23,7 +23,7 @@ from ringreduce.commands.launch.worker_records import Joins
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
-from ringreduce.communicator.lifecycle import LifeCycle, State
+from ringreduce.communicator.lifecycle import LifeCycle, SessionState
 from ringreduce.communicator.refusals import again, closed, described, ending_error, forked
 from ringreduce.communicator.send_recv import Messages
 from ringreduce.communicator.statistics import Statistics, statistics
@@ -103,7 +103,7 @@ class Session:
         if lasting.engine is not None:
             self.calls.keep_to(lasting.engine.thread)
             lasting.engine.follow(self)
-        self._life.advance(State.OPEN)
+        self._life.advance(SessionState.OPEN)
         _opened.add(self)
 
     def _open_flight(self, job: Job | None) -> FlightFile:
@@ -173,7 +173,7 @@ class Session:
     @property
     def is_closed(self) -> bool:
         """Whether no call can begin any more, because it was closed."""
-        return self._life.state is State.CLOSED
+        return self._life.state is SessionState.CLOSED
 
     @property
     def is_working(self) -> bool:
@@ -185,7 +185,7 @@ class Session:
         if self.is_inherited:
             raise forked(self.config)
         with self._life.lock:
-            if self._life.state >= State.LEAVING:
+            if self._life.state >= SessionState.LEAVING:
                 raise closed(self.config)
             if self.lasting.engine is None:
                 name = f"ringreduce {self.config.rank}/{self.config.size}"
@@ -263,7 +263,7 @@ class Session:
             engine.fail(self, first)
         # The others may form the ring anew before a call fails here: in user code none does, nor
         # does one whose result is there.
-        job, is_over = self._own_job, self._life.state >= State.LEAVING
+        job, is_over = self._own_job, self._life.state >= SessionState.LEAVING
         if job is not None and job.has_ended is not None and not is_over:
             job.answer(is_busy=True)
         if self._recorder.current_call().operation is None:
@@ -302,7 +302,7 @@ class Session:
 
         A call that ends because this rank leaves breaks nothing.
         """
-        if self._life.state >= State.LEAVING:
+        if self._life.state >= SessionState.LEAVING:
             return error
         if self._watcher is not None and isinstance(error, PeerLostError):
             error = self._watcher.explain(error)
@@ -350,7 +350,7 @@ class Session:
         for group in list(self.groups):
             group.leave(why)
         with self._life.lock:
-            self._life.advance(State.LEAVING)
+            self._life.advance(SessionState.LEAVING)
             self.calls.use_python()
             engine = self.lasting.engine
         self._waiting.interrupt()
@@ -366,7 +366,7 @@ class Session:
                 engine.close(f"{who}: the communicator was closed")
         self.messages.close()
         with self.calls.lock:
-            if not self._life.advance(State.CLOSED):
+            if not self._life.advance(SessionState.CLOSED):
                 return
             calls = self._recorder.current_call().calls
             if self.failure is not None and not self._has_aborted:

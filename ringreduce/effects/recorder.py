@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ringreduce.effects.events import Events
 from ringreduce.effects.stacks import thread_names
-from ringreduce.pure.flight import Call, cut
+from ringreduce.pure.flight import CallRecord, cut
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import Present
 from ringreduce.pure.watcher_messages import Pending
@@ -44,13 +44,13 @@ class Recorder:
         now = self.events.current_call()
         return now._replace(calls=now.calls - self._calls_before)
 
-    def entries(self) -> list[Call]:
+    def entries(self) -> list[CallRecord]:
         """The last calls, oldest first, the running one included; callable from any thread."""
         error, names = self.events.error, thread_names()
         # Turns times into seconds since the epoch: all agree, also if the clock was set meanwhile.
         wall = time.time() - time.monotonic()
         return [
-            Call(
+            CallRecord(
                 number=span.number - self._first,
                 operation=span.operation,
                 nbytes=span.nbytes,

@@ -20,7 +20,7 @@ from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import check_parts
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.seeds import states_in
-from ringreduce.keras.weighting import Kind
+from ringreduce.keras.weighting import Averaging
 from ringreduce.keras.wrappable import refuse_scales
 from ringreduce.vocabulary.config import elastic_minimum
 
@@ -34,7 +34,7 @@ def prepare(
     initial: InitialValues,
     variables: Sequence[Any],
     gradients: list[Any],
-    kinds: Sequence[Kind],
+    kinds: Sequence[Averaging],
 ) -> list[Any]:
     """Give all ranks rank 0's values, and return the gradients to use. Collective.
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.weighting import Kind, Weight, weighted
+from ringreduce.keras.weighting import Averaging, Weight, weighted
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.types import ReduceOp
@@ -33,21 +33,21 @@ class Reducer:
         self,
         gradients: Sequence[Any],
         variables: Sequence[Any],
-        kinds: Sequence[Kind],
+        kinds: Sequence[Averaging],
         weight: Weight | None = None,
     ) -> list[Any]:
         """Average (or add) MEAN, keep LOCAL and PART gradients."""
         size = float(self.communicator.size)
-        factors: dict[Kind, Any] = {}
+        factors: dict[Averaging, Any] = {}
         if weight is not None:
             own = weight.factor / size if self.scale_local else tf.math.sign(weight.own)
-            factors = {Kind.MEAN: weight.factor, Kind.LOCAL: own}
+            factors = {Averaging.MEAN: weight.factor, Averaging.LOCAL: own}
         elif self.scale_local and size > 1:
-            factors = {Kind.LOCAL: 1 / size}
+            factors = {Averaging.LOCAL: 1 / size}
         pairs = zip(gradients, kinds, strict=True)
         gradients = [weighted(g, factors[k]) if k in factors else g for g, k in pairs]
         # The others are not compared: ranks may have other local variables, with other names.
-        shared = [number for number, kind in enumerate(kinds) if kind is Kind.MEAN]
+        shared = [number for number, kind in enumerate(kinds) if kind is Averaging.MEAN]
         divided = [n for n in shared if self.sharding and self.sharding.has(variables[n])]
         whole = [number for number in shared if number not in divided]
         means: dict[int, Any] = {}
@@ -63,7 +63,7 @@ class Reducer:
         if self.op is ReduceOp.MEAN or size == 1:
             return final
         pairs = zip(final, kinds, strict=True)
-        return [one if kind is Kind.LOCAL else weighted(one, size) for one, kind in pairs]
+        return [one if kind is Averaging.LOCAL else weighted(one, size) for one, kind in pairs]
 
 
 def _name(variable: Any, number: int) -> str:

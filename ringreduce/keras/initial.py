@@ -20,7 +20,7 @@ from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import make_alike, model_group
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.weighting import Kind, weighted
+from ringreduce.keras.weighting import Averaging, weighted
 from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
@@ -76,7 +76,7 @@ class InitialValues:
         self,
         variables: Sequence[Any],
         gradients: list[Any],
-        kinds: Sequence[Kind],
+        kinds: Sequence[Averaging],
         ring: Communicator,
         state: Sequence[Any] = (),
         settings: Callable[[], Sequence[Settings]] | None = None,
@@ -135,7 +135,7 @@ def plain_variable(variable: Any) -> Any:
 
 
 def _without_others(
-    gradients: list[Any], kinds: Sequence[Kind], usable: bool, ring: Communicator
+    gradients: list[Any], kinds: Sequence[Averaging], usable: bool, ring: Communicator
 ) -> list[Any]:
     """Gradients whose mean over all ranks is the mean over the ranks where they are usable."""
     useful = count_true(ring, usable)
@@ -155,5 +155,5 @@ def _without_others(
         *(*ring.config.who.values(), ring.size - useful),
     )
     factor = ring.size / useful if usable else 0.0
-    pairs, own = zip(gradients, kinds, strict=True), (Kind.LOCAL, Kind.PART)
+    pairs, own = zip(gradients, kinds, strict=True), (Averaging.LOCAL, Averaging.PART)
     return [g if kind in own else weighted(g, factor) for g, kind in pairs]

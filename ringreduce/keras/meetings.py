@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.strategies import Running, Step, Strategy, Use, wide
-from ringreduce.keras.weighting import Kind, weighted
+from ringreduce.keras.weighting import Averaging, weighted
 from ringreduce.keras.wrappable import all_within
 from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.pure.wire import signature_of
@@ -170,7 +170,7 @@ class _Alone(Running):
 
     def _round_of(self, step: Step) -> _Round:
         for variable, kind in zip(step.variables, step.kinds, strict=True):
-            if kind is Kind.PART:
+            if kind is Averaging.PART:
                 raise ConfigError(
                     f"got {variable.name} with strategy={type(self._strategy).__name__}: a piece "
                     "of a table or layer is of all ranks in each step",
@@ -179,7 +179,7 @@ class _Alone(Running):
         key = tuple(map(id, step.variables))
         if key not in self._rounds:
             pairs = zip(step.variables, step.kinds, strict=True)
-            shared = [variable for variable, kind in pairs if kind is Kind.MEAN]
+            shared = [variable for variable, kind in pairs if kind is Averaging.MEAN]
             # Outside of the function that is being traced, since it outlives that.
             with tf.init_scope():
                 self._rounds[key] = _Round(shared, self._strategy, self._use)

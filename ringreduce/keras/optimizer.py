@@ -35,7 +35,7 @@ from ringreduce.keras.parts.training import joint, mark_state
 from ringreduce.keras.sharding import Sharding, refuse_divided, refuse_unshardable, take_wholes
 from ringreduce.keras.strategies import Strategy
 from ringreduce.keras.touched import touched_rows
-from ringreduce.keras.weighting import Kind, gradient_op
+from ringreduce.keras.weighting import Averaging, gradient_op
 from ringreduce.keras.wrappable import all_within, refuse_unusable, refuse_wrapped, require_equal
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
@@ -258,7 +258,7 @@ class DistributedOptimizer(Wrapper):
         kinds = [self._kind_of(variable) for variable in variables]
         # Pieces of split layers are small already.
         pairs = zip(kinds, variables, strict=True)
-        is_sharded = [kind is Kind.MEAN and part_of(v) is None for kind, v in pairs]
+        is_sharded = [kind is Averaging.MEAN and part_of(v) is None for kind, v in pairs]
         how = self._ring(), self._options
         self._sharding = Sharding(self._inner, variables, is_sharded, *how)
 
@@ -366,10 +366,10 @@ class DistributedOptimizer(Wrapper):
         finally:
             self._deferred = None
 
-    def _kind_of(self, variable: Any) -> Kind:
+    def _kind_of(self, variable: Any) -> Averaging:
         if variable in self._local:
-            return Kind.LOCAL
-        return Kind.PART if is_own_piece(variable) else Kind.MEAN
+            return Averaging.LOCAL
+        return Averaging.PART if is_own_piece(variable) else Averaging.MEAN
 
     def register_local_var(self, variable: Any) -> None:
         """Share neither values nor gradients of `variable`, one of those that are trained.

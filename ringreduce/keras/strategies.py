@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.gradients import Reducer
-from ringreduce.keras.weighting import Kind, Weight, weighted
+from ringreduce.keras.weighting import Averaging, Weight, weighted
 from ringreduce.tensorflow.control_flow import vouch_for_branch
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import lasting
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
     gradients: Sequence[Any]  # this rank's, with variables and kinds as for `Reducer.reduce`
     variables: Sequence[Any]
-    kinds: Sequence[Kind]
+    kinds: Sequence[Averaging]
     weight: Weight | None  # this rank's in a mean over all ranks; None: all are equal
     reducer: Reducer
     # Updates variables with gradients, by the wrapped optimizer.
@@ -150,7 +150,7 @@ class _Accumulating(Running):
         weight = weight or Weight(tf.constant(1.0), tf.constant(1.0))
         for gradient, total, kind in zip(gradients, cycle.sums, kinds, strict=True):
             if gradient is not None:
-                total.add(gradient, weight.mean if kind is Kind.PART else weight.own)
+                total.add(gradient, weight.mean if kind is Averaging.PART else weight.own)
         cycle.own.assign_add(weight.own)
         cycle.mean.assign_add(weight.mean)
         is_due = tf.equal(cycle.count.assign_add(1) % self._steps, 0)
@@ -160,7 +160,11 @@ class _Accumulating(Running):
             # Divided so that the plain mean over the ranks is the weighted mean over all steps and
             # ranks; for local variables over this rank's steps.
             of_local = cycle.mean if reducer.scale_local else cycle.own
-            divisors = {Kind.MEAN: cycle.mean, Kind.PART: cycle.mean, Kind.LOCAL: of_local}
+            divisors = {
+                Averaging.MEAN: cycle.mean,
+                Averaging.PART: cycle.mean,
+                Averaging.LOCAL: of_local,
+            }
             sums = zip(cycle.sums, kinds, strict=True)
             means = [total and total.divided(divisors[kind]) for total, kind in sums]
             apply(reducer.reduce(means, variables, kinds), variables)

@@ -17,7 +17,7 @@ from ringreduce.keras.initial import InitialValues
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.repeating import is_repeating
-from ringreduce.keras.weighting import Kind, gradient_op
+from ringreduce.keras.weighting import Averaging, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.kept import kept
@@ -120,7 +120,7 @@ class DistributedGradientTape:
         if is_repeating(ring):
             refuse(ring, {"op": self._op, "local_variables": len(self._local)})
         shared_by_all = kept(ring, _Shared)
-        means = [source for source, kind in zip(flat, kinds, strict=True) if kind is Kind.MEAN]
+        means = [source for source, kind in zip(flat, kinds, strict=True) if kind is Averaging.MEAN]
         shared = [one for one in means if isinstance(one, (tf.Variable, keras.Variable))]
         gradients = shared_by_all.initial.give(shared, gradients, kinds, ring)
         bridge = shared_by_all.bridges.setdefault(self._options, self._bridge)
@@ -129,14 +129,14 @@ class DistributedGradientTape:
         found = reducer.reduce(gradients, flat, kinds, weighting.current())
         return tf.nest.pack_sequence_as(own, found)
 
-    def _kind_of(self, source: Any) -> Kind:
+    def _kind_of(self, source: Any) -> Averaging:
         if is_own_piece(source):
             raise ConfigError(
                 f"got {path_of(source)} as a source, of which this rank has a piece: a plain "
                 "optimizer would not know that",
                 remedy="Use DistributedOptimizer with a plain tape; it works in loops too.",
             )
-        return Kind.LOCAL if source in self._local else Kind.MEAN
+        return Averaging.LOCAL if source in self._local else Averaging.MEAN
 
     def register_local_source(self, source: Any) -> None:
         """Add a variable to `local_variables`."""

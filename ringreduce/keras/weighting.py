@@ -29,7 +29,7 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 
-class Kind(enum.Enum):
+class Averaging(enum.Enum):
     """How a variable's gradients of several steps, and of all ranks, become one."""
 
     MEAN = enum.auto()
@@ -108,10 +108,10 @@ def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     return across_ranks(value, collective)
 
 
-def refuse_local(kinds: Sequence[Kind], ring: Communicator) -> None:
+def refuse_local(kinds: Sequence[Averaging], ring: Communicator) -> None:
     """ConfigError if gradients of local variables may have come from other ranks' batches."""
     # How much those count is not known here: a rank without rows would count them not at all.
-    if Kind.LOCAL in kinds and _local.has_moved:
+    if Averaging.LOCAL in kinds and _local.has_moved:
         raise ConfigError(
             "has local variables and sends rows between ranks (all_to_all, gather, scatter, send) "
             "in steps whose batches differ in length: gradients would count wrongly",

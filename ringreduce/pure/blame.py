@@ -32,7 +32,7 @@ class Reason(enum.Enum):
     NOBODY = "nothing points at a rank (the one whose error came first, if any)"
 
 
-class Facts(NamedTuple):
+class RankFacts(NamedTuple):
     """Facts known of one rank, now or when it failed."""
 
     rank: int
@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 
 def find_culprit(
-    facts: Collection[Facts], *, unknown: Sequence[int] = (), still_s: float = 0.0
+    facts: Collection[RankFacts], *, unknown: Sequence[int] = (), still_s: float = 0.0
 ) -> Finding:
     """The rank to blame, the sides of a disagreement, or nobody.
 
@@ -83,7 +83,7 @@ def find_culprit(
 class _Failed:
     """The errors among the facts, and the ranks they name."""
 
-    def __init__(self, known: dict[int, Facts], unknown: Sequence[int]) -> None:
+    def __init__(self, known: dict[int, RankFacts], unknown: Sequence[int]) -> None:
         self.errors = [(f.failed_s, f.rank, f.error) for f in known.values() if f.error]
         there = {*known, *unknown}
         # A rank that found its error itself comes before those that were notified.
@@ -117,7 +117,7 @@ def _is_own(rank: int, error: errors.ErrorRecord) -> bool:
 
 
 def _disagreement(
-    known: dict[int, Facts], failed: _Failed, unknown: Sequence[int]
+    known: dict[int, RankFacts], failed: _Failed, unknown: Sequence[int]
 ) -> Finding | None:
     found = [
         (error.origin is not None, failed_s, rank, error)
@@ -160,14 +160,14 @@ def _named(failed: _Failed) -> Finding | None:
     return failed.blame(path[-1])
 
 
-def _silent(known: dict[int, Facts]) -> Finding | None:
+def _silent(known: dict[int, RankFacts]) -> Finding | None:
     longest = max(known.values(), key=lambda fact: fact.silent_s, default=None)
     if longest is None or longest.silent_s <= 0:
         return None
     return Finding(Reason.SILENT, (longest.rank,))
 
 
-def _behind(known: dict[int, Facts], unknown: Sequence[int], still_s: float) -> Finding | None:
+def _behind(known: dict[int, RankFacts], unknown: Sequence[int], still_s: float) -> Finding | None:
     waiting = [fact for fact in known.values() if fact.operation is not None]
     number = max((fact.calls for fact in waiting), default=0)
     ahead = [fact for fact in waiting if fact.calls == number]
@@ -188,8 +188,8 @@ def _behind(known: dict[int, Facts], unknown: Sequence[int], still_s: float) -> 
     return None
 
 
-def _out_of_step(known: dict[int, Facts]) -> Finding | None:
-    by_number: dict[int, list[Facts]] = {}
+def _out_of_step(known: dict[int, RankFacts]) -> Finding | None:
+    by_number: dict[int, list[RankFacts]] = {}
     for fact in known.values():
         if fact.operation is not None:
             by_number.setdefault(fact.calls, []).append(fact)
@@ -201,7 +201,7 @@ def _out_of_step(known: dict[int, Facts]) -> Finding | None:
     return None
 
 
-def _odd_one_out(known: dict[int, Facts]) -> int | None:
+def _odd_one_out(known: dict[int, RankFacts]) -> int | None:
     """The one rank of three or more whose present call differs from that of all others."""
     there = (fact for fact in known.values() if fact.operation is not None)
     calls = {fact.rank: (fact.calls, fact.call) for fact in there}

@@ -26,7 +26,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
-class Call(msgspec.Struct):
+class CallRecord(msgspec.Struct):
     """One collective; `started` is in seconds since the epoch, `seconds` is None while it runs."""
 
     number: _Count
@@ -83,7 +83,7 @@ class _Communicator(msgspec.Struct, kw_only=True):
     pending: _Name | None = None
     failure: Failure | None = None  # None while the communicator works
     # The last calls, oldest first.
-    entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
+    entries: Annotated[list[CallRecord], msgspec.Meta(max_length=1 << 12)] = []
 
 
 class Group(_Communicator):

@@ -8,7 +8,7 @@ a common clock (`PeerTable`). So a rank that waits can name the one that holds i
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
+from ringreduce.pure.blame import Finding, RankFacts, Reason, find_culprit
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import Present
 from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, Pending, SentToNext
@@ -145,7 +145,7 @@ class PeerTable:
 
         Heartbeats sent before this rank's own call began say nothing about it and are ignored.
         """
-        known = [Facts(self._rank, current.calls, current.operation)]
+        known = [RankFacts(self._rank, current.calls, current.operation)]
         unreachable = self._unreachable(now_s)
         for rank in self._others:
             if rank in self._left:
@@ -155,19 +155,19 @@ class PeerTable:
                 continue  # It has completed this call, so this rank does not wait for it.
             if self.is_locked(rank, now_s):
                 calls = 0 if seen is None else seen.heartbeat.calls
-                known.append(Facts(rank, calls, stood_s=self.unheard_s(rank, now_s)))
+                known.append(RankFacts(rank, calls, stood_s=self.unheard_s(rank, now_s)))
             elif self.is_silent(rank, now_s):
                 if self._ring.index(rank) not in unreachable:
-                    known.append(Facts(rank, silent_s=self.silent_s(rank, now_s)))
+                    known.append(RankFacts(rank, silent_s=self.silent_s(rank, now_s)))
             elif seen is not None and seen.at_s >= current.since_s:
                 heartbeat = seen.heartbeat
                 stood_s = heartbeat.since_s + now_s - seen.at_s
                 operation = heartbeat.operation or None
-                known.append(Facts(rank, heartbeat.calls, operation, stood_s=stood_s))
+                known.append(RankFacts(rank, heartbeat.calls, operation, stood_s=stood_s))
         finding = find_culprit(known)
         return self._suspicion(finding, known, now_s) if finding.culprits else None
 
-    def _suspicion(self, finding: Finding, known: list[Facts], now_s: float) -> Suspicion:
+    def _suspicion(self, finding: Finding, known: list[RankFacts], now_s: float) -> Suspicion:
         if finding.reason is Reason.OUT_OF_STEP:
             # This rank may be the odd one; the suspicion names one that is in another call.
             operation = known[0].operation

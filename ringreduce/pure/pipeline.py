@@ -23,19 +23,19 @@ See: Narayanan and others, "PipeDream: generalized pipeline parallelism for DNN 
 from typing import NamedTuple
 
 
-class Step(NamedTuple):
+class Pass(NamedTuple):
     """One pass of one micro-batch, forward or backward."""
 
     is_forward: bool
     micro_batch: int
 
 
-def schedule(stage: int, stages: int, micro_batches: int) -> tuple[Step, ...]:
+def schedule(stage: int, stages: int, micro_batches: int) -> tuple[Pass, ...]:
     """The steps of a stage, in order; each micro-batch goes forward and backward once."""
     ahead = min(stages - 1 - stage, micro_batches)
-    steps = [Step(True, number) for number in range(ahead)]
+    steps = [Pass(True, number) for number in range(ahead)]
     for number in range(micro_batches):
         if number + ahead < micro_batches:
-            steps.append(Step(True, number + ahead))
-        steps.append(Step(False, number))
+            steps.append(Pass(True, number + ahead))
+        steps.append(Pass(False, number))
     return tuple(steps)

@@ -33,7 +33,7 @@ _UPDATE_S = 3.5e-9
 _BUSY_MIN, _BUSY_MAX = 0.85, 1.1  # the use of cores that are all busy
 
 
-class Facts(NamedTuple):
+class Measurement(NamedTuple):
     """A rank's measurements: totals at some moment, or of some steps."""
 
     steps: int
@@ -53,14 +53,14 @@ class Facts(NamedTuple):
     threads: int = 1  # that compute in its process
     updated: int = 0  # weights whose update would be shorter if it was sharded
 
-    def since(self, before: Facts) -> Facts:
+    def since(self, before: Measurement) -> Measurement:
         """Measurements of the steps after `before`."""
-        counted = Facts._fields.index("rank")
+        counted = Measurement._fields.index("rank")
         pairs = zip(self[:counted], before, strict=False)
-        return Facts._make([*(now - then for now, then in pairs), *self[counted:]])
+        return Measurement._make([*(now - then for now, then in pairs), *self[counted:]])
 
 
-class Step(NamedTuple):
+class MeanStep(NamedTuple):
     """The mean of `steps` steps of all ranks."""
 
     slowest: int  # the rank that computes longest
@@ -90,7 +90,7 @@ class Step(NamedTuple):
         }
 
 
-def step_of(ranks: Sequence[Facts]) -> Step:
+def step_of(ranks: Sequence[Measurement]) -> MeanStep:
     """The mean step, from what all ranks have measured in the same steps."""
     computing_s = {each.rank: (each.seconds - each.stopped_s) / each.steps for each in ranks}
     slowest = max(ranks, key=lambda each: (computing_s[each.rank], -each.rank))
@@ -102,7 +102,7 @@ def step_of(ranks: Sequence[Facts]) -> Step:
         for one in others
         if one.called_s
     ]
-    return Step(
+    return MeanStep(
         slowest=slowest.rank,
         steps=slowest.steps,
         seconds=slowest.seconds / slowest.steps,
@@ -116,7 +116,7 @@ def step_of(ranks: Sequence[Facts]) -> Step:
     )
 
 
-def verdict(epochs: Mapping[int, Sequence[Facts]], looking: Sequence[str] = ()) -> list[str]:
+def verdict(epochs: Mapping[int, Sequence[Measurement]], looking: Sequence[str] = ()) -> list[str]:
     """Lines of text: where the time went, and what would help most.
 
     `epochs` are what all ranks have measured in each, by its number; `looking` the callbacks that
@@ -145,7 +145,7 @@ def verdict(epochs: Mapping[int, Sequence[Facts]], looking: Sequence[str] = ()) 
     ]
 
 
-def _table(mean: Step, latest: Sequence[Facts], slow: _Straggler | None) -> list[str]:
+def _table(mean: MeanStep, latest: Sequence[Measurement], slow: _Straggler | None) -> list[str]:
     size, name, own_s = len(latest), "the slowest rank", mean.computing_s
     beside_s = mean.reading_s + mean.loop_s
     beside = [
@@ -176,7 +176,7 @@ def _table(mean: Step, latest: Sequence[Facts], slow: _Straggler | None) -> list
     ]
 
 
-def _rows(parts: Sequence[tuple[str, float, str]], mean: Step) -> list[str]:
+def _rows(parts: Sequence[tuple[str, float, str]], mean: MeanStep) -> list[str]:
     return [
         f"  {what:<28}{_ms(s):>10}{s / mean.seconds:>6.0%}   {note}".rstrip()
         for what, s, note in parts
@@ -196,7 +196,7 @@ class _Straggler(NamedTuple):
     when: str
 
 
-def _straggler(steps: Mapping[int, Step]) -> _Straggler | None:
+def _straggler(steps: Mapping[int, MeanStep]) -> _Straggler | None:
     slow: dict[int, list[int]] = {}
     for number, step in steps.items():
         if step.waiting_s >= _PART_MIN * step.seconds:
@@ -212,7 +212,7 @@ def _straggler(steps: Mapping[int, Step]) -> _Straggler | None:
     return _Straggler(rank, found, when)
 
 
-def _waiting(slow: _Straggler, steps: Mapping[int, Step]) -> _Finding:
+def _waiting(slow: _Straggler, steps: Mapping[int, MeanStep]) -> _Finding:
     own = _mean([steps[number] for number in slow.epochs])
     gain_s = own.waiting_s * own.steps / sum(each.steps for each in steps.values())
     return gain_s, (
@@ -223,7 +223,7 @@ def _waiting(slow: _Straggler, steps: Mapping[int, Step]) -> _Finding:
     )
 
 
-def _slow_link(latest: Sequence[Facts], mean: Step) -> _Finding | None:
+def _slow_link(latest: Sequence[Measurement], mean: MeanStep) -> _Finding | None:
     found = slow_link({r.rank: SentToNext(r.next_rank, r.link_bytes, r.link_s) for r in latest})
     if found is None or mean.communicating_s < _PART_MIN * mean.seconds:
         return None
@@ -234,7 +234,7 @@ def _slow_link(latest: Sequence[Facts], mean: Step) -> _Finding | None:
     )
 
 
-def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
+def _communication(mean: MeanStep, between_hosts: bool) -> _Finding | None:
     shown_s, total_s = mean.communicating_s, mean.communicating_s + mean.hidden_s
     if shown_s < _PART_MIN * mean.seconds:
         return None
@@ -251,7 +251,7 @@ def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
     )
 
 
-def _update(latest: Sequence[Facts], mean: Step) -> _Finding | None:
+def _update(latest: Sequence[Measurement], mean: MeanStep) -> _Finding | None:
     """Between hosts the weights that ranks then exchange may take longer than the update."""
     size, count = len(latest), latest[0].updated
     gain_s = count * _UPDATE_S * (1 - 1 / size)
@@ -263,7 +263,7 @@ def _update(latest: Sequence[Facts], mean: Step) -> _Finding | None:
     )
 
 
-def _reading(mean: Step) -> _Finding | None:
+def _reading(mean: MeanStep) -> _Finding | None:
     if mean.reading_s < _PART_MIN * mean.seconds:
         return None
     return mean.reading_s, (
@@ -273,7 +273,7 @@ def _reading(mean: Step) -> _Finding | None:
     )
 
 
-def _loop(mean: Step, looking: Sequence[str]) -> _Finding | None:
+def _loop(mean: MeanStep, looking: Sequence[str]) -> _Finding | None:
     if mean.loop_s < _PART_MIN * mean.seconds:
         return None
     each = "looks" if len(looking) == 1 else "look"
@@ -285,7 +285,7 @@ def _loop(mean: Step, looking: Sequence[str]) -> _Finding | None:
     )
 
 
-def _shared_cores(latest: Sequence[Facts]) -> _Finding | None:
+def _shared_cores(latest: Sequence[Measurement]) -> _Finding | None:
     """Comes first: what shares cores computes, waits and communicates longer."""
     # A host's ranks share its cores, or each has some.
     for each, count in ((rank, n) for rank in latest for n in (rank.local_size, 1)):
@@ -306,11 +306,11 @@ def _shared_cores(latest: Sequence[Facts]) -> _Finding | None:
 # --- Numbers and words -----------------------------------------------------------------------
 
 
-def _mean(steps: Sequence[Step]) -> Step:
+def _mean(steps: Sequence[MeanStep]) -> MeanStep:
     """The mean of all steps, and how many they are."""
     count = sum(each.steps for each in steps)
     rows = [[number * each.steps / count for number in each[2:]] for each in steps]
-    return Step(steps[0].slowest, count, *map(sum, zip(*rows, strict=True)))
+    return MeanStep(steps[0].slowest, count, *map(sum, zip(*rows, strict=True)))
 
 
 def _ms(seconds: float) -> str:

@@ -30,7 +30,7 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     members: tuple[int, ...]
 
 
-class Kind(enum.IntEnum):
+class Verb(enum.IntEnum):
     """Kinds of messages."""
 
     HERE = 0  # its sender takes part
@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """From one rank to another, about the successor of the view with that number."""
 
-    kind: Kind
+    kind: Verb
     sender: int
     receiver: int
     view: int
@@ -66,7 +66,7 @@ class Campaign(NamedTuple):
     # Ranks that die later do not count: who answers could still hear of a choice by them.
     dead: frozenset[int]
     answered: frozenset[int] = frozenset()
-    awaits: Kind = Kind.PROMISE
+    awaits: Verb = Verb.PROMISE
 
 
 class Agreement(NamedTuple):
@@ -102,7 +102,7 @@ def propose(state: Agreement, members: Iterable[int], dead: Iterable[int] = ()) 
     ballot, dead = (number, state.own), state.dead | frozenset(dead)
     wanted = View(number, tuple(sorted(members)))
     state = state._replace(dead=dead, campaign=Campaign(ballot, wanted, (0, 0), dead))
-    return _to_all(state, Kind.PREPARE, ballot, dead=tuple(sorted(dead)))
+    return _to_all(state, Verb.PREPARE, ballot, dead=tuple(sorted(dead)))
 
 
 def receive(state: Agreement, message: Message) -> Step:
@@ -111,13 +111,13 @@ def receive(state: Agreement, message: Message) -> Step:
     if message.view > state.view.number or message.sender in state.dead:
         return state, ()
     if known is not None:  # Else the sender, which may be out, would never know.
-        is_told = message.kind is Kind.CHOSEN
-        answer = Message(Kind.CHOSEN, state.own, message.sender, message.view, value=known)
+        is_told = message.kind is Verb.CHOSEN
+        answer = Message(Verb.CHOSEN, state.own, message.sender, message.view, value=known)
         return state, () if is_told else (answer,)
-    if message.kind is Kind.CHOSEN:
+    if message.kind is Verb.CHOSEN:
         return Agreement(state.own, state.view, successor=message.value), ()
     state = state._replace(dead=state.dead | frozenset(message.dead))
-    if message.kind in (Kind.PREPARE, Kind.ACCEPT):
+    if message.kind in (Verb.PREPARE, Verb.ACCEPT):
         return _voted(state, message)
     return _counted(state, message)
 
@@ -127,10 +127,10 @@ def _voted(state: Agreement, message: Message) -> Step:
     if ballot < state.promised:
         return state, ()  # Its rank tries again, with a higher one.
     state = state._replace(promised=ballot)
-    kind, known = Kind.PROMISE, (state.value, state.valued)
-    if message.kind is Kind.ACCEPT:
+    kind, known = Verb.PROMISE, (state.value, state.valued)
+    if message.kind is Verb.ACCEPT:
         state = state._replace(value=message.value, valued=ballot)
-        kind, known = Kind.ACCEPTED, (None, (0, 0))
+        kind, known = Verb.ACCEPTED, (None, (0, 0))
     return state, (Message(kind, state.own, message.sender, message.view, ballot, *known),)
 
 
@@ -143,14 +143,14 @@ def _counted(state: Agreement, message: Message) -> Step:
         campaign = campaign._replace(value=message.value, valued=message.valued)
     if not may_choose(state.view.members, campaign.answered, campaign.dead):
         return state._replace(campaign=campaign), ()
-    if campaign.awaits is Kind.ACCEPTED:
-        return _to_all(state, Kind.CHOSEN, value=campaign.value)
-    campaign = campaign._replace(answered=frozenset(), awaits=Kind.ACCEPTED)
+    if campaign.awaits is Verb.ACCEPTED:
+        return _to_all(state, Verb.CHOSEN, value=campaign.value)
+    campaign = campaign._replace(answered=frozenset(), awaits=Verb.ACCEPTED)
     state = state._replace(campaign=campaign)
-    return _to_all(state, Kind.ACCEPT, campaign.ballot, value=campaign.value)
+    return _to_all(state, Verb.ACCEPT, campaign.ballot, value=campaign.value)
 
 
-def _to_all(state: Agreement, kind: Kind, ballot: Ballot = (0, 0), **fields: Any) -> Step:
+def _to_all(state: Agreement, kind: Verb, ballot: Ballot = (0, 0), **fields: Any) -> Step:
     """Messages to all members; what this rank sends itself arrives at once."""
     own, number = state.own, state.view.number
     pending = [

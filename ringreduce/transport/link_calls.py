@@ -24,7 +24,7 @@ class Reduction(NamedTuple):
 NO_REDUCTION = Reduction(0, 0, np.zeros(1, np.uint8))
 
 
-class _Call:
+class _LinkCall:
     """One kind of call, reused: making one costs as much as sending a kilobyte.
 
     `header` is what agrees on all ranks, except the sequence number. `loop` is the compiled one for
@@ -40,7 +40,7 @@ class _Call:
         self._steps, self.steps = steps, len(steps)
 
 
-class RingCall(_Call):
+class RingCall(_LinkCall):
     """A pass around the ring, of chunks between `bounds` in elements of `itemsize` bytes."""
 
     def __init__(
@@ -87,7 +87,7 @@ class RingCall(_Call):
         return (1,) if any(action & FORWARD for action in self._actions[step:]) else ()
 
 
-class ExchangeCall(_Call):
+class ExchangeCall(_LinkCall):
     """An exchange of rows, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
 
     Afterwards row j is row 0 of the rank j positions before this one.

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 import zmq
 
-from ringreduce.pure.views import Agreement, Kind, Message, View, receive
+from ringreduce.pure.views import Agreement, Message, Verb, View, receive
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.channel import Monitor
 from ringreduce.transport.routes import first_to_answer
@@ -129,7 +129,7 @@ class Visits:
                 for each in receive(known, message)[1]:
                     self.send(each)
             elif is_busy and message.view == view.number:
-                self.send(Message(Kind.BUSY, self._rank, message.sender, view.number))
+                self.send(Message(Verb.BUSY, self._rank, message.sender, view.number))
 
         def run() -> None:
             try:

@@ -84,7 +84,7 @@ class ZmqPairs:
         `header` is that of the message, apart from its sequence number. Raises as `recv`.
         """
         sending = self._sending_to(self._membership.members[place], _MESSAGES)
-        call = _Call(self, "send", header, sending.sequence)
+        call = _PairCall(self, "send", header, sending.sequence)
         sending.begin(header, header.rank, sending.sequence, memory)
         sending.sequence += 1
         try:
@@ -100,7 +100,7 @@ class ZmqPairs:
         Raises as `ZmqLink.run`. After any exception all pairs are broken: `abort`, then `close`.
         """
         receiving = self._receiving_from(self._membership.members[place], _MESSAGES)
-        call = _Call(self, "recv", header, receiving.sequence)
+        call = _PairCall(self, "recv", header, receiving.sequence)
         receiving.begin(header, header.rank, receiving.sequence, memory)
         receiving.sequence += 1
         call.run(None, receiving, 0)
@@ -131,7 +131,7 @@ class ZmqPairs:
         incoming = [begun(self._receiving_from, p, p, received[p]) for p in reversed(around)]
         outgoing = [begun(self._sending_to, place, own, sent[place]) for place in around]
         used: list[Sending] = [sending for sending in outgoing if sending is not None]
-        call = _Call(self, Kind(header.kind).label, header, sequence)
+        call = _PairCall(self, Kind(header.kind).label, header, sequence)
         is_connected = all(sending.socket is not None for sending in used)
         try:
             if not is_connected:
@@ -259,7 +259,7 @@ class ZmqPairs:
         self._lent.clear()
 
 
-class _Call(StalledCall):
+class _PairCall(StalledCall):
     """A message, or the parts of a collective, one after the other."""
 
     def __init__(self, pairs: ZmqPairs, operation: str, header: Header, sequence: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ringreduce.commands.launch import display
 from ringreduce.commands.launch.display import STARTUP, Display, Logs
 from ringreduce.commands.launch.exchange import Output
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.vocabulary.config import TIMES
 from tests.launching import RANK, Terminal, run, script
@@ -114,7 +114,7 @@ def test_a_line_in_parts_is_shown_once(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "time", types.SimpleNamespace(monotonic=lambda: now_s))
     screens = io.StringIO(), io.StringIO()
     logs = Logs(tmp_path, range(1))
-    shows = Display(Screen(["0"], *screens), logs, Plan([], 1))
+    shows = Display(Screen(["0"], *screens), logs, JobPlan([], 1))
     for wait, text in [
         *[(1, "start\n"), (11, "loss 0.5"), (0.3, "\n")],  # begun late, and soon whole
         *[(11, "loads "), (11, "weights"), (11, " done\nsaves"), (11, "\n")],

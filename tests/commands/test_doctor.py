@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ringreduce.commands.cli import app
-from ringreduce.commands.doctor.findings import SIZES, Facts, Link, find, turns
+from ringreduce.commands.doctor.findings import SIZES, HostFacts, Link, find, turns
 from ringreduce.commands.doctor.view import show
 from ringreduce.commands.doctor.worker import examine
 from ringreduce.testing import ring_of_threads
@@ -21,7 +21,7 @@ WITHIN = Link((0, 1), "shm", (2e-6, 5e-3))
 BETWEEN = Link((0, 2), "zmq", (80e-6, 60e-3))
 
 
-def facts(rank: int, host: str = "alpha", **changes: Any) -> Facts:
+def facts(rank: int, host: str = "alpha", **changes: Any) -> HostFacts:
     """A rank on one of two hosts with two ranks and four cores each, where all is well."""
     usual: dict[str, Any] = {
         "versions": {"ringreduce": "0.1.0", "TensorFlow": "2.21.0", "numpy": "2.4.6"},
@@ -30,10 +30,10 @@ def facts(rank: int, host: str = "alpha", **changes: Any) -> Facts:
         **{"memory": 16 * GIB, "available": 12 * GIB, "copied_s": 4e-3},
         **{"files": 4096, "files_needed": 1024, "addresses": "eth0 10.0.0.4/24"},
     }
-    return Facts(rank=rank, host=host, **(usual | changes))
+    return HostFacts(rank=rank, host=host, **(usual | changes))
 
 
-def job(*changes: dict[str, Any]) -> list[Facts]:
+def job(*changes: dict[str, Any]) -> list[HostFacts]:
     """Two ranks on alpha, two on beta; `changes` are of the first ranks."""
     own = [*changes, {}, {}, {}, {}]
     return [facts(rank, ("alpha", "beta")[rank // 2], **own[rank]) for rank in range(4)]
@@ -117,8 +117,8 @@ def test_each_link_is_measured_once_and_no_rank_is_in_two_at_a_time(count):
 def test_hosts_are_measured_within_and_between():
     per_rank = ring_of_threads(3, examine, hosts=("alpha", "alpha", "beta"))
     assert per_rank[0] == per_rank[1] == per_rank[2]
-    found = msgspec.convert(per_rank[0], list[Facts | Link])
-    names = [each.host for each in found if isinstance(each, Facts)]
+    found = msgspec.convert(per_rank[0], list[HostFacts | Link])
+    names = [each.host for each in found if isinstance(each, HostFacts)]
     within, between = (each for each in found if isinstance(each, Link))
     assert names == ["alpha", "alpha", "beta"]
     assert (within.ranks, within.transport) == ((0, 1), "shm")
@@ -148,7 +148,7 @@ def test_hosts_reached_by_an_agent_are_reported_as_json():
     assert done.exit_code == 0, done.stderr
     [link] = msgspec.convert(report["links"], list[Link])
     assert (link.ranks, link.transport) == ((0, 1), "shm")
-    first, second = msgspec.convert(report["ranks"], list[Facts])
+    first, second = msgspec.convert(report["ranks"], list[HostFacts])
     assert (first.rank, second.rank, first.native, first.xla) == (0, 1, "", "")
     assert {"ringreduce", "Python", "TensorFlow", "Keras", "numba", "libzmq"} <= {*first.versions}
     assert first.host_cores >= len(first.cores)

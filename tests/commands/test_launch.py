@@ -22,7 +22,7 @@ import ringreduce
 from ringreduce.commands import cli
 from ringreduce.commands.cli import app
 from ringreduce.commands.launch.local import default_threads
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Pipe
 from ringreduce.testing import ring_of_processes
 from tests.launching import RANK, WAITS, numbers, run, script
@@ -239,7 +239,7 @@ def test_a_wrong_command_line_is_refused_and_starts_nothing(tmp_path, monkeypatc
 def test_an_option_that_the_script_gets_is_a_hint_if_there_is_none_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misplaced: list[str]
 ) -> None:
-    plans: list[Plan] = []
+    plans: list[JobPlan] = []
     monkeypatch.setattr(cli, "supervise", lambda plan, node: plans.append(plan) or NOTHING_FAILED)
     monkeypatch.chdir(tmp_path)
     name = script(tmp_path, "")

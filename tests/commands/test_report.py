@@ -14,7 +14,7 @@ from ringreduce.commands.report.flight_records import Records, read_records
 from ringreduce.commands.report.verdict import Verdict, judge
 from ringreduce.commands.report.view import show
 from ringreduce.pure import flight
-from ringreduce.pure.flight import Call, Dump, Failure, Frame, Group, Stack, encode_dump
+from ringreduce.pure.flight import CallRecord, Dump, Failure, Frame, Group, Stack, encode_dump
 from ringreduce.vocabulary.errors import ConfigError
 
 NOW = 1_800_000_000.0
@@ -56,7 +56,7 @@ def failed(
     groups = fields.pop("groups", [])
     error = {"in_call": "all_reduce", "text": f"rank {rank} of 4 failed.", **fields}
     failure = Failure(kind=kind, when=NOW - 10 + after_s, **error)
-    entries = [Call(calls, str(failure.in_call), nbytes, NOW - 20, 3.0, "MainThread", kind)]
+    entries = [CallRecord(calls, str(failure.in_call), nbytes, NOW - 20, 3.0, "MainThread", kind)]
     if failure.in_call is None:
         entries = []
     return dump(rank, calls=calls, failure=failure, entries=entries, groups=groups)

@@ -20,7 +20,7 @@ from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import EndedError, Survivors, answer_others, reform
 from ringreduce.effects.events import Events
-from ringreduce.pure.views import Kind, Message, View, propose
+from ringreduce.pure.views import Message, Verb, View, propose
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import TIMES, Config
@@ -123,10 +123,10 @@ def test_ranks_that_are_left_go_on_in_a_ring_of_their_own(tmp_path: Path, name: 
 # told the others where it listens.
 FATAL = """
 from ringreduce.communicator import reforming
-from ringreduce.pure.views import Kind
+from ringreduce.pure.views import Verb
 from ringreduce.transport.visits import Visits
 
-LAST = {0: Kind.PREPARE, 1: Kind.ACCEPT, 2: Kind.CHOSEN}
+LAST = {0: Verb.PREPARE, 1: Verb.ACCEPT, 2: Verb.CHOSEN}
 exchange, send = reforming.Survivors.exchange, Visits.send
 
 
@@ -534,13 +534,13 @@ def test_votes_that_are_given_while_a_ring_forms_count_afterwards(
         if survivors._rank == 2 and len(survivors._values) == 1 and not first:
             first.append(job.agreement.view.number)
             survivors._take(propose(job.agreement, [0, 2]))
-            while (campaign := job.agreement.campaign) and campaign.awaits != Kind.ACCEPTED:
+            while (campaign := job.agreement.campaign) and campaign.awaits != Verb.ACCEPTED:
                 survivors._receive(0.01)
         return exchange(survivors, value)
 
     def lossy(visits: Visits, message: Message) -> None:
-        is_of_them = message.kind not in (Kind.HERE, Kind.CHOSEN) and [message.view] == first
-        if not is_of_them or (message.kind != Kind.ACCEPTED and message.receiver != 1):
+        is_of_them = message.kind not in (Verb.HERE, Verb.CHOSEN) and [message.view] == first
+        if not is_of_them or (message.kind != Verb.ACCEPTED and message.receiver != 1):
             send(visits, message)
 
     monkeypatch.setattr(Survivors, "exchange", voting)

@@ -6,21 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
+from ringreduce.pure.blame import Finding, RankFacts, Reason, find_culprit
 from ringreduce.vocabulary.errors import ErrorRecord
 
 
-def waiting(rank: int, calls: int = 5, operation: str = "all_reduce") -> Facts:
-    return Facts(rank, calls, operation, 64, 20.0)
+def waiting(rank: int, calls: int = 5, operation: str = "all_reduce") -> RankFacts:
+    return RankFacts(rank, calls, operation, 64, 20.0)
 
 
-def lost(rank: int, peer: int, when_s: float = 0.0) -> Facts:
-    return Facts(rank, 5, "all_reduce", error=ErrorRecord("PeerLostError", peer), failed_s=when_s)
+def lost(rank: int, peer: int, when_s: float = 0.0) -> RankFacts:
+    return RankFacts(
+        rank, 5, "all_reduce", error=ErrorRecord("PeerLostError", peer), failed_s=when_s
+    )
 
 
-BUSY = Facts(1, 5, None, stood_s=3.0)
-SILENT = Facts(2, silent_s=2.0)
-OWN_ERROR = Facts(2, error=ErrorRecord("ValueError"), failed_s=9.0)
+BUSY = RankFacts(1, 5, None, stood_s=3.0)
+SILENT = RankFacts(2, silent_s=2.0)
+OWN_ERROR = RankFacts(2, error=ErrorRecord("ValueError"), failed_s=9.0)
 IN_BARRIER = waiting(1, operation="barrier")
 
 
@@ -32,7 +34,7 @@ IN_BARRIER = waiting(1, operation="barrier")
         ([waiting(0), BUSY, waiting(2)], Finding(Reason.BEHIND, (1,), (0, 2))),
         # Rank 2 waits in a call that rank 1 has not begun either.
         ([waiting(0, 6), BUSY, waiting(2)], Finding(Reason.BEHIND, (1,), (0,))),
-        ([waiting(0), BUSY, Facts(2, 4, "barrier")], Finding(Reason.BEHIND, (2,), (0,))),
+        ([waiting(0), BUSY, RankFacts(2, 4, "barrier")], Finding(Reason.BEHIND, (2,), (0,))),
         ([lost(0, 2), BUSY, SILENT], Finding(Reason.NAMED, (2,), (0,))),
         ([lost(0, 2), lost(2, 1, 9.0), BUSY], Finding(Reason.NAMED, (1,), (2,))),
         ([lost(0, 2), OWN_ERROR], Finding(Reason.OWN_ERROR, (2,))),
@@ -40,7 +42,7 @@ IN_BARRIER = waiting(1, operation="barrier")
         ([waiting(0), IN_BARRIER], Finding(Reason.OUT_OF_STEP, (0, 1), (0, 1))),
     ],
 )
-def test_the_culprit_is_found(facts: list[Facts], finding: Finding) -> None:
+def test_the_culprit_is_found(facts: list[RankFacts], finding: Finding) -> None:
     assert find_culprit(facts) == finding
     assert find_culprit(facts[::-1]) == finding
 
@@ -58,7 +60,7 @@ def test_ranks_at_work_are_not_blamed() -> None:
 @given(
     st.lists(
         st.builds(
-            Facts,
+            RankFacts,
             rank=st.integers(0, 4),
             calls=st.integers(0, 2),
             operation=st.sampled_from([None, "barrier", "all_reduce"]),
@@ -76,7 +78,7 @@ def test_ranks_at_work_are_not_blamed() -> None:
     )
 )
 def test_only_ranks_of_the_job_are_blamed_and_only_known_ones_are_witnesses(
-    facts: list[Facts],
+    facts: list[RankFacts],
 ) -> None:
     known = {fact.rank for fact in facts}
     unknown = sorted(set(range(5)) - known)

@@ -7,20 +7,20 @@ from collections import deque
 
 import pytest
 
-from ringreduce.pure.pipeline import Step, schedule
+from ringreduce.pure.pipeline import Pass, schedule
 
 cases = pytest.mark.parametrize(
     ("stages", "micro_batches"), list(itertools.product((1, 2, 3, 5), (1, 2, 4, 5, 9)))
 )
 
 
-def source_of(step: Step, stage: int, stages: int) -> int | None:
+def source_of(step: Pass, stage: int, stages: int) -> int | None:
     """The stage whose array must have come before `stage` makes this step; None: no stage."""
     other = stage - 1 if step.is_forward else stage + 1
     return other if 0 <= other < stages else None
 
 
-def target_of(step: Step, stage: int, stages: int) -> int | None:
+def target_of(step: Pass, stage: int, stages: int) -> int | None:
     """The stage that gets an array after `stage` has made this step; None: no stage."""
     return source_of(step._replace(is_forward=not step.is_forward), stage, stages)
 
@@ -33,8 +33,8 @@ class Line:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.kept: deque[Step] = deque()
-        self.under_way: deque[Step] = deque()
+        self.kept: deque[Pass] = deque()
+        self.under_way: deque[Pass] = deque()
 
     def move(self, *, receiver_waits: bool) -> None:
         room = self.capacity - len(self.under_way) + receiver_waits
@@ -43,7 +43,7 @@ class Line:
             room -= 1
 
 
-def run(stages: int, micro_batches: int, capacity: int, *, late: bool) -> list[list[Step | None]]:
+def run(stages: int, micro_batches: int, capacity: int, *, late: bool) -> list[list[Pass | None]]:
     """What each stage did at each time, with passes of one unit; None: it waited.
 
     `late` lets the last stage move first at each time, which is another order of threads.
@@ -55,7 +55,7 @@ def run(stages: int, micro_batches: int, capacity: int, *, late: bool) -> list[l
         if 0 <= other < stages
     }
     plans = [deque(schedule(stage, stages, micro_batches)) for stage in range(stages)]
-    done: list[list[Step | None]] = [[] for _ in range(stages)]
+    done: list[list[Pass | None]] = [[] for _ in range(stages)]
     while any(plans):
         able = []
         for stage, plan in enumerate(plans):
@@ -106,7 +106,7 @@ def test_each_micro_batch_goes_forward_and_then_backward_once_and_in_order(stage
             numbers = [step.micro_batch for step in steps if step.is_forward == is_forward]
             assert numbers == list(range(micro_batches))
         for number in range(micro_batches):
-            assert steps.index(Step(True, number)) < steps.index(Step(False, number))
+            assert steps.index(Pass(True, number)) < steps.index(Pass(False, number))
         kept = list(itertools.accumulate(1 if step.is_forward else -1 for step in steps))
         assert max(kept) == min(stages - stage, micro_batches)
         assert kept[-1] == 0

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ringreduce.pure.profile import Facts, step_of, verdict
+from ringreduce.pure.profile import Measurement, step_of, verdict
 
 MB = 1_000_000
 
@@ -13,7 +13,7 @@ def ranks(*computing_ms, communicating=1.0, hidden=6.0, steps=100, links=(), **m
     """An epoch of ranks that compute so long in a step; all wait for the slowest."""
     step_ms = max(computing_ms) + communicating
     return [
-        Facts(
+        Measurement(
             rank=rank,
             steps=steps,
             seconds=steps * step_ms / 1e3,
@@ -64,8 +64,11 @@ def test_nothing_is_waited_for_alone_and_no_part_is_negative():
 
 
 def test_facts_are_of_the_steps_since_then():
-    before, now = Facts(3, *[1.5] * 9, rank=2, cores=4.0), Facts(8, *[4.0] * 9, rank=2, cores=4.0)
-    assert now.since(before) == Facts(5, *[2.5] * 9, rank=2, cores=4.0)
+    before, now = (
+        Measurement(3, *[1.5] * 9, rank=2, cores=4.0),
+        Measurement(8, *[4.0] * 9, rank=2, cores=4.0),
+    )
+    assert now.since(before) == Measurement(5, *[2.5] * 9, rank=2, cores=4.0)
 
 
 NOTHING = ["Nothing of this kind."]

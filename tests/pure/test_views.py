@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.pure.views import Agreement, Kind, Message, Step, View, may_choose, propose, receive
+from ringreduce.pure.views import Agreement, Message, Step, Verb, View, may_choose, propose, receive
 
 # States by rank; which ranks are alive, and messages under way, as bits; ballots begun.
 World = tuple[tuple[int, ...], int, int, int]
@@ -70,7 +70,7 @@ class Checker:
 
     def _pending(self, state: int, messages: int) -> int:
         """Those of `messages` that may still change anything."""
-        asks = Kind.PREPARE, Kind.ACCEPT
+        asks = Verb.PREPARE, Verb.ACCEPT
         return sum(
             1 << each
             for each in bits(messages)
@@ -226,7 +226,7 @@ def test_those_who_may_choose() -> None:
     assert not may_choose(four, {2, 3}, {4})
 
 
-def among(ranks: Ranks, *those: int, but: Kind | None = None) -> None:
+def among(ranks: Ranks, *those: int, but: Verb | None = None) -> None:
     """All messages between these arrive, and their answers; one kind is lost."""
     while found := [each for each in ranks.sent if {each.sender, each.receiver} <= {*those}]:
         ranks.sent.remove(found[0])
@@ -246,9 +246,9 @@ def begin(ranks: Ranks, rank: int, members: Sequence[int], dead: Sequence[int] =
 def test_of_accepted_values_that_of_the_highest_ballot_is_proposed() -> None:
     ranks = Ranks(3, random.Random(0))
     begin(ranks, 0, (0, 1))
-    among(ranks, 0, 1, but=Kind.ACCEPT)  # Rank 0 alone accepts.
+    among(ranks, 0, 1, but=Verb.ACCEPT)  # Rank 0 alone accepts.
     begin(ranks, 1, (1, 2))
-    among(ranks, 1, 2, but=Kind.ACCEPTED)  # Chosen, without a rank that knows it.
+    among(ranks, 1, 2, but=Verb.ACCEPTED)  # Chosen, without a rank that knows it.
     ranks.sent.clear()
     begin(ranks, 2, (0, 2))
     among(ranks, 0, 2)
@@ -293,9 +293,9 @@ def test_those_that_die_while_a_ballot_runs_do_not_help_it() -> None:
 
 def test_a_rank_that_was_left_out_is_told_so_whenever_it_wakes() -> None:
     old, new = View(0, (0, 1, 2)), View(7, (0, 2))
-    here = Message(Kind.HERE, 1, 0, old.number)
+    here = Message(Verb.HERE, 1, 0, old.number)
     state, (told,) = receive(Agreement(0, new), here)
-    assert (state, told.kind, told.value) == (Agreement(0, new), Kind.CHOSEN, new)
+    assert (state, told.kind, told.value) == (Agreement(0, new), Verb.CHOSEN, new)
     woken, answer = receive(Agreement(1, old), told)
     assert woken.successor == new
     assert answer == ()
@@ -306,7 +306,7 @@ def test_a_ballot_has_a_number_above_all_that_its_rank_has_heard_of() -> None:
     state, sent = propose(Agreement(1, View(4, (0, 1, 2))), (1, 2), dead=[0])
     assert [each.receiver for each in sent] == [2]
     assert sent[0].ballot == (5, 1)
-    state, _ = receive(state, Message(Kind.PREPARE, 2, 1, 4, ballot=(8, 2)))
+    state, _ = receive(state, Message(Verb.PREPARE, 2, 1, 4, ballot=(8, 2)))
     _, sent = propose(state, (1, 2))
     assert sent[0].ballot == (9, 1)
     assert sent[0].dead == (0,)

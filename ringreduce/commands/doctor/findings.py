@@ -15,7 +15,7 @@ _SMALL_MAX_S = 2e-4
 _COPIES_MAX = 6
 
 
-class Facts(msgspec.Struct, tag=True, frozen=True):
+class HostFacts(msgspec.Struct, tag=True, frozen=True):
     """Facts of a rank and its host; None stands for no limit."""
 
     rank: int
@@ -55,7 +55,7 @@ class Finding(msgspec.Struct, frozen=True):
     is_problem: bool = True
 
 
-def find(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
+def find(facts: Sequence[HostFacts], links: Sequence[Link]) -> list[Finding]:
     """Find what facts and links mean for a job, problems first."""
     alike: dict[tuple[str, str, bool], list[int]] = {}
     for own in facts:
@@ -99,7 +99,7 @@ def in_gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.1f} GiB"
 
 
-def _differences(facts: Sequence[Facts]) -> Iterator[Finding]:
+def _differences(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     everybody = tuple(own.rank for own in facts)
     for name in dict.fromkeys(name for own in facts for name in own.versions):
         texts = by_ranks({own.rank: own.versions.get(name, "missing") for own in facts})
@@ -109,7 +109,7 @@ def _differences(facts: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(everybody, f"{name} differs: {said}.", advice)
 
 
-def _of_rank(own: Facts) -> Iterator[tuple[str, str, bool]]:
+def _of_rank(own: HostFacts) -> Iterator[tuple[str, str, bool]]:
     """Text, advice, and whether it is a problem."""
     if own.native:
         advice = "Build it, or unset RINGREDUCE_NATIVE: without it data passes sockets and Python."
@@ -128,7 +128,7 @@ def _of_rank(own: Facts) -> Iterator[tuple[str, str, bool]]:
         yield text, "Raise the hard limit (ulimit -Hn; --ulimit nofile= of containers).", True
 
 
-def _of_host(host: str, facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]:
+def _of_host(host: str, facts: Sequence[HostFacts], links: Sequence[Link]) -> Iterator[Finding]:
     ranks = tuple(own.rank for own in facts)
     cores = float(len({core for own in facts for core in own.cores}))
     usable = min([cores, *(own.quota for own in facts if own.quota is not None)])

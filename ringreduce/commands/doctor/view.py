@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringreduce.commands.doctor.findings import SIZES, Facts, Link, by_ranks, find, in_gib
+from ringreduce.commands.doctor.findings import SIZES, HostFacts, Link, by_ranks, find, in_gib
 from ringreduce.vocabulary.config import color_wanted
 from ringreduce.vocabulary.words import named
 
-_RECORD: msgspec.json.Decoder[Facts | Link] = msgspec.json.Decoder(Facts | Link)
-_ROWS: dict[str, Callable[[Facts], str]] = {
+_RECORD: msgspec.json.Decoder[HostFacts | Link] = msgspec.json.Decoder(HostFacts | Link)
+_ROWS: dict[str, Callable[[HostFacts], str]] = {
     "host": lambda own: own.host,
     "versions": lambda own: ", ".join(map(" ".join, own.versions.items())),
     "native library": lambda own: "missing" if own.native else "found",
@@ -31,7 +31,7 @@ def show(printed: str, *, as_json: bool) -> int:
     # Each line begins with a label; programs that Python starts by itself may have printed, too.
     lines = [line.partition("] ")[2] for line in printed.splitlines()]
     records = [_RECORD.decode(line) for line in lines if line.startswith('{"type":')]
-    facts = [each for each in records if isinstance(each, Facts)]
+    facts = [each for each in records if isinstance(each, HostFacts)]
     links = [each for each in records if isinstance(each, Link)]
     findings = find(facts, links)
     exit_code = int(any(each.is_problem for each in findings))

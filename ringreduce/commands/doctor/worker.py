@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from ringreduce._version import __version__
-from ringreduce.commands.doctor.findings import SIZES, Facts, Link, turns
+from ringreduce.commands.doctor.findings import SIZES, HostFacts, Link, turns
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import init
 from ringreduce.effects import native
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def examine(comm: Communicator) -> list[Any]:
-    """`Facts` of all ranks and a `Link` for each group of `turns`; all ranks must call it."""
+    """`HostFacts` of all ranks and a `Link` for each group of `turns`; all ranks must call it."""
     load = os.getloadavg()[0]  # Before the ranks add to it.
     source, target = (np.ones(SIZES[-1], np.uint8) for _ in range(2))
     copied_s = _median(partial(np.copyto, target, source), comm)
@@ -75,10 +75,10 @@ def _median(call: Callable[[], object], ring: Communicator) -> float:
     return statistics.median([once() for _ in range(count)] or [first])
 
 
-def _facts(comm: Communicator, copied_s: float, load: float) -> Facts:
+def _facts(comm: Communicator, copied_s: float, load: float) -> HostFacts:
     memory, limit = psutil.virtual_memory(), cores.memory_limit()
     files = descriptors.needed(comm.size, 2 * comm.size, comm.config.streams)
-    return Facts(
+    return HostFacts(
         rank=comm.rank,
         host=comm.config.host_id or platform.node(),
         versions=_versions(),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ringreduce.commands.launch.exchange import Output
 from ringreduce.commands.launch.output import LineBuffer, added, last_state, without_colors
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.screen import Screen, Source
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
@@ -42,7 +42,7 @@ class Display:
     elsewhere, and in the logs, what is added in ten seconds is a line of its own.
     """
 
-    def __init__(self, screen: Screen, logs: Logs | None, plan: Plan) -> None:
+    def __init__(self, screen: Screen, logs: Logs | None, plan: JobPlan) -> None:
         self._screen, self._logs = screen, logs
         self._live_rank = plan.stdin_rank or 0
         shown = {"all": range(plan.size), "rank0": range(1), "failed": range(0)}[plan.output]

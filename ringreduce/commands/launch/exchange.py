@@ -21,7 +21,7 @@ MAGIC = b"\0ringreduce agent\n"
 class Assignment(msgspec.Struct, tag=True, frozen=True):
     """The ranks that a host has, and what they run."""
 
-    # arguments, choices, variables, threads: as in `Plan`; with the secret among the choices.
+    # arguments, choices, variables, threads: as in `JobPlan`; with the secret among the choices.
     arguments: list[str]
     first_rank: int
     count: int

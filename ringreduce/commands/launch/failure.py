@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ringreduce.commands.launch.worker_records import Raised
-from ringreduce.pure.blame import Facts, find_culprit
+from ringreduce.pure.blame import RankFacts, find_culprit
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.errors import ErrorRecord, WorkerError
 from ringreduce.vocabulary.words import named
@@ -112,7 +112,7 @@ def find_cause(failures: Sequence[Failure], ranks: Iterable[int]) -> Cause | Non
     failed = {failure.rank: failure for failure in failures}
     unknown = [rank for rank in ranks if rank not in failed]
     facts = [
-        Facts(f.rank, error=f.raised or ErrorRecord(f.describe()), failed_s=f.time_s)
+        RankFacts(f.rank, error=f.raised or ErrorRecord(f.describe()), failed_s=f.time_s)
         for f in failures
     ]
     finding = find_culprit(facts, unknown=unknown)

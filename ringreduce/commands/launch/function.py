@@ -24,7 +24,7 @@ import cloudpickle
 from ringreduce.commands.launch import call
 from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.failure import worker_error
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.vocabulary.config import SETTINGS, TIMES
 from ringreduce.vocabulary.errors import ConfigError, WorkerError
@@ -96,7 +96,7 @@ def launch(
         sent = stack.enter_context(tempfile.TemporaryFile())
         _write(sent, function, args)
         results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
-        plan = Plan(
+        plan = JobPlan(
             [str(Path(call.__file__))],
             size,
             settings,

@@ -20,7 +20,7 @@ from ringreduce.commands.launch.failure import Cause, Failure, find_cause, find_
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.meeting import Meeting
 from ringreduce.commands.launch.node_messages import Placed
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.remote import LOST_CODE, RemoteHost
 from ringreduce.commands.launch.screen import Screen
@@ -38,7 +38,7 @@ class Job:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: JobPlan,
         attempt: int,
         screen: Screen,
         logs: Logs | None,

@@ -49,7 +49,7 @@ class LocalHost:
     ) -> None:
         """Start the ranks, which meet at the assignment's host and `port`.
 
-        Rank 0 inherits the `listener` of that port. `stdin_rank` and `inherited` are as in `Plan`.
+        Rank 0 inherits the `listener` of that port. For `stdin_rank`, `inherited` see `JobPlan`.
         """
         given = self._assignment
         asking = (signal.SIGUSR1,) if "log_dir" in given.choices else ()

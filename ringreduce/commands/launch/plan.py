@@ -10,7 +10,7 @@ from ringreduce.vocabulary.config import TIMES
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A job's plan, equal in every attempt."""
 
     arguments: Sequence[str]  # a script, or ``-m`` and a module's name, and the program's own

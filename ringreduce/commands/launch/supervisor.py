@@ -12,7 +12,7 @@ from ringreduce.commands.launch.hosts import labels
 from ringreduce.commands.launch.job import Job
 from ringreduce.commands.launch.meeting import Node
 from ringreduce.commands.launch.nodes import Nodes
-from ringreduce.commands.launch.plan import Plan
+from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
@@ -23,7 +23,7 @@ _WEEK_S = 7 * 24 * 3600.0
 
 
 def supervise(
-    plan: Plan,
+    plan: JobPlan,
     *,
     node: Node | None = None,
     stdout: TextIO | None = None,
@@ -69,7 +69,7 @@ def supervise(
             screen.say(f"starting again, {attempt} of {plan.max_restarts}")
 
 
-def _completed(plan: Plan) -> dict[str, Any]:
+def _completed(plan: JobPlan) -> dict[str, Any]:
     """The choices that were made, and what follows from them."""
     choices = {name: value for name, value in plan.choices.items() if value is not None}
     if folder := choices.pop("log_dir", None) or log_dir_wanted():

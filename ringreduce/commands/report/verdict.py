@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from ringreduce.commands.report.flight_records import Records, clean, shorten
-from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
+from ringreduce.pure.blame import Finding, RankFacts, Reason, find_culprit
 from ringreduce.pure.flight import Dump, Frame
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
@@ -60,18 +60,18 @@ def _failed_s(records: Records) -> float:
     return min((failure.when for failure in failures if failure is not None), default=inf)
 
 
-def _facts_of(dump: Dump) -> Facts:
+def _facts_of(dump: Dump) -> RankFacts:
     """Take the facts from a record: the call, now or when the rank failed, and for how long."""
     failure = dump.failure
     if failure is None:
         stood_s = dump.when - dump.since
-        return Facts(dump.rank, dump.calls, dump.operation, dump.nbytes, stood_s)
+        return RankFacts(dump.rank, dump.calls, dump.operation, dump.nbytes, stood_s)
     failed = next((call for call in reversed(dump.entries) if call.error is not None), None)
     if failure.in_call is None:
         stood_s = max(0.0, failure.when - dump.since)
     else:
         stood_s = (failed and failed.seconds) or 0.0
-    return Facts(
+    return RankFacts(
         rank=dump.rank,
         calls=dump.calls,
         operation=failure.in_call,

@@ -15,7 +15,7 @@ from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.sharding import weights_to_divide
 from ringreduce.keras.wrappable import wrappers_in
-from ringreduce.pure.profile import Facts, step_of, verdict
+from ringreduce.pure.profile import Measurement, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.cores import core_limit
@@ -40,7 +40,7 @@ class Profile(keras.callbacks.Callback):
     def __init__(self, communicator: Communicator | None = None) -> None:
         super().__init__()
         self._communicator = communicator
-        self._epochs: dict[int, list[Facts]] = {}
+        self._epochs: dict[int, list[Measurement]] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
         global _has_measured
@@ -54,8 +54,8 @@ class Profile(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._steps, self._began = 0, self._totals(0)
-        self._after_first: Facts | None = None
-        self._ended: Facts | None = None
+        self._after_first: Measurement | None = None
+        self._ended: Measurement | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count steps, of which there may be several at a time."""
@@ -73,7 +73,7 @@ class Profile(keras.callbacks.Callback):
         is_all = first is None or first.steps >= ended.steps
         own = ended.since(self._began if first is None or is_all else first)
         gathered = repeated(ring, lambda: ring.all_gather_object(own))
-        ranks = [Facts(*theirs) for theirs in gathered]
+        ranks = [Measurement(*theirs) for theirs in gathered]
         if logs is not None:
             logs.update(step_of(ranks).logs())
         if self._has_compiled:  # In the epoch before, in the only step.
@@ -89,18 +89,18 @@ class Profile(keras.callbacks.Callback):
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
 
-    def _end(self) -> Facts:
+    def _end(self) -> Measurement:
         if self._ended is None:
             # With several steps at a time Keras counts more than there are in the last ones.
             most = (self.params or {}).get("steps") or self._steps
             self._ended = self._totals(min(self._steps, most))
         return self._ended
 
-    def _totals(self, steps: int) -> Facts:
+    def _totals(self, steps: int) -> Measurement:
         ring = self._ring()
         done = ring.statistics()
         link = done.sent_to_next or SentToNext(0, 0, 0.0)
-        return Facts(
+        return Measurement(
             steps=steps,
             seconds=time.monotonic(),
             stopped_s=done.stopped_s,
