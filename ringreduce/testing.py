@@ -95,23 +95,23 @@ def ring_of_threads(
         # libzmq has closed the descriptor.
         if size > 1:
             listener.detach()
-    failures = {rank: error for rank, each in enumerate(ranks) if (error := each.exception())}
+    failures = {rank: error for rank, future in enumerate(ranks) if (error := future.exception())}
     if failures:
         first = failures.pop(min(failures))
         notes = [f"rank {rank} raised {type(e).__name__}: {e}" for rank, e in failures.items()]
         for note in notes + places:
             getattr(first, "add_note", str)(note)  # Python 3.10 has no notes.
         raise first
-    return [each.result() for each in ranks]
+    return [future.result() for future in ranks]
 
 
 def _places(threads: dict[int, int]) -> list[str]:
     """Where each rank's thread is now."""
     frames = sys._current_frames()
-    found = [(rank, frames.get(thread)) for rank, thread in sorted(dict(threads).items())]
+    places = [(rank, frames.get(thread)) for rank, thread in sorted(dict(threads).items())]
     return [
         f"rank {rank} was then in\n" + "".join(traceback.format_stack(frame, 4))
-        for rank, frame in found
+        for rank, frame in places
         if frame is not None
     ]
 

@@ -43,8 +43,8 @@ class Members:
         """
         own = self._own
         who = f"rank {hello.rank} ({shown(hello.host)})"
-        theirs, ours = (text.encode(errors="replace") for text in (hello.job_id, own.job_id))
-        if not hmac.compare_digest(theirs, ours):
+        their_job, our_job = (text.encode(errors="replace") for text in (hello.job_id, own.job_id))
+        if not hmac.compare_digest(their_job, our_job):
             why = f"{who} belongs to another job"
         elif not 0 <= hello.rank < max(own.size, hello.size):
             why = f"{who} has no place in a ring of {own.size}"
@@ -125,7 +125,7 @@ class Members:
                 "numpy %s; %s",
                 *(own.rank, own.size, own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
             )
-        members = tuple(msgspec.convert(each, Member, from_attributes=True) for each in hellos)
+        members = tuple(msgspec.convert(hello, Member, from_attributes=True) for hello in hellos)
         material = secrets.token_bytes(MATERIAL_BYTES) if own.key else b""
         return Table(secrets.randbits(64), members, material)
 

@@ -85,7 +85,7 @@ class Rendezvous:
         idle: Callable[[], None],
     ) -> None:
         self._config, self._security, self._idle = config, security, idle
-        own = Hello(
+        hello = Hello(
             version=__version__,
             wire_version=WIRE_VERSION,
             job_id=config.job_id,
@@ -104,7 +104,7 @@ class Rendezvous:
             numpy=np.__version__,
             networks=networks,
         )
-        self._members = Members(config, own)
+        self._members = Members(config, hello)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER if self._is_first else zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
@@ -120,12 +120,12 @@ class Rendezvous:
                 self._authenticator = security.serve_meeting(self._socket, self._context)
                 _listen(self._socket, config)
             else:
-                self._connect(own)
+                self._connect(hello)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, own: Hello) -> None:
+    def _connect(self, hello: Hello) -> None:
         hosts, port = resolve(self._config)
         is_name = not is_literal(host_and_port(self._config.rendezvous)[0])
         host = self._answering(hosts, port) if is_name else hosts[0]
@@ -135,7 +135,7 @@ class Rendezvous:
         # That rank may start later.
         self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
         self._socket.connect(endpoint(host, port))
-        self._socket.send(msgspec.msgpack.encode(own))
+        self._socket.send(msgspec.msgpack.encode(hello))
         # A little longer than the first rank waits, since its answer names the missing ranks.
         self._deadline += TIMES.answer_s
 
@@ -151,11 +151,11 @@ class Rendezvous:
                 with contextlib.suppress(RendezvousError):
                     hosts, _ = resolve(self._config)
             ways = {0: [(host, port) for host in hosts]}
-            found, _ = first_to_answer(
+            answered, _ = first_to_answer(
                 self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0
             )
-            if found:
-                return found[0]
+            if answered:
+                return answered[0]
             time.sleep(TIMES.poll_s)
         return hosts[0]
 
@@ -173,9 +173,10 @@ class Rendezvous:
                 self._say_who_is_missing()
         if self._security.data.mechanism == "NULL":
             # A rank that shares memory with all has no data sockets.
-            announced = ((each.address, each.control, each.standby) for each in table.members)
+            members = table.members
+            announced = ((m.address, m.control, m.standby) for m in members)
             ports = filter(None, itertools.chain.from_iterable(announced))
-            hosts = [host for each in table.members for host in hosts_of(each.networks)]
+            hosts = [host for member in members for host in hosts_of(member.networks)]
             if not all(map(listens_on_loopback, ports)) or not all(map(is_loopback, hosts)):
                 raise RendezvousError(
                     "was told of a rank that listens on the network, and the job has no secret",
@@ -192,37 +193,37 @@ class Rendezvous:
 
         Raises RendezvousError if a rank did not come, or the first one did not answer.
         """
-        own = Report(tuple(Failed(*each) for each in failed))
+        report = Report(tuple(Failed(*row) for row in failed))
         # A rank reports once it has tried for `TIMES.reach_s`.
         self._deadline = time.monotonic() + TIMES.reach_s + self._config.timeout_s
         if self._is_first:
-            found = self._collect(own)
+            reports = self._collect(report)
         else:
             self._deadline += TIMES.answer_s
-            self._socket.send(msgspec.msgpack.encode(own))
-            found = self._await_reports()
+            self._socket.send(msgspec.msgpack.encode(report))
+            reports = self._await_reports()
         return {
-            rank: [(each.peer, shown(each.address), shown(each.why)) for each in theirs]
-            for rank, theirs in sorted(found.items())
+            rank: [(way.peer, shown(way.address), shown(way.why)) for way in ways]
+            for rank, ways in sorted(reports.items())
         }
 
-    def _collect(self, own: Report) -> dict[int, tuple[Failed, ...]]:
+    def _collect(self, own_report: Report) -> dict[int, tuple[Failed, ...]]:
         """The first rank's side of `exchange`."""
         identities = self._members.identities
-        found = {self._config.rank: own.failed}
-        while len(found) <= len(identities) and time.monotonic() < self._deadline:
+        failed = {self._config.rank: own_report.failed}
+        while len(failed) <= len(identities) and time.monotonic() < self._deadline:
             self._idle()
             if self._socket.poll(milliseconds(TIMES.poll_s)):
                 identity, *_, data = self._socket.recv_multipart()
                 # Another rank's late hello is no report.
                 if identity in identities and isinstance(report := read(data), Report):
-                    found[identities[identity]] = report.failed
-        missing = sorted(set(identities.values()) - set(found))
+                    failed[identities[identity]] = report.failed
+        missing = sorted(set(identities.values()) - set(failed))
         left = FAILED_MAX  # More would not fit into a message, and tell nobody more.
-        for rank in sorted(found):
-            found[rank] = found[rank][:left]
-            left -= len(found[rank])
-        answer: Reports | Refusal = Reports(found)
+        for rank in sorted(failed):
+            failed[rank] = failed[rank][:left]
+            left -= len(failed[rank])
+        answer: Reports | Refusal = Reports(failed)
         if missing:
             gone = missing[0]
             text = f"waited in vain for rank {gone}, which had joined, to connect to its peers"
@@ -231,7 +232,7 @@ class Rendezvous:
             self._answer(identity, answer)
         if isinstance(answer, Refusal):
             raise self._error(answer.peer, answer.text)
-        return found
+        return failed
 
     def _await_reports(self) -> dict[int, tuple[Failed, ...]]:
         """The other ranks' side of `exchange`."""
@@ -271,8 +272,8 @@ class Rendezvous:
         except (MismatchError, RendezvousError) as error:
             refusal = Refusal(error.message, isinstance(error, MismatchError), error.peer)
             # Also to the rank at fault, which has not joined.
-            for each in [*members.identities, *([identity] if identity else [])]:
-                self._answer(each, refusal)
+            for waiting in [*members.identities, *([identity] if identity else [])]:
+                self._answer(waiting, refusal)
             raise
         if members.missing:
             return None

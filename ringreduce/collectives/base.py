@@ -114,20 +114,20 @@ class Collectives(Protocol):
 
         The watcher tells the other ranks why. Never raises.
         """
-        for each in self._ways():
-            each.abort()
+        for way in self._ways():
+            way.abort()
 
     def close(self) -> None:
         """Free everything, after about a second at most, in which what was sent is written.
 
         Never raises.
         """
-        for each in reversed(self._ways()):
-            each.close()
+        for way in reversed(self._ways()):
+            way.close()
 
     def traffic(self) -> Traffic:
-        found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
-        return Traffic(*map(sum, zip(*found, strict=True)))
+        counts = [Traffic(0, 0, 0), *(way.traffic() for way in self._ways())]
+        return Traffic(*map(sum, zip(*counts, strict=True)))
 
     def pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
         """The pairs that send to `group_rank` and receive from it, and its place there."""
@@ -164,8 +164,8 @@ class Collectives(Protocol):
 
 
 def parts_of(
-    own: int, counts: ndarray, source: ndarray, target: ndarray
+    rank: int, counts: ndarray, source: ndarray, target: ndarray
 ) -> tuple[list[ndarray], list[ndarray]]:
-    """Cut the parts that group rank `own` sends in an all-to-all, and those that it receives."""
-    sent, received = bounds_of(counts[own].tolist()), bounds_of(counts[:, own].tolist())
+    """Cut the parts that group rank `rank` sends in an all-to-all, and those that it receives."""
+    sent, received = bounds_of(counts[rank].tolist()), bounds_of(counts[:, rank].tolist())
     return cut(source, sent), cut(target, received)

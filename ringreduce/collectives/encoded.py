@@ -66,41 +66,41 @@ class EncodedReduction:
         """Reduce `flat`, of 16 bits; return the view of it that holds this rank's chunk."""
         encoding, wide = Half(flat.dtype.name), kernels.widened(flat)
         bounds = chunk_bounds(flat.size, self._size)
-        own = cut(flat, bounds)[self._rank]
+        own_chunk = cut(flat, bounds)[self._rank]
         said = Kind.REDUCE_SCATTER, flat.dtype, flat.size, signature, op
         # Not kept: it is as long as the array.
         pieces = cut(np.empty(flat.nbytes, np.uint8), [bound * flat.itemsize for bound in bounds])
-        arriving = np.empty(self._size * own.nbytes, np.uint8)
+        arriving = np.empty(self._size * own_chunk.nbytes, np.uint8)
         chunks = cut(wide, bounds)
         for chunk, piece in zip(chunks, pieces, strict=True):
             _encode(encoding, chunk, piece, None)
         for _ in self._reduced(said, encoding, chunks[self._rank], pieces, arriving):
             pass
-        kernels.narrow(chunks[self._rank], own)
-        return own
+        kernels.narrow(chunks[self._rank], own_chunk)
+        return own_chunk
 
     def _all_reduce(self, flat: ndarray, said: Said, coding: Coding) -> None:
         encoding, residuals = coding
         rank, bounds = self._rank, chunk_bounds(flat.size, self._size)
         chunks = cut(flat, bounds)
-        own = chunks[rank]
+        own_chunk = chunks[rank]
         ends = bounds_of([_nbytes(encoding, chunk.size) for chunk in chunks])
         lefts: Sequence[ndarray | None] = [None] * self._size
         left_of_own, kept = None, list[ndarray]()
         if residuals is not None:
             lefts, left_of_own = cut(residuals[0], bounds), cut(residuals[1], bounds)[rank]
             kept = [residuals[0], left_of_own]
-        came = self._size * _nbytes(encoding, own.size)
-        whole, arriving, *copies = self._take(ends[-1], came, *(each.nbytes for each in kept))
-        for each, copy in zip(kept, copies, strict=True):
-            copy[:] = each.view(np.uint8)
-        pieces = cut(whole, ends)
+        came = self._size * _nbytes(encoding, own_chunk.size)
+        encoded, arriving, *copies = self._take(ends[-1], came, *(memory.nbytes for memory in kept))
+        for memory, copy in zip(kept, copies, strict=True):
+            copy[:] = memory.view(np.uint8)
+        pieces = cut(encoded, ends)
         for chunk, piece, left in zip(chunks, pieces, lefts, strict=True):
             _encode(encoding, chunk, piece, left)
-        for part, place in self._reduced(said, encoding, own, pieces, arriving):
+        for part, place in self._reduced(said, encoding, own_chunk, pieces, arriving):
             left = None if left_of_own is None else left_of_own[part]
-            _encode(encoding, own[part], pieces[rank][place], left)
-        self._gather(said[0], whole, ends, said[3])
+            _encode(encoding, own_chunk[part], pieces[rank][place], left)
+        self._gather(said[0], encoded, ends, said[3])
         is_finite = True
         for chunk, piece in zip(chunks, pieces, strict=True):
             for part, place in _blocks(encoding, chunk.size):
@@ -109,18 +109,18 @@ class EncodedReduction:
                 if residuals is not None:
                     is_finite = is_finite and encoding.are_finite(piece[place], block.size)
         if not is_finite:
-            for each, copy in zip(kept, copies, strict=True):
-                each.view(np.uint8)[:] = copy
+            for memory, copy in zip(kept, copies, strict=True):
+                memory.view(np.uint8)[:] = copy
 
     def _reduced(
         self,
         said: Said,
         encoding: Encoding,
-        own: ndarray,
+        own_chunk: ndarray,
         pieces: Sequence[ndarray],
         arriving: ndarray,
     ) -> Iterator[tuple[slice, slice]]:
-        """Reduce `own`, this rank's chunk of float32, to that of all ranks, block by block.
+        """Reduce `own_chunk`, this rank's chunk of float32, to that of all ranks, block by block.
 
         `pieces` are all that this rank has, encoded; `arriving` is memory for what all have of that
         chunk. Yields each block that is done, and the place of its encoding in a piece.
@@ -130,9 +130,9 @@ class EncodedReduction:
         came[rank][:] = pieces[rank]
         self._swap(said, pieces, came)
         op = ReduceOp(said[-1])
-        reduction = self._reduction(op, own.dtype)
-        for part, place in _blocks(encoding, own.size):
-            block = own[part]
+        reduction = self._reduction(op, own_chunk.dtype)
+        for part, place in _blocks(encoding, own_chunk.size):
+            block = own_chunk[part]
             rows = self._rows[: size * block.size].reshape(size, -1)
             for row, piece in zip(rows[::-1], came, strict=True):
                 encoding.decode(piece[place], row)
@@ -143,11 +143,11 @@ class EncodedReduction:
 
     def _take(self, *nbytes: int) -> list[ndarray]:
         """Memory until the next call, uint8."""
-        ends = bounds_of([each + -each % ALIGNMENT for each in nbytes])
+        ends = bounds_of([size + -size % ALIGNMENT for size in nbytes])
         if self._memory.size < ends[-1]:
             self._memory = np.empty(ends[-1], np.uint8)
         starts = ends[:-1]
-        return [self._memory[s : s + each] for s, each in zip(starts, nbytes, strict=True)]
+        return [self._memory[s : s + size] for s, size in zip(starts, nbytes, strict=True)]
 
 
 def _blocks(encoding: Encoding, count: int) -> Iterator[tuple[slice, slice]]:

@@ -92,9 +92,9 @@ class HierarchicalCollectives(Collectives):
         self._host.reduce_chunks(flat, slices, local, said)
         mine = slice(slices[self._host_rank], slices[self._host_rank + 1])
         coding = None if coding is None else coding.of(mine)
-        if (own := self._own_slice(flat, slices)) is not None:
+        if (own_slice := self._own_slice(flat, slices)) is not None:
             assert self._ring is not None
-            self._ring.all_reduce(own, op, signature, coding, (kind, called))
+            self._ring.all_reduce(own_slice, op, signature, coding, (kind, called))
         self._host.all_gather(kind, flat, slices, signature)
 
     def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
@@ -107,13 +107,13 @@ class HierarchicalCollectives(Collectives):
     # between hosts than an all-reduce.
 
     def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
-        found = [(0, 0)] * self._size
+        shares = [(0, 0)] * self._size
         lanes = 1 if self._is_small(count * itemsize) else self._lanes
         for lane, (begin, end) in enumerate(pairwise(chunk_bounds(count, lanes))):
             chunks = pairwise(chunk_bounds(end - begin, len(self._hosts)))
             for host, (first, last) in zip(self._hosts, chunks, strict=True):
-                found[host[lane]] = begin + first, begin + last
-        return found
+                shares[host[lane]] = begin + first, begin + last
+        return shares
 
     @property
     def share_count(self) -> int:
@@ -123,21 +123,22 @@ class HierarchicalCollectives(Collectives):
         kind, slices = Kind.REDUCE_SCATTER, self._slices(flat)
         local = ReduceOp.SUM if op is ReduceOp.MEAN else op
         self._host.reduce_chunks(flat, slices, local, (kind, flat.dtype, flat.size, signature, op))
-        if (own := self._own_slice(flat, slices)) is not None:
+        if (own_slice := self._own_slice(flat, slices)) is not None:
             assert self._ring is not None
-            self._ring.reduce_scatter(own, op, signature)
+            self._ring.reduce_scatter(own_slice, op, signature)
 
     def gather_shares(self, flat: ndarray, signature: int = 0) -> None:
         slices = self._slices(flat)
-        if (own := self._own_slice(flat, slices)) is not None:
+        if (own_slice := self._own_slice(flat, slices)) is not None:
             assert self._ring is not None
-            self._ring.gather_shares(own, signature)
+            self._ring.gather_shares(own_slice, signature)
         self._host.all_gather(Kind.ALL_GATHER, flat, slices, signature)
 
     def _own_slice(self, flat: ndarray, slices: Bounds) -> ndarray | None:
         """The slice of `flat` that this rank's lane carries; None for nothing."""
-        own = cut(flat, slices)[self._host_rank]
-        return own if self._ring is not None and (own.size or self._host_rank == 0) else None
+        carried = cut(flat, slices)[self._host_rank]
+        is_empty = self._ring is None or (not carried.size and self._host_rank > 0)
+        return None if is_empty else carried
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         # Chunks travel sorted by host, since the ranks of one host need not be consecutive.
@@ -161,8 +162,8 @@ class HierarchicalCollectives(Collectives):
         # 3. Give the lanes' parts to all ranks here, and put the chunks in rank order.
         self._host.all_gather(kind, travelling, self._padded(starts), signature)
         for host, ends, *pieces in zip(self._hosts, within, *parts, strict=True):
-            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            for rank, chunk in zip(host, cut(whole, ends), strict=True):
+            joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            for rank, chunk in zip(host, cut(joined, ends), strict=True):
                 chunks[rank][:] = chunk
 
     def broadcast(self, kind: Kind, flat: ndarray, root: int, signature: int = 0) -> None:
@@ -173,8 +174,8 @@ class HierarchicalCollectives(Collectives):
             self._host.broadcast(kind, flat, self._members.index(root), signature)
         slices = self._slices(flat)
         if self._ring is not None:
-            own = cut(flat, slices)[self._host_rank]
-            self._ring.broadcast(kind, own, source, agreed)
+            own_slice = cut(flat, slices)[self._host_rank]
+            self._ring.broadcast(kind, own_slice, source, agreed)
         if self._here != source:
             self._host.all_gather(kind, flat, slices, agreed)
 

@@ -108,17 +108,17 @@ class Ring(Collectives):
 
     def _all_reduce_small(self, flat: ndarray, said: Said) -> None:
         """Give every rank all ranks' buffers and let it reduce them, in rank order."""
-        own = self._exchanging(flat.dtype, flat.size, said, reduces=True)
-        own.rows[0] = flat
-        self._exchange(own)
-        rows, target = own.bytes, flat.view(np.uint8)
-        if own.wide is not None:
-            kernels.widen(own.rows.reshape(-1), own.wide.reshape(-1))
-            rows = own.wide.view(np.uint8)
+        memory = self._exchanging(flat.dtype, flat.size, said, reduces=True)
+        memory.rows[0] = flat
+        self._exchange(memory)
+        rows, target = memory.bytes, flat.view(np.uint8)
+        if memory.wide is not None:
+            kernels.widen(memory.rows.reshape(-1), memory.wide.reshape(-1))
+            rows = memory.wide.view(np.uint8)
             target = rows[self._rank]
-        kernels.reduce_rows(rows, self._rank, target, flat.size, *own.reduction)
-        if own.wide is not None:
-            kernels.narrow(own.wide[self._rank], flat)
+        kernels.reduce_rows(rows, self._rank, target, flat.size, *memory.reduction)
+        if memory.wide is not None:
+            kernels.narrow(memory.wide[self._rank], flat)
 
     def reduce_scatter(self, flat: ndarray, op: ReduceOp, signature: int = 0) -> ndarray:
         if is_half(dtype_code(flat.dtype)):
@@ -140,12 +140,12 @@ class Ring(Collectives):
         count, said = bounds[1], (kind, flat.dtype, flat.size, signature, 0)
         is_even = all(bound == count * rank for rank, bound in enumerate(bounds))
         if is_even and self._is_small(count * flat.itemsize):
-            own = self._exchanging(flat.dtype, count, said)
-            own.rows[0] = flat[count * self._rank : count * (self._rank + 1)]
-            self._exchange(own)
+            memory = self._exchanging(flat.dtype, count, said)
+            memory.rows[0] = flat[count * self._rank : count * (self._rank + 1)]
+            self._exchange(memory)
             # Row j is from the rank j positions before this one.
             order = (self._rank - np.arange(self._size)) % self._size
-            flat.reshape(self._size, count)[order] = own.rows
+            flat.reshape(self._size, count)[order] = memory.rows
             return
         self._run(self._moving(bounds, None, said), flat)
 
@@ -156,7 +156,7 @@ class Ring(Collectives):
     def all_to_all(
         self, kind: Kind, source: ndarray, target: ndarray, counts: ndarray, signature: int = 0
     ) -> None:
-        own, size, count = self._rank, self._size, int(counts[0, 0])
+        rank, size, count = self._rank, self._size, int(counts[0, 0])
         if (
             source.nbytes <= SMALL_BYTES_MAX
             and self._is_small(source.nbytes)
@@ -164,14 +164,14 @@ class Ring(Collectives):
         ):
             # Fewer messages, though each rank gets the parts of all.
             said = kind, source.dtype, size * source.size, signature, 0
-            found = self._exchanging(source.dtype, source.size, said)
-            found.rows[0] = source
-            self._exchange(found)
-            rows = found.rows.reshape(size, size, count)
-            target.reshape(size, count)[(own - np.arange(size)) % size] = rows[:, own]
+            memory = self._exchanging(source.dtype, source.size, said)
+            memory.rows[0] = source
+            self._exchange(memory)
+            rows = memory.rows.reshape(size, size, count)
+            target.reshape(size, count)[(rank - np.arange(size)) % size] = rows[:, rank]
             return
-        sent, received = parts_of(own, counts, source, target)
-        received[own][:] = sent[own]
+        sent, received = parts_of(rank, counts, source, target)
+        received[rank][:] = sent[rank]
         self._exchange_parts((kind, source.dtype, 0, signature, 0), sent, received)
 
     def _exchange_parts(
@@ -198,9 +198,9 @@ class Ring(Collectives):
         self._sequence += 1  # Counted before the first byte is sent: a failed pass keeps its number
         self._link.run(call, flat, self._sequence - 1)
 
-    def _exchange(self, own: _ExchangeMemory) -> None:
+    def _exchange(self, memory: _ExchangeMemory) -> None:
         self._sequence += 1
-        self._link.run(own.call, own.bytes, self._sequence - 1)
+        self._link.run(memory.call, memory.bytes, self._sequence - 1)
 
     def _is_small(self, nbytes: int) -> bool:
         """Whether rows of this length are exchanged; equal on all ranks."""

@@ -129,8 +129,8 @@ class SharedMemoryCollectives(Collectives):
         counts = np.frombuffer(matrix, np.int64).reshape(self._size, self._size)
         header = self._header(kind, dtype, int(counts.sum()), signature)
         call = HostCall(header, Action.ALL_TO_ALL, counts)
-        own = self._rank
-        return call, int(counts[own].sum()), int(counts[:, own].sum())
+        rank = self._rank
+        return call, int(counts[rank].sum()), int(counts[:, rank].sum())
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -41,7 +41,7 @@ class _Run(TyperCommand):
     """`run`, whose option --elastic needs no number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        with_value = {n for one in self.params if not getattr(one, "is_flag", 1) for n in one.opts}
+        with_value = {n for p in self.params if not getattr(p, "is_flag", 1) for n in p.opts}
         args, at = list(args), 0
         while at < len(args) and args[at].startswith("-"):  # Up to the script.
             if args[at] == "--elastic" and not "".join(args[at + 1 : at + 2]).isdecimal():
@@ -139,7 +139,7 @@ def _program(script: str, arguments: Sequence[str] | None, module: bool) -> list
 
 def _hint_at_misplaced(script: str, arguments: Sequence[str]) -> None:
     """Say so if the script gets an option that may have been meant for the launcher."""
-    meant = next((each for each in arguments if _COUNTS.fullmatch(each)), None)
+    meant = next((argument for argument in arguments if _COUNTS.fullmatch(argument)), None)
     if meant is not None:
         typer.echo(
             f"ringreduce: starts 1 worker, and {script} gets {meant}, which stands after it; for "
@@ -148,9 +148,9 @@ def _hint_at_misplaced(script: str, arguments: Sequence[str]) -> None:
         )
 
 
-def _refuse(why: str, given: Mapping[str, object]) -> None:
+def _refuse(why: str, values: Mapping[str, object]) -> None:
     """Refuse the first option that was given: that is not None."""
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None:
             raise typer.BadParameter(why, param_hint=name)
 

@@ -73,7 +73,7 @@ def _worker_count(text: str) -> int:
 
 
 def _worker_counts(text: str) -> list[int]:
-    counts = [_worker_count(each) for each in text.split(",")]
+    counts = [_worker_count(part) for part in text.split(",")]
     if min(counts) < 1 or len(counts) < 2:
         raise typer.BadParameter(f"{text}; accepted: two numbers or more, such as 1,2,4")
     return counts

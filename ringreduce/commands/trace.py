@@ -80,20 +80,21 @@ def _who(late: Lateness, ranks: Sequence[int]) -> Iterator[str]:
     if not slow:
         yield f"No rank was late: others waited for each less than {_SHARE_MIN:.0%} of the time."
     for column in slow[:_NAMED_MAX]:
-        own = longest_s[late.last == column]
+        waits = longest_s[late.last == column]
         text = (
-            f"Rank {ranks[column]} was the last to begin {len(own):,} of {len(longest_s):,} calls: "
-            f"others waited for it {own.sum() / late.whole_s:.1%} of the time, at most "
-            f"{_ms(own.max())} in one call."
+            f"Rank {ranks[column]} was the last to begin {len(waits):,} of {len(longest_s):,} "
+            f"calls: others waited for it {waits.sum() / late.whole_s:.1%} of the time, at most "
+            f"{_ms(waits.max())} in one call."
         )
         yield from textwrap.wrap(text, 80)
     yield "\n" + _COLUMNS.format("rank", "calls", "last", "median late", "worst late", "waited")
     for column, rank in enumerate(ranks):
-        own = late.late_s[:, column][np.isfinite(late.late_s[:, column])]
-        if own.size:
+        delays = late.late_s[:, column][np.isfinite(late.late_s[:, column])]
+        if delays.size:
             waited = f"{np.nansum(late.waited_s[:, column]) / late.whole_s:.1%}"
-            times = _ms(np.median(own)), _ms(own.max()), waited
-            yield _COLUMNS.format(rank, f"{own.size:,}", f"{(late.last == column).sum():,}", *times)
+            times = _ms(np.median(delays)), _ms(delays.max()), waited
+            count = f"{(late.last == column).sum():,}"
+            yield _COLUMNS.format(rank, f"{delays.size:,}", count, *times)
     yield ""
 
 

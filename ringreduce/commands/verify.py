@@ -36,10 +36,10 @@ def verify(
     ever. Raises ConfigError if nothing is recorded, or that folder has too many files.
     """
     with tempfile.TemporaryDirectory(prefix="ringreduce-verify-") as root:
-        recorded, found = list[Recorded](), list[Comparison]()
+        recorded, compared = list[Recorded](), list[Comparison]()
         # Again if any differs: are two runs with the same number equal?
         for number, count in enumerate([*counts, counts[0]]):
-            if number == len(counts) and all(each.agrees for each in found):
+            if number == len(counts) and all(comparison.agrees for comparison in compared):
                 break
             folder = Path(root, str(number))
             with _copied(Path(root, "program")) if unchanged else contextlib.nullcontext():
@@ -47,16 +47,16 @@ def verify(
                     return code
             recorded.append(read(folder, " ".join(program), count, unchanged))
             if number:
-                found.append(compare(recorded[0], recorded[-1]))
+                compared.append(compare(recorded[0], recorded[-1]))
             if number < len(counts) and not as_json:
                 # As they come, since each takes seconds.
-                lines = ([] if number else [HEADER]) + [row(recorded[-1].run, *found[-1:])]
+                lines = ([] if number else [HEADER]) + [row(recorded[-1].run, *compared[-1:])]
                 print(*lines, sep="\n", flush=True)
-    again = found.pop() if len(found) == len(counts) else None
-    runs = [each.run for each in recorded[: len(counts)]]
-    lines = list(verdict(runs, found, again))
+    again = compared.pop() if len(compared) == len(counts) else None
+    runs = [record.run for record in recorded[: len(counts)]]
+    lines = list(verdict(runs, compared, again))
     if as_json:
-        report = {"agree": again is None, "verdict": lines, "runs": runs, "differences": found}
+        report = {"agree": again is None, "verdict": lines, "runs": runs, "differences": compared}
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         print("", *(textwrap.fill(line, 80, subsequent_indent="     ") for line in lines), sep="\n")

@@ -122,7 +122,7 @@ class Calls:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
         who = self._session.config.who
         gathered = self.objects(kind, value, self._session.uneven.all_gather_object, signature)
-        return [decode(each, who) for each in gathered]
+        return [decode(encoded, who) for encoded in gathered]
 
     def objects(
         self, kind: Kind, value: Any, run: Callable[..., _Result], *arguments: Any

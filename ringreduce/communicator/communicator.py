@@ -59,9 +59,9 @@ class Communicator(MovingCalls, PairCalls):
 
     def __init__(self, config: Config) -> None:
         inherited = parents_ring(config)
-        own, members = inherited or (config, range(config.size))
+        chosen, members = inherited or (config, range(config.size))
         make = functools.partial(form, config) if config.size > 1 and not inherited else None
-        session = Session(own, Membership(tuple(members)), None, make, Lasting())
+        session = Session(chosen, Membership(tuple(members)), None, make, Lasting())
         if inherited:
             session.close_inherited()
         self._use(session)
@@ -123,14 +123,14 @@ class Communicator(MovingCalls, PairCalls):
         nbytes = math.prod(dimensions) * kind.itemsize
         # Without the lock, which the engine holds during a collective.
         session = self._session
-        found = None if self.closed or nbytes == 0 else session.collectives.empty(nbytes)
-        if found is None:
+        memory = None if self.closed or nbytes == 0 else session.collectives.empty(nbytes)
+        if memory is None:
             shares = any(self.rank in host and len(host) > 1 for host in session.hosts)
             if shares and nbytes and not self.closed and not self.failure:
                 text = "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used"
                 _log.warning(text, self.rank, self.size, nbytes)
-            found = aligned(nbytes)
-        result: np.ndarray = found.view(kind).reshape(dimensions)
+            memory = aligned(nbytes)
+        result: np.ndarray = memory.view(kind).reshape(dimensions)
         return result
 
     def all_reduce(

@@ -76,8 +76,8 @@ class Job:
 
     def visits(self) -> Visits:
         """Open this rank's standby port, for all ranks that there were at the beginning."""
-        others = [each for each in range(self.security.size) if each != self.security.rank]
-        ways = {each: self.routes.ways(each, self.standbys[each]) for each in others}
+        others = [peer for peer in range(self.security.size) if peer != self.security.rank]
+        ways = {peer: self.routes.ways(peer, self.standbys[peer]) for peer in others}
         return Visits(self.standby, self.security, self.number, ways)
 
     def answer(self, *, is_busy: bool = False) -> None:
@@ -146,16 +146,16 @@ def form(config: Config, waiting: Waiting) -> Formed:
         undo.callback(rendezvous.close)
         table = rendezvous.meet()
         members = table.members
-        security.learn([each.key for each in members], table.material, table.job)
-        networks_of = {rank: each.networks for rank, each in enumerate(members)}
+        security.learn([member.key for member in members], table.material, table.job)
+        networks_of = {rank: member.networks for rank, member in enumerate(members)}
         job = Job(
             config,
             table.job,
             security,
-            hosts=tuple(each.host for each in members),
-            domains=tuple(each.memory.rpartition("/")[0] for each in members),
+            hosts=tuple(member.host for member in members),
+            domains=tuple(member.memory.rpartition("/")[0] for member in members),
             standby=standby,
-            standbys=tuple(each.standby for each in members),
+            standbys=tuple(member.standby for member in members),
             bind=bind,
             routes=Routes(config.rank, config.size, networks_of),
             agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
@@ -169,7 +169,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
                 **config.who,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        announced = [Announced(each.address, each.control, each.memory) for each in members]
+        announced = [Announced(member.address, member.control, member.memory) for member in members]
         formed = connect(job, layout, opened, announced, rendezvous)
         undo.pop_all()
     _log.info(
@@ -202,12 +202,12 @@ def form_group(
         with parent.guarded():
             transport = layout.placement.transport
             opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
-        found = parent.exchange((*opened.announced, secrets.token_bytes(MATERIAL_BYTES)))
-        by_member = [found[rank] for rank in membership.members]
+        passed = parent.exchange((*opened.announced, secrets.token_bytes(MATERIAL_BYTES)))
+        by_member = [passed[rank] for rank in membership.members]
         # Fresh if only one member draws good random numbers.
         drawn = b"".join(material for *_, material in by_member)
         security.start_session(hashlib.blake2b(drawn, digest_size=MATERIAL_BYTES).digest())
-        announced = [Announced(*each) for *each, _ in by_member]
+        announced = [Announced(*address) for *address, _ in by_member]
         formed = connect(job, layout, opened, announced, parent, check)
         # The parent's watchers see at once who dies, those of the group once they are connected.
         parent.exchange(None)
@@ -243,7 +243,7 @@ def connect(
     if job.routes.are_needed:
         where = reaching.find_ways(job, layout, where, others, check)
     with others.guarded():
-        opened.control.connect({rank: each.control for rank, each in where.items()})
+        opened.control.connect({rank: ways.control for rank, ways in where.items()})
         pairs = ZmqPairs(
             bind=job.bind,
             segment_bytes=config.segment_bytes,
@@ -258,14 +258,14 @@ def connect(
         collectives.pairs = pairs
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)
-    own, count = (config.local_rank, config.local_size) if is_whole else (None, None)
+    local_rank, count = (config.local_rank, config.local_size) if is_whole else (None, None)
     return Formed(
         job=job,
         collectives=collectives,
         control=opened.control,
         transport=layout.placement.transport,
         hosts=layout.placement.hosts,
-        local_rank=here.index(config.rank) if own is None else own,
+        local_rank=here.index(config.rank) if local_rank is None else local_rank,
         local_size=len(here) if count is None else count,
         rendezvous=others if isinstance(others, Rendezvous) else None,
         link=opened.link,

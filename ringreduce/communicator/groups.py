@@ -19,17 +19,17 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
     All ranks of `parent` must call it; raises as `Communicator.split`.
     """
     config, membership, job = parent.config, parent.membership, parent.job
-    own = _own_group(parent, color, key)
+    joined = _own_group(parent, color, key)
     form = None
-    if own is not None and own.size > 1:
+    if joined is not None and joined.size > 1:
         assert job is not None
-        form = functools.partial(form_group, job, own, _Parent(parent), parent.check)
+        form = functools.partial(form_group, job, joined, _Parent(parent), parent.check)
     elif membership.size > 1:
         assert job is not None
         take_no_part(job, _Parent(parent))
-    if own is None:
+    if joined is None:
         return None
-    group = Session(config, own, job, form, Lasting())
+    group = Session(config, joined, job, form, Lasting())
     parent.groups.add(group)
     return group
 
@@ -51,7 +51,7 @@ class _Parent(NamedTuple):
                     peer=rank,
                     remedy=f"Read rank {rank}'s log first.",
                 )
-        return dict(zip(parent.membership.members, (each for each, _ in told), strict=True))
+        return dict(zip(parent.membership.members, (passed for passed, _ in told), strict=True))
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
     membership, job = parent.membership, parent.job
     highest = 0 if job is None else job.highest_group
     told = parent.calls.gather(Kind.SPLIT, (color, key, highest), signature_of("split"))
-    groups = membership.split([Choice(*each) for each in told])
+    groups = membership.split([Choice(*choice) for choice in told])
     if groups and groups[-1].group >= GROUPS_MAX:
         # The same on all ranks, and nothing was formed.
         raise ArrayError(
@@ -77,5 +77,5 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
             remedy="Form groups once, and use them again.",
         )
     if job is not None:
-        job.highest_group = max(job.highest_group, *(each.group for each in groups), 0)
-    return next((each for each in groups if parent.config.rank in each.members), None)
+        job.highest_group = max(job.highest_group, *(group.group for group in groups), 0)
+    return next((group for group in groups if parent.config.rank in group.members), None)

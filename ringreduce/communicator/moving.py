@@ -102,13 +102,13 @@ class MovingCalls(Handle):
         if rows < 0:
             raise self._refused("all_to_all got an array without dimensions", "Pass one with rows.")
         known_counts = np.asarray(counts) if counts is not None and np.ndim(counts) == 2 else None
-        own: Any = counts
+        own_counts: Any = counts
         if known_counts is not None:
             if known_counts.shape != (self.size, self.size) or known_counts.min() < 0:
                 text = f"all_to_all got counts of all ranks of shape {known_counts.shape}"
                 raise self._refused(text, f"Pass {self.size} x {self.size} numbers from 0 on.")
-            own = known_counts[self.rank].tolist()
-        parts: Any = checked_counts(own, rows, self.size, self._config.who)
+            own_counts = known_counts[self.rank].tolist()
+        parts: Any = checked_counts(own_counts, rows, self.size, self._config.who)
         if out is not None:
             flat_view(out, "all_to_all as `out`")
             fits = out.dtype == array.dtype and out.shape[1:] == array.shape[1:] and out.shape
@@ -175,18 +175,18 @@ class MovingCalls(Handle):
             other ranks still wait for it, so let that error end the process.
         """
         root = checked_root(root, self.size, self._config.who)
-        whole, parts = np.empty(0, np.uint8), [0] * self.size
+        source, parts = np.empty(0, np.uint8), [0] * self.size
         if self.rank == root:
             if not isinstance(array, np.ndarray) or not array.shape:
                 what = "()" if hasattr(array, "shape") else type(array).__name__
                 raise self._refused(
                     f"scatter got {what} on its root", "Pass a numpy array with rows there."
                 )
-            whole = array
+            source = array
             parts = checked_counts(counts, len(array), self.size, self._config.who)
-        flat = flat_view(whole, "scatter", writable=False)
-        arguments = self._session.uneven.scatter, whole, flat, parts, root
-        return self._session.calls.run("scatter", whole, signature, async_op, *arguments)
+        flat = flat_view(source, "scatter", writable=False)
+        arguments = self._session.uneven.scatter, source, flat, parts, root
+        return self._session.calls.run("scatter", source, signature, async_op, *arguments)
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
         """The object that rank `root` passed, on every rank.
@@ -204,8 +204,8 @@ class MovingCalls(Handle):
             64 MiB. The communicator still works.
         """
         root = checked_root(root, self.size, self._config.who)
-        own, run = value if self.rank == root else None, self._session.uneven.broadcast
-        received = self._session.calls.objects(Kind.BROADCAST_OBJECT, own, run, root, 0)
+        sent, run = value if self.rank == root else None, self._session.uneven.broadcast
+        received = self._session.calls.objects(Kind.BROADCAST_OBJECT, sent, run, root, 0)
         return value if self.rank == root else decode(received, self._config.who)
 
     def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
@@ -231,7 +231,7 @@ class MovingCalls(Handle):
         root = checked_root(root, self.size, self._config.who)
         run, who = self._session.uneven.gather_object, self._config.who
         gathered = self._session.calls.objects(Kind.GATHER_OBJECT, value, run, root)
-        return [decode(each, who) for each in gathered] if self.rank == root else None
+        return [decode(encoded, who) for encoded in gathered] if self.rank == root else None
 
     def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:
         """One of the objects that rank `root` passed: the first on rank 0, and so on.

@@ -31,7 +31,7 @@ class Layout:
     def together(self) -> list[int]:
         """The members that share memory with it, itself among them."""
         host = self.placement.host_of(self.membership.group_rank(self.rank))
-        return [self.membership.members[each] for each in self.placement.hosts[host]]
+        return [self.membership.members[place] for place in self.placement.hosts[host]]
 
     @property
     def lane(self) -> Membership | None:
@@ -39,7 +39,7 @@ class Layout:
         index = self.together.index(self.rank)
         if self.placement.transport == "shm" or index >= self.placement.lanes:
             return None
-        members = [self.membership.members[each] for each in self.placement.lane(index)]
+        members = [self.membership.members[place] for place in self.placement.lane(index)]
         return replace(self.membership, members=tuple(members))
 
 
@@ -69,21 +69,21 @@ def find_ways(
     with others.guarded():
         lane = layout.lane
         distances = () if lane is None else channel_distances(lane.size, job.config.streams)
-        ahead = [] if lane is None else [lane.ahead(layout.rank, each) for each in distances]
+        ahead = [] if lane is None else [lane.ahead(layout.rank, hops) for hops in distances]
         peers = {*layout.membership.neighbours(layout.rank), *ahead} - {layout.rank}
-        found = job.routes.find({rank: announced[rank].control for rank in peers}, check)
-        unreached = [(each.peer, each.address, each.why) for each in found]
+        failed = job.routes.find({rank: announced[rank].control for rank in peers}, check)
+        unreached = [(way.peer, way.address, way.why) for way in failed]
     refuse_unreached(job, others.exchange(unreached))
     lead = job.routes.lead
     return {
-        rank: Announced(lead(rank, each.address), lead(rank, each.control), each.memory)
-        for rank, each in announced.items()
+        rank: Announced(lead(rank, member.address), lead(rank, member.control), member.memory)
+        for rank, member in announced.items()
     }
 
 
-def refuse_unreached(job: Job, found: Mapping[int, Sequence[tuple[int, str, str]]]) -> None:
+def refuse_unreached(job: Job, unreached: Mapping[int, Sequence[tuple[int, str, str]]]) -> None:
     """Raise the same RendezvousError on all ranks if one has found no way to another."""
-    failed = [Unreached(rank, *each) for rank, theirs in found.items() for each in theirs]
+    failed = [Unreached(rank, *row) for rank, rows in unreached.items() for row in rows]
     if failed:
         table = unreached_table(failed, dict(enumerate(map(shown, job.hosts))))
         raise RendezvousError(

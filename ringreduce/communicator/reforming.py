@@ -138,7 +138,7 @@ class Survivors:
             job.standby.is_in_use = True
         self._config, self._job, self._without, self._at_end = job.config, job, without, at_end
         self._rank, self._who = job.config.rank, job.config.who
-        self._others = [each for each in job.agreement.view.members if each != self._rank]
+        self._others = [peer for peer in job.agreement.view.members if peer != self._rank]
         self._visits = job.visits()
         self._deadline = math.inf  # until the ranks are agreed on
         self._dead: frozenset[int] = frozenset()
@@ -195,7 +195,7 @@ class Survivors:
             if unknown and now - busy_s < limit_s:
                 continue
             if unknown and not kills_s:
-                killed = [each for each in unknown if self._kill(each)]
+                killed = [peer for peer in unknown if self._kill(peer)]
                 kills_s = now if killed else now - TIMES.silent_s
             if unknown and now - kills_s < TIMES.silent_s:
                 continue
@@ -229,7 +229,7 @@ class Survivors:
         """The others that are not known to be dead, and have sent nothing for so long."""
         since_s = time.monotonic() - for_s
         others = {*members} - {self._rank, *self._dead}
-        return {each for each in others if self._heard.get(each, -1.0) < since_s}
+        return {peer for peer in others if self._heard.get(peer, -1.0) < since_s}
 
     def _find_dead(self, members: Collection[int]) -> None:
         silent = self._silent(members, 2 * TIMES.poll_s)
@@ -310,9 +310,9 @@ class Survivors:
         self._told[self._rank] = self._values = (*self._values, value)
         self._sends_s = 0.0
         self.check()  # It sends, also where the others were faster.
-        while missing := [each for each in members if len(self._told.get(each, ())) <= place]:
+        while missing := [member for member in members if len(self._told.get(member, ())) <= place]:
             self.check(TIMES.poll_s, missing[0])
-        return {each: self._told[each][place] for each in members}
+        return {member: self._told[member][place] for member in members}
 
     def guarded(self) -> AbstractContextManager[None]:
         """Nothing: a rank that fails ends, which others see, or forms the ring anew with them."""

@@ -78,7 +78,7 @@ class _Direction:
         began_s = time.monotonic()
         result = run(*arguments)
         if result is not False:
-            [array] = [each for each in (*arguments, result) if isinstance(each, np.ndarray)]
+            [array] = [value for value in (*arguments, result) if isinstance(value, np.ndarray)]
             kind, ended_s = SpanKind.SEND if self._sends else SpanKind.RECV, time.monotonic()
             part = self._session.events.part
             part(kind, began_s, ended_s, nbytes=array.nbytes, other=self.peer)
@@ -173,9 +173,9 @@ class Messages:
         def run() -> np.ndarray:
             length = np.array([payload.size], np.int64)
             direction.transfer(kind, tag, length)
-            found = payload if sends else np.empty(checked_lengths(length)[0], np.uint8)
-            direction.transfer(kind, tag, found)
-            return found
+            memory = payload if sends else np.empty(checked_lengths(length)[0], np.uint8)
+            direction.transfer(kind, tag, memory)
+            return memory
 
         return self._call(direction, tag, run)
 
@@ -221,12 +221,12 @@ class Messages:
             session.leave_if_due()
 
     def _direction(self, sends: bool, group_rank: int) -> _Direction:
-        found = self._directions.get((sends, group_rank))
-        if found is None:
+        direction = self._directions.get((sends, group_rank))
+        if direction is None:
             with self._lock:
                 made = _Direction(self._session, sends, group_rank)
-                found = self._directions.setdefault((sends, group_rank), made)
-        return found
+                direction = self._directions.setdefault((sends, group_rank), made)
+        return direction
 
     def pending(self) -> Pending | None:
         # One C call under the GIL.

@@ -292,7 +292,7 @@ class Session:
     def explained(self, error: RingReduceError) -> RingReduceError:
         """A better error for `error` from an integration or the watcher, or `error` itself."""
         if isinstance(error, MismatchError) and error.origin is None:
-            explained = (each.explain(error) for each in list(self.lasting.explainers))
+            explained = (explainer.explain(error) for explainer in list(self.lasting.explainers))
             if (better := next(filter(None, explained), None)) is not None:
                 return better
         return error if self._watcher is None else self._watcher.explain(error)

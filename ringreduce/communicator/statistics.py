@@ -55,7 +55,7 @@ def statistics(
 ) -> Statistics:
     """Count for `rank`, from its events and links, and from the last heartbeats of all ranks."""
     current = events.current_call()
-    links = {each.rank: each.sent_to_next for each in heartbeats if each.sent_to_next}
+    links = {report.rank: report.sent_to_next for report in heartbeats if report.sent_to_next}
     return Statistics(
         collectives=current.calls,
         seconds=current.seconds,

@@ -22,19 +22,19 @@ class Uneven:
     """Such collectives of rank `rank` of `size`; `who` is that rank in the job, for errors.
 
     They are made of `collectives`. An `array` is C-contiguous, and `flat` a flat view of it;
-    `given` is the caller's signature.
+    `call` is the caller's signature.
     Results are new arrays, or an ArrayError when they do not fit in memory.
     """
 
     def __init__(self, collectives: Collectives, rank: int, size: int, who: dict[str, Any]) -> None:
         self._collectives, self._rank, self._size, self._who = collectives, rank, size, who
 
-    def all_gather(self, array: ndarray, flat: ndarray, given: int) -> ndarray:
+    def all_gather(self, array: ndarray, flat: ndarray, call: int) -> ndarray:
         """The arrays of all ranks, joined along the first dimension."""
         rest = array.shape[1:]
         width = math.prod(rest)
         # The signature makes ranks compare the dtype and the other dimensions.
-        signature = signature_of("all_gather", dtype_code(array.dtype), rest, given)
+        signature = signature_of("all_gather", dtype_code(array.dtype), rest, call)
         count = array.shape[0] if array.shape else 1
         rows = self._gather_counts(Kind.ALL_GATHER, count, signature)
         bounds = bounds_of([row * width for row in rows])
@@ -43,10 +43,10 @@ class Uneven:
         self._collectives.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
         return gathered.reshape(sum(rows), *rest)
 
-    def all_to_all(self, array: ndarray, flat: ndarray, out: ndarray | None, given: int) -> ndarray:
+    def all_to_all(self, array: ndarray, flat: ndarray, out: ndarray | None, call: int) -> ndarray:
         """The parts of all ranks' arrays for this one, where all are cut into equal parts."""
         code = dtype_code(array.dtype)
-        signature, elements = _equal_parts(code, array.shape, self._size, given)
+        signature, elements = _equal_parts(code, array.shape, self._size, call)
         result = np.empty_like(array) if out is None else out
         target = result.reshape(-1)
         self._collectives.all_to_all(Kind.ALL_TO_ALL, flat, target, elements, signature)
@@ -58,7 +58,7 @@ class Uneven:
         flat: ndarray,
         out: ndarray | None,
         counts: list[int] | ndarray,
-        given: int,
+        call: int,
     ) -> tuple[ndarray, list[int]]:
         """The parts of all ranks' arrays for this one, and the rows of each.
 
@@ -67,7 +67,7 @@ class Uneven:
         """
         rank, size = self._rank, self._size
         rest = array.shape[1:]
-        signature = signature_of("all_to_all", "uneven", dtype_code(array.dtype), rest, given)
+        signature = signature_of("all_to_all", "uneven", dtype_code(array.dtype), rest, call)
         if isinstance(counts, ndarray):
             rows = counts
             signature = signature_of("all_to_all", "known", signature, rows.tobytes())
@@ -90,10 +90,10 @@ class Uneven:
         self._collectives.all_to_all(Kind.ALL_TO_ALL, flat, target, elements, signature)
         return result, received
 
-    def gather(self, array: ndarray, flat: ndarray, root: int, given: int) -> ndarray:
+    def gather(self, array: ndarray, flat: ndarray, root: int, call: int) -> ndarray:
         """The arrays of all ranks, joined along the first dimension, on `root`; else no rows."""
         rest = array.shape[1:]
-        signature = signature_of("gather", dtype_code(array.dtype), rest, root, given)
+        signature = signature_of("gather", dtype_code(array.dtype), rest, root, call)
         count = array.shape[0] if array.shape else 1
         rows = self._gather_counts(Kind.GATHER, count, signature)
         result = self._new((sum(rows) if self._rank == root else 0, *rest), array.dtype)
@@ -104,17 +104,17 @@ class Uneven:
         return result
 
     def scatter(
-        self, array: ndarray, flat: ndarray, counts: list[int], root: int, given: int
+        self, array: ndarray, flat: ndarray, counts: list[int], root: int, call: int
     ) -> ndarray:
         """This rank's part of the array of `root`, which cuts it into `counts` rows."""
         described = encode([array.dtype.name, array.shape[1:], counts])
-        name, rest, rows = decode(self.broadcast(Kind.SCATTER, described, root, given))
+        name, rest, rows = decode(self.broadcast(Kind.SCATTER, described, root, call))
         result = self._new((rows[self._rank], *rest), dtype_named(name))
         elements = np.zeros((self._size, self._size), np.int64)
         elements[root] = np.array(rows) * math.prod(rest)
         target = result.reshape(-1)
         source = flat if self._rank == root else target[:0]
-        signature = signature_of("scatter", root, given)
+        signature = signature_of("scatter", root, call)
         self._collectives.all_to_all(Kind.SCATTER, source, target, elements, signature)
         return result
 
@@ -147,9 +147,9 @@ class Uneven:
             elements[root] = [payload.size for payload in payloads]
             source = np.concatenate(payloads)
         self._collectives.broadcast(kind, elements[root], root, signature)
-        own = np.empty(checked_lengths(elements[root])[self._rank], np.uint8)
-        self._collectives.all_to_all(kind, source, own, elements, signature)
-        return own
+        piece = np.empty(checked_lengths(elements[root])[self._rank], np.uint8)
+        self._collectives.all_to_all(kind, source, piece, elements, signature)
+        return piece
 
     def all_gather_object(self, kind: Kind, payload: ndarray, signature: int) -> list[ndarray]:
         """The payloads of all ranks, dtype uint8, in rank order; `kind` is the caller's call."""
@@ -163,7 +163,7 @@ class Uneven:
         self._collectives.all_gather(kind, rows.reshape(-1), bounds, signature)
         self._check_received(lengths)
         if lengths.max() <= _FIRST_BYTES:
-            return [each[:length] for each, length in zip(firsts, lengths, strict=True)]
+            return [first[:length] for first, length in zip(firsts, lengths, strict=True)]
         bounds = bounds_of(checked_lengths(lengths))
         gathered = np.empty(bounds[-1], np.uint8)
         parts = cut(gathered, bounds)
@@ -195,8 +195,8 @@ class Uneven:
 
 # Remembered, since they cost as much as the call of a small array.
 @lru_cache(_KEPT)
-def _equal_parts(dtype: int, shape: tuple[int, ...], size: int, given: int) -> tuple[int, ndarray]:
+def _equal_parts(dtype: int, shape: tuple[int, ...], size: int, call: int) -> tuple[int, ndarray]:
     """The signature and counts of an all-to-all of equal parts."""
     counts = np.full((size, size), math.prod(shape) // size, np.int64)
     counts.flags.writeable = False
-    return signature_of("all_to_all", dtype, shape, given), counts
+    return signature_of("all_to_all", dtype, shape, call), counts

@@ -50,9 +50,9 @@ class FlightFile:
         if group.first_error is None:
             self._groups.pop(group.membership.group, None)
             return
-        broken = [each for each in self._groups.values() if each.first_error is not None]
-        for each in broken[: -flight.GROUPS_MAX]:
-            self._groups.pop(each.membership.group, None)
+        broken = [other for other in self._groups.values() if other.first_error is not None]
+        for other in broken[: -flight.GROUPS_MAX]:
+            self._groups.pop(other.membership.group, None)
 
     def elsewhere(self, recorder: Recorder) -> str:
         """The call that this rank is in beside those of `recorder`; empty for none."""
@@ -93,10 +93,10 @@ class FlightFile:
         # Groups that broke come last, then those used last.
         groups = sorted(
             self._groups.values(),
-            key=lambda each: (each.first_error is not None, each.current_call().since_s),
+            key=lambda group: (group.first_error is not None, group.current_call().since_s),
         )[-flight.GROUPS_MAX :]
         # In user code since the last call of all.
-        last_s = max(each.current_call().since_s for each in (self._recorder, *groups))
+        last_s = max(recorder.current_call().since_s for recorder in (self._recorder, *groups))
         part = self._part(self._recorder, when - now, last_s)
         return flight.Dump(
             format=flight.FORMAT,
@@ -111,12 +111,12 @@ class FlightFile:
             stacks=stacks(),
             groups=[
                 flight.Group(
-                    number=each.membership.group,
-                    epoch=each.membership.epoch,
-                    members=list(each.membership.members),
-                    **self._part(each, when - now, last_s),
+                    number=group.membership.group,
+                    epoch=group.membership.epoch,
+                    members=list(group.membership.members),
+                    **self._part(group, when - now, last_s),
                 )
-                for each in groups
+                for group in groups
             ],
             **part,
         )

@@ -139,11 +139,11 @@ class Events:
         copy = bytes(memoryview(self._memory)[: spans.OURS_AT])
         now = spans.decode_standing(copy)
         ended = spans.decode_spans(copy[spans.CALLS_AT : spans.OURS_AT])
-        found = {span.number: span for span in ended}
-        if now.operation is not None and now.number not in found:  # Else it ends at this moment.
+        calls = {span.number: span for span in ended}
+        if now.operation is not None and now.number not in calls:  # Else it ends at this moment.
             began = now.number, now.nbytes, now.thread, now.since_s
-            found[now.number] = spans.Span(spans.SpanKind.CALL, now.operation, 0, *began, None)
-        return [found[number] for number in sorted(found)[-spans.CALLS_KEPT :]]
+            calls[now.number] = spans.Span(spans.SpanKind.CALL, now.operation, 0, *began, None)
+        return [calls[number] for number in sorted(calls)[-spans.CALLS_KEPT :]]
 
     def error(self, number: int) -> str | None:
         """The error of the call with this number, if it is one of those kept, and failed."""

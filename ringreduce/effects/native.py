@@ -55,7 +55,7 @@ def why_missing() -> str:
     """Why `library()` is None, in a sentence for users."""
     if not native_wanted():
         return "The native library is hidden by RINGREDUCE_NATIVE=0."
-    for folder in (Path(each).parent for each in sys.modules["ringreduce"].__path__):
+    for folder in (Path(place).parent for place in sys.modules["ringreduce"].__path__):
         if (folder / "native").is_dir():
             return (
                 f"ringreduce is imported from its sources in {folder}, where the native library is "
@@ -128,9 +128,9 @@ def _definition(name: str) -> _MethodDef:
 
 def address(function: Any) -> int:
     """Where a C function is."""
-    found = ctypes.cast(function, ctypes.c_void_p).value
-    assert found is not None
-    return found
+    number = ctypes.cast(function, ctypes.c_void_p).value
+    assert number is not None
+    return number
 
 
 def declare(opened: ctypes.CDLL, name: str, result: Any, arguments: Sequence[Any]) -> Any:

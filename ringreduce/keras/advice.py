@@ -11,7 +11,7 @@ _TIMELINE = "use ringreduce run --trace DIR, and ringreduce trace DIR"
 
 # What Horovod may be built with, and ringreduce never is.
 _TRANSPORTS = ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
-ABSENT = {f"{one}_{state}" for one in _TRANSPORTS for state in ("built", "enabled")}
+ABSENT = {f"{transport}_{state}" for transport in _TRANSPORTS for state in ("built", "enabled")}
 ABSENT.add("mpi_threads_supported")
 
 # What `ringreduce.keras.horovod` has.
@@ -58,7 +58,7 @@ _CALLBACKS = {
     "Together",
     "BroadcastGlobalVariablesCallback": f"leave it out, or {_KEPT}",
     "MetricAverageCallback": f"use Together, or {_KEPT}",
-    **{f"LearningRate{one}Callback": _KEPT for one in ("Schedule", "Warmup")},
+    **{f"LearningRate{suffix}Callback": _KEPT for suffix in ("Schedule", "Warmup")},
 }
 _MODULES = {"ringreduce.keras": _NAMES, "ringreduce.keras.callbacks": _CALLBACKS}
 # Of its DistributedOptimizer.

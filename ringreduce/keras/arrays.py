@@ -54,13 +54,13 @@ class Arrays:
             # One array, for all outputs.
             sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
         # As Keras does, which takes no weights without targets.
-        given = [part for part in (x, y, None if y is None else sample_weight) if part is not None]
-        as_tuples = keras.tree.lists_to_tuples(given)
-        found = keras.tree.map_structure(lambda array: Rows(_as_numpy(array)), as_tuples)
+        passed = [part for part in (x, y, None if y is None else sample_weight) if part is not None]
+        as_tuples = keras.tree.lists_to_tuples(passed)
+        parts = keras.tree.map_structure(lambda array: Rows(_as_numpy(array)), as_tuples)
         # As Keras does: a list of inputs without y must not look like x and y.
-        is_tuple = len(found) > 1 or isinstance(found[0], tuple)
+        is_tuple = len(parts) > 1 or isinstance(parts[0], tuple)
         # x, (x, y) or (x, y, sample_weight), in tuples and dicts, as `Rows`.
-        self.parts: Any = tuple(found) if is_tuple else found[0]
+        self.parts: Any = tuple(parts) if is_tuple else parts[0]
         counts = sorted({len(array) for array in keras.tree.flatten(self.parts)})
         if len(counts) != 1:
             raise ConfigError(f"got arrays of {counts} rows; all need equally many")
@@ -158,8 +158,8 @@ def _as_numpy(array: Any) -> Any:
     if isinstance(array, tf.Tensor):
         array = array.numpy()
     elif hasattr(array, "iloc"):  # pandas, whose Series are columns for Keras
-        found = array.to_numpy()
-        array = found if found.ndim > 1 else found[:, None]
+        values = array.to_numpy()
+        array = values if values.ndim > 1 else values[:, None]
     elif hasattr(array, "__array__") and not isinstance(array, np.ndarray):
         array = np.asarray(array)
     if not isinstance(array, np.ndarray) or not array.ndim:

@@ -30,7 +30,7 @@ def take_averages_of_rank_0(model: Any, ring: Communicator) -> None:
         broadcast_variables(averages, ring)
         return
     # In plain types, since a rank that has missed the end gets them from another.
-    own = [variable.numpy().tolist() for variable in averages]
-    values = repeated(ring, lambda: ring.broadcast_object(own))
+    averages_here = [variable.numpy().tolist() for variable in averages]
+    values = repeated(ring, lambda: ring.broadcast_object(averages_here))
     for variable, value in zip(averages, values, strict=True):
         variable.assign(value)

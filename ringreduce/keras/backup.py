@@ -23,20 +23,20 @@ from ringreduce.vocabulary.errors import ConfigError
 def back_up(callbacks: Iterable[Any], model: Any, epoch: int, steps: int) -> str:
     """Save what `callbacks` restore, after that many steps of `epoch`; return what to do then."""
     said = "Nothing was backed up: pass backup_dir to rr.fit for that."
-    for one in backups(callbacks):
-        save(one, model, epoch, steps)
-        said = f"Start the job again: it goes on from this step, with {one.backup_dir}."
+    for backup in backups(callbacks):
+        save(backup, model, epoch, steps)
+        said = f"Start the job again: it goes on from this step, with {backup.backup_dir}."
     return said
 
 
-def save(one: Any, model: Any, epoch: int, steps: int = 0) -> None:
-    """Replace what `one` restores; at any moment a whole backup is there."""
-    weights, place = private.files_of_backup(one)
-    tf.io.gfile.makedirs(one.backup_dir)
-    for each in (weights, place) if one.double_checkpoint else ():
+def save(backup: Any, model: Any, epoch: int, steps: int = 0) -> None:
+    """Replace what `backup` restores; at any moment a whole backup is there."""
+    weights, place = private.files_of_backup(backup)
+    tf.io.gfile.makedirs(backup.backup_dir)
+    for each in (weights, place) if backup.double_checkpoint else ():
         if tf.io.gfile.exists(each):
             tf.io.gfile.copy(each, f"{each}.bkp", overwrite=True)
-    new = f"{one.backup_dir}/new.weights.h5"
+    new = f"{backup.backup_dir}/new.weights.h5"
     said = {"place": np.array([epoch, steps])}
     with _beside(model, StrategyState(lambda: said, said.update)):
         model.save_weights(new, overwrite=True)
@@ -48,13 +48,13 @@ def save(one: Any, model: Any, epoch: int, steps: int = 0) -> None:
 
 def restored(callbacks: Iterable[Any], model: Any, restore: Callable[[], None]) -> Any:
     """Call `restore`; then the epoch that training goes on with, and how many steps it has made."""
-    found: dict[str, Any] = {}
-    with _beside(model, StrategyState(dict, found.update)):
+    loaded: dict[str, Any] = {}
+    with _beside(model, StrategyState(dict, loaded.update)):
         restore()
-    for one in backups(callbacks):
-        if found:
-            return map(int, found["place"])
-        has_weights, has_place = map(tf.io.gfile.exists, private.files_of_backup(one))
+    for backup in backups(callbacks):
+        if loaded:
+            return map(int, loaded["place"])
+        has_weights, has_place = map(tf.io.gfile.exists, private.files_of_backup(backup))
         if has_place and not has_weights:
             return None, 0  # Keras goes by what is left of a backup that was being deleted.
     return private.initial_epoch_of(model), 0
@@ -83,5 +83,6 @@ def skip(model: Any, steps: int, ring: Communicator) -> None:
 
 def backups(callbacks: Iterable[Any]) -> list[Any]:
     """Find the callbacks that back up."""
-    plain = [getattr(one, "callback", one) for one in callbacks]
-    return [one for one in plain if isinstance(one, keras.callbacks.BackupAndRestore)]
+    plain = [getattr(callback, "callback", callback) for callback in callbacks]
+    kind = keras.callbacks.BackupAndRestore
+    return [callback for callback in plain if isinstance(callback, kind)]

@@ -49,8 +49,8 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     if y is not None or sample_weight is not None:
         text = f"got y or sample_weight beside a {type(x).__name__}"
         raise ConfigError(text, remedy="Let it yield them: (x, y) or (x, y, sample_weight).")
-    found: Feed = feed(x, plan)
-    return found
+    result: Feed = feed(x, plan)
+    return result
 
 
 class _ArrayFeed(Feed):
@@ -96,8 +96,8 @@ class _ArrayFeed(Feed):
 
     def _left(self) -> int:
         """How many batches this rank gets in the epoch: of a pass no more than are left."""
-        own, plan = len(self._batches), self._plan
-        return plan.own_steps(own) if plan.is_elastic else own
+        batches, plan = len(self._batches), self._plan
+        return plan.own_steps(batches) if plan.is_elastic else batches
 
     def _wholes(self, first: int, end: int) -> list[int]:
         """The numbers of rows of global batches `first` to `end` of the epoch."""
@@ -116,13 +116,13 @@ class _DatasetFeed(Feed):
     def __init__(self, dataset: Any, plan: Plan) -> None:
         if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise _endless(plan, "tf.data.Dataset")
-        whole = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
-        specs = tf.nest.flatten(whole.element_spec)
+        global_batches = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
+        specs = tf.nest.flatten(global_batches.element_spec)
         shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in specs]
         rows = {shape.as_list()[0] for shape in shapes if shape.rank}
         if None in (ranks := {shape.rank for shape in shapes}):
             raise ConfigError(
-                f"cannot divide {whole.element_spec}, elements of {plan.what}, by rows",
+                f"cannot divide {global_batches.element_spec}, elements of {plan.what}, by rows",
                 remedy="Give it tensors of known rank; or use rr.shard before batching, and "
                 "model.fit.",
             )
@@ -132,18 +132,18 @@ class _DatasetFeed(Feed):
         if (known := rows.pop()) is not None:
             plan.require_rows(known, "batch size")
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
-        count = int(whole.cardinality())
+        count = int(global_batches.cardinality())
         if plan.class_weight is not None:
-            whole = whole.map(private.with_class_weights(plan.class_weight))
+            global_batches = global_batches.map(private.with_class_weights(plan.class_weight))
         self.may_be_empty = known is None
         self.is_counted = plan.counts and not self.is_even
-        ops = ops_in(whole)
+        ops = ops_in(global_batches)
         if ops is None or any("Shuffle" in op or "Random" in op for op in ops):
             self.source = dataset
         # Random ops in a function begin anew with each iterator.
         is_fixed = ops is not None and not any(ops.values())
         self.can_repeat = count >= 0 and plan.steps is None and is_fixed
-        fed = whole, count if count >= 0 else None, tf.data.AUTOTUNE
+        fed = global_batches, count if count >= 0 else None, tf.data.AUTOTUNE
         self.dataset = plan.fed(*fed, self.is_counted, self.note_first)
 
 
@@ -158,20 +158,20 @@ class _PyDatasetFeed(Feed):
         plan.require_rows(_rows_in(self.first), "size of its batches")
         self._adapter = private.adapter_of_py_dataset(self._ordered)
         if self._ordered.num_batches:
-            whole = self._adapter.get_tf_dataset()
+            divided = self._adapter.get_tf_dataset()
         else:
             spec = private.spec_of_batches([self.first])
-            whole = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+            divided = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
         self.is_counted = plan.counts
         if not plan.deal:
-            whole = plan.divide(whole, plan.counts)
+            divided = plan.divide(divided, plan.counts)
         elif plan.check is True and (readers := plan.readers or plan.ring).size > 1:
             FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
         if plan.deal:
-            self.dataset = counted(whole, lambda: self._ordered.num_batches)
+            self.dataset = counted(divided, lambda: self._ordered.num_batches)
         else:  # As Keras does, which asks before the first epoch alone.
             count = self._ordered.num_batches
-            self.dataset = counted(whole, lambda: count)
+            self.dataset = counted(divided, lambda: count)
         self._is_new, self._deals = True, plan.deal
 
     def begin(self, epoch: int) -> None:
@@ -216,13 +216,13 @@ class _Ordered(keras.utils.PyDataset):
             steps = plan.run_steps or int(count)
             if count is None:
                 begin = (self.epoch - plan.first) * steps
-                found = list(range(begin, begin + steps))
+                indices = list(range(begin, begin + steps))
             else:
                 order = plan.order(count, 1, steps)
-                found = [int(np.arange(count)[one][0]) for one in order.of_epoch(self.epoch)]
+                indices = [int(np.arange(count)[row][0]) for row in order.of_epoch(self.epoch)]
             if plan.deal:
-                found = found[plan.ring.rank :: plan.ring.size]
-            self._known = known, found
+                indices = indices[plan.ring.rank :: plan.ring.size]
+            self._known = known, indices
         return self._known[1]
 
     def on_epoch_begin(self) -> None:
@@ -248,12 +248,12 @@ class _StreamFeed(Feed):
         self.is_empty = plan.own_steps(len(first)) == 0
         self._all = itertools.chain(first, batches)
         spec = private.spec_of_batches(first)
-        whole = tf.data.Dataset.from_generator(self._pass, output_signature=spec)
+        batched = tf.data.Dataset.from_generator(self._pass, output_signature=spec)
         count = None
         with suppress(TypeError):  # Also torch's loader of an IterableDataset has a `__len__`.
             count = len(source)
         self.is_counted = plan.counts
-        self.dataset = plan.fed(whole, count, 1, plan.counts)
+        self.dataset = plan.fed(batched, count, 1, plan.counts)
 
     def _pass(self) -> Iterator[Any]:
         try:

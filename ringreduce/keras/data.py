@@ -58,8 +58,8 @@ def shard(
     check = check and ring.size > 1
     if isinstance(data, tf.data.Dataset):
         _look_at_count(int(data.cardinality()), ring, even)
-        whole = fingerprinted(data, _WHAT, _REMEDY, ring) if check else data
-        return data if ring.size == 1 else _shard_dataset(whole, ring, even)
+        checked = fingerprinted(data, _WHAT, _REMEDY, ring) if check else data
+        return data if ring.size == 1 else _shard_dataset(checked, ring, even)
     if isinstance(data, keras.utils.PyDataset):
         _look_at_count(data.num_batches or 0, ring, even)
         return data if ring.size == 1 else _Dealt(data, ring, even, check)

@@ -106,8 +106,8 @@ def passing(
 
         def call() -> Any:
             rows = components(first_rows(batch)) if first is not None else []
-            given = [number, count, total, fingerprint, *rows]
-            return tf.numpy_function(see, given, tf.int64)
+            inputs = [number, count, total, fingerprint, *rows]
+            return tf.numpy_function(see, inputs, tf.int64)
 
         number = tf.ensure_shape(tf.cond(is_due, call, lambda: number), [])
         return (number, total, fingerprint), then(count, batch)
@@ -206,8 +206,8 @@ class FingerprintedPasses:
 
 def targets(element: Any) -> Any:
     """The part of an element that ranks compare: y, since x may be random; without y all."""
-    found = element[1] if isinstance(element, (tuple, list)) and len(element) > 1 else element
-    return found if tf.nest.flatten(found) else element
+    part = element[1] if isinstance(element, (tuple, list)) and len(element) > 1 else element
+    return part if tf.nest.flatten(part) else element
 
 
 class Reads:
@@ -245,17 +245,17 @@ class Reads:
         return len(rows), signature_of(compared.tolist()), order, int(rows.sum())
 
 
-def compare_reads(own: Any, what: str, remedy: str, ring: Communicator) -> None:
+def compare_reads(last: Any, what: str, remedy: str, ring: Communicator) -> None:
     """MismatchError, on all ranks, if some have read other data; the ring stays whole. Collective.
 
-    `own`: what was read, its size first, then what must be equal, the order and the sum of x; None
+    `last`: what was read, its size first, then what must be equal, the order and the sum of x; None
     on a rank that has read nothing.
     """
-    every = zip(ring.members, map(tuple, ring.all_gather_object(own or ())), strict=True)
+    every = zip(ring.members, map(tuple, ring.all_gather_object(last or ())), strict=True)
     (first, expected), *others = [pair for pair in every if pair[1]] or [(0, ())]
-    for rank, found in others:
-        is_reordered = found[::3] == expected[::3] and found[2] != expected[2]
-        if is_reordered or found[:2] != expected[:2]:
+    for rank, read in others:
+        is_reordered = read[::3] == expected[::3] and read[2] != expected[2]
+        if is_reordered or read[:2] != expected[:2]:
             which = "the samples of rank {} in another order"
             which = (which if is_reordered else "other samples than rank {}").format(first)
             raise MismatchError(
@@ -276,9 +276,9 @@ def compare_codes(batch: Any, ring: Communicator) -> None:
     flat = tf.nest.flatten(keras.utils.unpack_x_y_sample_weight(first_rows(batch))[0])
     kinds = (tf.int32, tf.int64, tf.string)
     codes = [part for part in flat if compares_all_inputs or tf.as_dtype(part.dtype) in kinds]
-    own = Arrays(codes).digest() if codes else None
-    every = repeated(ring, lambda: ring.all_gather_object(own)) if codes else [own]
-    other = [rank for rank, one in zip(ring.members, every, strict=False) if one != every[0]]
+    digest = Arrays(codes).digest() if codes else None
+    every = repeated(ring, lambda: ring.all_gather_object(digest)) if codes else [digest]
+    other = [rank for rank, code in zip(ring.members, every, strict=False) if code != every[0]]
     if other and ring.rank == 0:
         what, remedy = ("values", _SAME) if compares_all_inputs else ("integers or words", _LOOKUP)
         warn_at_users_line(
@@ -294,7 +294,7 @@ def numbers_of(element: Any) -> list[Any]:
     is_dense = all(isinstance(part, tf.Tensor) for part in tf.nest.flatten(inputs))
     parts = tf.nest.flatten(inputs, expand_composites=True)
     count = tf.shape(parts[0])[0] if is_dense else 1
-    each = _fingerprints(tf.concat([_fingerprints(part, count) for part in parts], 1), count)
+    by_row = _fingerprints(tf.concat([_fingerprints(part, count) for part in parts], 1), count)
     compared = tf.nest.flatten(targets(element), expand_composites=True)
     known = _joint(map(_fingerprint, compared))
-    return [known, _joint([each]), tf.reduce_sum(tf.bitcast(each, tf.int64))]
+    return [known, _joint([by_row]), tf.reduce_sum(tf.bitcast(by_row, tf.int64))]

@@ -104,15 +104,16 @@ class KerasState(State):
             text = f"got a model ({model.name}) without weights as the state of a loop"
             raise ConfigError(text, remedy="Build it first, with model.build() or a keras.Input.")
         weights, variables = list(model.weights), list(model.variables)
-        if (one := self.optimizer) is not None:
+        if (optimizer := self.optimizer) is not None:
             if elastic_minimum() is not None:
-                ring = getattr(one, "communicator", None) or default_communicator()
-                refuse(ring, facts_of(model), one.options if isinstance(one, Wrapper) else {})
-            if not one.built:
-                getattr(one, "build_inner", one.build)(model.trainable_variables)
-            weights, variables = [[*one.variables, *each] for each in (weights, variables)]
+                ring = getattr(optimizer, "communicator", None) or default_communicator()
+                options = optimizer.options if isinstance(optimizer, Wrapper) else {}
+                refuse(ring, facts_of(model), options)
+            if not optimizer.built:
+                getattr(optimizer, "build_inner", optimizer.build)(model.trainable_variables)
+            weights, variables = [[*optimizer.variables, *own] for own in (weights, variables)]
         super().__init__(variables, **attributes)
-        self._shared = getattr(one, "shared", list)(weights)
+        self._shared = getattr(optimizer, "shared", list)(weights)
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,11 +156,11 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
 
     def go_back() -> None:
         nonlocal has_ended
-        found = ring.all_gather_object([number, has_ended])
-        if max(found)[0] > number:  # One that has ended was met in the next loop.
+        progress = ring.all_gather_object([number, has_ended])
+        if max(progress)[0] > number:  # One that has ended was met in the next loop.
             raise EndedError("is told that the loop has ended", **ring.config.who)
         # Where all ranks have ended nothing is to be made again.
-        if not all(ended for _, ended in found):
+        if not all(ended for _, ended in progress):
             has_ended = False
             state.restore()
             for callback in state._reset_callbacks:

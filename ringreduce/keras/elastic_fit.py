@@ -71,7 +71,7 @@ class Elastic:
             "rr.elastic.run around it": is_repeating(ring),
             "fit of another package": not private.has_plain_fit(model),
         }
-        refuse(ring, facts | facts_of(model), *(one.options for one in wrappers))
+        refuse(ring, facts | facts_of(model), *(wrapper.options for wrapper in wrappers))
         self._model, self._ring, self._minimum = model, ring, minimum
         self._callbacks, [self._optimizer] = callbacks, wrappers
         self._at_end = False  # Nothing is left but to leave together.
@@ -164,7 +164,7 @@ class Elastic:
         ring, units = self._ring, self._units
         for repeats_left in reversed(range(REPEATS_MAX)):
             try:
-                found = make()
+                result = make()
             except RingReduceError as error:
                 if not (self._steps and isinstance(ring.failure, PeerError) and repeats_left):
                     raise
@@ -179,8 +179,8 @@ class Elastic:
                 if self._units > units:
                     return self._result
                 continue
-            self._end(None if is_step else found, is_step=is_step)
-            return found
+            self._end(None if is_step else result, is_step=is_step)
+            return result
 
     def _end(self, result: Any, *, is_step: bool = True) -> None:
         self._units, self._result = self._units + 1, result
@@ -213,7 +213,7 @@ class Elastic:
         newest = max(ended)
         # Not the rates, which callbacks set on each rank.
         state = shared_state(self._model, self._model.trainable_variables)
-        state = [each for each in state if each.name != "learning_rate"]
+        state = [variable for variable in state if variable.name != "learning_rate"]
         if min(ended) == newest:
             verify_replicas(state, ring)
             return

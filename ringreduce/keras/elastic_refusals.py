@@ -48,15 +48,15 @@ TABLE = (
 
 def refuse(ring: Communicator, *trainings: Mapping[str, Any]) -> None:
     """ConfigError if a fact of `trainings`, by its name in the table, is none that it allows."""
-    given = [{"a group of ranks": ring.parent is not None}, *trainings]
-    found = [
-        (row.fact if (value := one[row.fact]) is True else f"{row.fact}={value}", row.remedy)
+    facts = [{"a group of ranks": ring.parent is not None}, *trainings]
+    refused = [
+        (row.fact if (value := fact[row.fact]) is True else f"{row.fact}={value}", row.remedy)
         for row in TABLE
-        for one in given
-        if one.get(row.fact, row.allowed[0]) not in row.allowed
+        for fact in facts
+        if fact.get(row.fact, row.allowed[0]) not in row.allowed
     ]
-    if found:
-        texts, remedies = map("; ".join, zip(*found, strict=True))
+    if refused:
+        texts, remedies = map("; ".join, zip(*refused, strict=True))
         text = f"could not go on if a rank was lost: has {texts}"
         remedy = f"Leave --elastic and RINGREDUCE_ELASTIC out; or use {remedies.replace('`', '')}."
         raise ConfigError(text, **ring.config.who, remedy=remedy)
@@ -67,15 +67,18 @@ def facts_of(model: Any, variables: Sequence[Any] = ()) -> dict[str, Any]:
     layers, weights = ([], []) if model is None else (layers_of(model), model.weights)
     return {
         _PIECES: ", ".join(map(path_of, parts_in([*weights, *variables])[:1])),
-        "SyncBatchNormalization": any(isinstance(one, SyncBatchNormalization) for one in layers),
+        "SyncBatchNormalization": any(
+            isinstance(layer, SyncBatchNormalization) for layer in layers
+        ),
     }
 
 
 def differing(ring: Communicator, callbacks: Sequence[Any]) -> str:
     """Which ranks have which `callbacks`; empty if all have the same. Collective."""
     ranks: dict[str, list[int]] = {}
-    own = ", ".join(type(getattr(one, "callback", one)).__name__ for one in callbacks)
-    for rank, names in enumerate(ring.all_gather_object(own or "none")):
+    plain = [getattr(callback, "callback", callback) for callback in callbacks]
+    listed = ", ".join(type(callback).__name__ for callback in plain)
+    for rank, names in enumerate(ring.all_gather_object(listed or "none")):
         ranks.setdefault(names, []).append(ring.members[rank])
-    each = [f"{named('rank', which)}: {names}" for names, which in ranks.items()]
-    return f"({'; '.join(each)})" if each[1:] else ""
+    lines = [f"{named('rank', which)}: {names}" for names, which in ranks.items()]
+    return f"({'; '.join(lines)})" if lines[1:] else ""

@@ -88,9 +88,9 @@ def evaluate(
     share = _Share((x, y, sample_weight), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
-    own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
+    inputs = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
     if share.is_whole:
-        return run(**own, steps=steps, verbose=shown, return_dict=return_dict)
+        return run(**inputs, steps=steps, verbose=shown, return_dict=return_dict)
     logs: dict[str, Any] = {}
     states = metric_states.MetricStates()
     if share.is_empty:
@@ -99,7 +99,7 @@ def evaluate(
     answering = Answering(model, ring, share.example)
     with _averages_of_rank_0(model, ring), share.being_read():
         if not share.is_empty:
-            logs = run(**own, verbose=shown, return_dict=True)
+            logs = run(**inputs, verbose=shown, return_dict=True)
             # It matters only that the number of batches is not 0.
             states = metric_states.states_of(model, 1)
             try_own(model, share.feed.first, ring, with_losses=False)
@@ -107,16 +107,16 @@ def evaluate(
     names = [] if share.is_empty else in_order(model, logs)
     entries = metric_states.entries_of(logs, states.results)
     gathered = ring.all_gather_object([entries, names, names_apart(model)])
-    apart = {name for *_, theirs in gathered for name in theirs}
+    apart = {name for *_, names_there in gathered for name in names_there}
     warn_of_metrics(apart, ring)
-    every = [theirs for theirs, *_ in gathered]
+    every = [names_there for names_there, *_ in gathered]
     warn_of_last_batches(every, ring)
     together = metric_states.combined_results(model, states, ring)
     result = {**logs, **metric_states.merged(every, together)}
     result |= dict.fromkeys(apart & result.keys(), math.nan)
     if return_dict:
         return {name: result[name] for name in sorted(result.keys() - apart)}
-    names = next((theirs for _, theirs, _ in gathered if theirs), [])
+    names = next((names_there for _, names_there, _ in gathered if names_there), [])
     values = [result[name] for name in names if name in result]
     return values[0] if len(values) == 1 else values
 
@@ -205,29 +205,29 @@ class _Share:
     """
 
     def __init__(
-        self, whole: Any, rows: int | None, steps: int | None, ring: Communicator, check: bool
+        self, data: Any, rows: int | None, steps: int | None, ring: Communicator, check: bool
     ) -> None:
-        x = self._x = whole[0]
-        self.parts, self.is_empty, self.is_whole = whole, False, True
+        x = self._x = data[0]
+        self.parts, self.is_empty, self.is_whole = data, False, True
         self.feed = Feed()  # Which does nothing, for arrays.
         self._ring = ring
         self.rows: list[int] | None = None  # of each rank, of arrays
-        self._reads = Reads() if check and not are_arrays(whole) else None
+        self._reads = Reads() if check and not are_arrays(data) else None
         if ring.size == 1:
             return
-        if are_arrays(whole):
-            count = (arrays := Arrays(*whole)).count
+        if are_arrays(data):
+            count = (arrays := Arrays(*data)).count
             if steps is not None:
                 count = min(count, steps * (rows or BATCH_SIZE))
             bounds = [count * r // ring.size for r in range(ring.size + 1)]
             self.rows = np.diff(bounds).tolist()
             first, end = bounds[ring.rank : ring.rank + 2]
-            self.parts, self.is_empty = slice_rows(whole, first, end), first == end
+            self.parts, self.is_empty = slice_rows(data, first, end), first == end
             self.feed.first = arrays.first()
             size = {"rows": str(count)}
         else:
             plan = Plan(ring, f"the {_WHAT}", steps=steps, deal=True, check=self._reads or False)
-            feed = self.feed = feed_of(whole, plan)
+            feed = self.feed = feed_of(data, plan)
             is_dataset = isinstance(x, tf.data.Dataset)
             known = x.cardinality() if is_dataset else getattr(x, "num_batches", -1)
             self.parts = feed.dataset, None, None
@@ -235,7 +235,7 @@ class _Share:
             size = {"batches": str(steps or int(known))}
         remedy = "Pass the same whole data on every rank; each takes its own share."
         require_same_settings([Settings("data", size, remedy)], ring)
-        if check and are_arrays(whole):
+        if check and are_arrays(data):
             compare_reads((*arrays.digest(), 0, 0), _WHAT, _REMEDY, ring)
         elif check and isinstance(x, keras.utils.PyDataset):
             numbers = map(int, numbers_of(feed.first))
@@ -284,10 +284,10 @@ def _gathered(batches: Sequence[Any], ring: Communicator, rows: list[int] | None
     all ranks, if these are known.
     """
     counts = ring.all_gather_object([_count_of(batch) for batch in batches])
-    is_joinable = not any(None in theirs for theirs in counts)
+    is_joinable = not any(None in lengths for lengths in counts)
     if is_joinable and rows is not None:
-        each = max(1, sum(map(sum, counts)) // sum(rows))
-        is_joinable = counts == [[count * each] for count in rows]
+        rows_of_batch = max(1, sum(map(sum, counts)) // sum(rows))
+        is_joinable = counts == [[count * rows_of_batch] for count in rows]
     if not is_joinable:
         raise OutputsError(
             f"cannot join outputs of type {type(batches[0]).__name__}",
@@ -297,13 +297,13 @@ def _gathered(batches: Sequence[Any], ring: Communicator, rows: list[int] | None
         )
     rest, dtype = batches[0].shape[1:], batches[0].dtype
     width = math.prod(rest) * dtype.itemsize
-    own = np.ascontiguousarray(np.concatenate(batches))
+    rows_here = np.ascontiguousarray(np.concatenate(batches))
     # As bytes, so that every dtype travels.
-    as_bytes = own.reshape(-1).view(np.uint8).reshape(len(own), width)
-    whole = ring.all_gather(as_bytes).reshape(-1).view(dtype).reshape(sum(map(sum, counts)), *rest)
-    pieces = np.split(whole, np.cumsum([n for theirs in counts for n in theirs])[:-1])
+    as_bytes = rows_here.reshape(-1).view(np.uint8).reshape(len(rows_here), width)
+    joined = ring.all_gather(as_bytes).reshape(-1).view(dtype).reshape(sum(map(sum, counts)), *rest)
+    pieces = np.split(joined, np.cumsum([n for lengths in counts for n in lengths])[:-1])
     # By the number of the turn, then by rank.
-    turns = np.concatenate([np.arange(len(theirs)) for theirs in counts])
+    turns = np.concatenate([np.arange(len(lengths)) for lengths in counts])
     return np.concatenate([pieces[number] for number in np.argsort(turns, kind="stable")])
 
 

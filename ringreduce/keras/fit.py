@@ -139,15 +139,15 @@ def fit(
             different settings; or their weights differ after training, since a callback has changed
             something on some ranks only.
     """
-    given = SimpleNamespace(**locals())
+    options = SimpleNamespace(**locals())
     ring = communicator or default_communicator()
-    who, arguments = _require_ready(given, ring)
+    who, arguments = _require_ready(options, ring)
     least = elastic_minimum() if ring.size > 1 else None
     # A package may have replaced `fit` on some ranks: all have the same loop.
     is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
-    shares = _agreed_shares(given, ring, who, is_elastic=least is not None)
+    shares = _agreed_shares(options, ring, who, is_elastic=least is not None)
     training, validation = feeds_of(
-        given, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
+        options, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
     )
     own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
     if ring.size > 1:
@@ -165,7 +165,7 @@ def fit(
             elastic.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
-        around = _around(given, who, training, validation, shares, own_callbacks)
+        around = _around(options, who, training, validation, shares, own_callbacks)
         if recording is not None:
             around.append(Record(*recording, arguments.found, who.everyone))
         if steps is not None and verbose:
@@ -187,21 +187,21 @@ def fit(
         )
 
 
-def _require_ready(given: Any, ring: Communicator) -> tuple[Training, Settings]:
+def _require_ready(options: Any, ring: Communicator) -> tuple[Training, Settings]:
     """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
-    model = given.model
+    model = options.model
     require_compiled(model)
     require_distributed(model, ring)
     refuse_other_ring(model, "rr.fit", ring)
-    if given.check:
+    if options.check:
         refuse_other_optimizer(model, ring)
     who = Training.of(model, ring)
-    require_same_settings([arguments := _arguments_of(given)], who.everyone)
+    require_same_settings([arguments := _arguments_of(options)], who.everyone)
     return who, arguments
 
 
 def _around(
-    given: Any,
+    options: Any,
     who: Training,
     training: Feed,
     validation: Feed | None,
@@ -209,10 +209,10 @@ def _around(
     own_callbacks: list[Any],
 ) -> list[Any]:
     """The callbacks that `fit` adds, in order, around those of the user."""
-    model, ring, check, validate = given.model, who.data, given.check, None
-    around: list[Any] = [Probe(training, who.everyone, compares=check and not given.sharded)]
+    model, ring, check, validate = options.model, who.data, options.check, None
+    around: list[Any] = [Probe(training, who.everyone, compares=check and not options.sharded)]
     if shares.is_measured:
-        around.append(Measure(shares, ring, given.verbose))
+        around.append(Measure(shares, ring, options.verbose))
     if validation is not None:
         # Before what exchanges metrics when a rank's own validation ends.
         around.append(Answering(model, ring, partial(example_of, training.spec)))
@@ -220,35 +220,35 @@ def _around(
     around.append(
         Together(
             own_callbacks,
-            given.communicator,
-            profile=given.profile,
+            options.communicator,
+            profile=options.profile,
             validate=validate,
-            is_global=not given.sharded,
+            is_global=not options.sharded,
             check=False,  # It does so itself, as `VerifyReplicas`.
         )
     )
     return [*around, *([VerifyReplicas(None, ring)] if check else [])]
 
 
-def _arguments_of(given: Any) -> Settings:
+def _arguments_of(options: Any) -> Settings:
     """Select the arguments that must be equal on all ranks; those of own data may differ."""
-    found = {
-        **vars(given),
-        "profile": given.profile or profile_wanted(),
-        "validation_data": "absent" if given.validation_data is None else "given",
-        "loss": given.model.loss,
-        "run_eagerly": given.model.run_eagerly,
+    values = {
+        **vars(options),
+        "profile": options.profile or profile_wanted(),
+        "validation_data": "absent" if options.validation_data is None else "given",
+        "loss": options.model.loss,
+        "run_eagerly": options.model.run_eagerly,
     }
-    names = [*_EVERYWHERE, *([] if given.sharded else _OF_DATA)]
-    return Settings("arguments of rr.fit and compile", settings_in({n: found[n] for n in names}))
+    names = [*_EVERYWHERE, *([] if options.sharded else _OF_DATA)]
+    return Settings("arguments of rr.fit and compile", settings_in({n: values[n] for n in names}))
 
 
-def _agreed_shares(given: Any, ring: Communicator, who: Training, *, is_elastic: bool) -> Shares:
+def _agreed_shares(options: Any, ring: Communicator, who: Training, *, is_elastic: bool) -> Shares:
     """The ranks' shares of a batch, if they go with the rest. Collective."""
-    shares = agreed_shares(given.batch_share, ring)
+    shares = agreed_shares(options.batch_share, ring)
     if is_elastic:
-        share = "equal" if shares.is_equal else given.batch_share
-        refuse(ring, {"sharded": given.sharded, "batch_share": share})
+        share = "equal" if shares.is_equal else options.batch_share
+        refuse(ring, {"sharded": options.sharded, "batch_share": share})
     if shares.is_measured and who.everyone is not ring:
         raise ConfigError(
             'got batch_share="measured" for a model with split layers, whose ranks must have the '

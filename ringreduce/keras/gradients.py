@@ -40,8 +40,8 @@ class Reducer:
         size = float(self.communicator.size)
         factors: dict[Averaging, Any] = {}
         if weight is not None:
-            own = weight.factor / size if self.scale_local else tf.math.sign(weight.own)
-            factors = {Averaging.MEAN: weight.factor, Averaging.LOCAL: own}
+            factor = weight.factor / size if self.scale_local else tf.math.sign(weight.own)
+            factors = {Averaging.MEAN: weight.factor, Averaging.LOCAL: factor}
         elif self.scale_local and size > 1:
             factors = {Averaging.LOCAL: 1 / size}
         pairs = zip(gradients, kinds, strict=True)
@@ -49,21 +49,21 @@ class Reducer:
         # The others are not compared: ranks may have other local variables, with other names.
         shared = [number for number, kind in enumerate(kinds) if kind is Averaging.MEAN]
         divided = [n for n in shared if self.sharding and self.sharding.has(variables[n])]
-        whole = [number for number in shared if number not in divided]
+        undivided = [number for number in shared if number not in divided]
         means: dict[int, Any] = {}
-        for bridge, numbers in ((self.sharding, divided), (self.bridge, whole)):
+        for bridge, numbers in ((self.sharding, divided), (self.bridge, undivided)):
             if not numbers:
                 continue
             paths = [_name(variables[number], number) for number in numbers]
-            sent, owners = ([each[n] for n in numbers] for each in (gradients, variables))
-            found = bridge.mean(self.communicator, sent, paths, owners)
-            means |= dict(zip(numbers, found, strict=True))
-        own = self.bridge.own
-        final = [means[n] if n in means else own(each) for n, each in enumerate(gradients)]
+            sent, owners = ([values[n] for n in numbers] for values in (gradients, variables))
+            reduced = bridge.mean(self.communicator, sent, paths, owners)
+            means |= dict(zip(numbers, reduced, strict=True))
+        take = self.bridge.own
+        final = [means[n] if n in means else take(value) for n, value in enumerate(gradients)]
         if self.op is ReduceOp.MEAN or size == 1:
             return final
         pairs = zip(final, kinds, strict=True)
-        return [one if kind is Averaging.LOCAL else weighted(one, size) for one, kind in pairs]
+        return [mean if kind is Averaging.LOCAL else weighted(mean, size) for mean, kind in pairs]
 
 
 def _name(variable: Any, number: int) -> str:

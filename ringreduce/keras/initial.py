@@ -48,15 +48,15 @@ def broadcast_variables(
         MismatchError: the ranks' variables differ in number, shape or dtype.
     """
     ring = communicator or default_communicator()
-    own = [each for each in variables if not (is_seed_state(each) or is_own_piece(each))]
+    shared = [each for each in variables if not (is_seed_state(each) or is_own_piece(each))]
     if tf.executing_eagerly():
-        tf_variables.broadcast_variables(own, ring, root_rank)
-    elif own and ring.size > 1:
-        paths, values = map(tf_variables.path_of, own), [tf.convert_to_tensor(v) for v in own]
+        tf_variables.broadcast_variables(shared, ring, root_rank)
+    elif shared and ring.size > 1:
+        paths, values = map(tf_variables.path_of, shared), [tf.convert_to_tensor(v) for v in shared]
         give = partial(tf_variables.broadcast_values, list(paths), ring, root_rank)
         shapes = [(value.shape, value.dtype) for value in values]
-        found = call(ring, "copy variables", lambda *arrays: give(arrays), values, shapes)
-        for variable, value in zip(own, found, strict=True):
+        received = call(ring, "copy variables", lambda *arrays: give(arrays), values, shapes)
+        for variable, value in zip(shared, received, strict=True):
             variable.assign(value)
 
 
@@ -105,15 +105,15 @@ class InitialValues:
                 require_same_settings(settings(), ring)
             make_alike(states, group)
             make_different(states, ring)
-        given = map(plain_variable, (*new_state, *new))
-        self._given.update((id(plain), plain) for plain in given)
+        plain_ones = map(plain_variable, (*new_state, *new))
+        self._given.update((id(plain), plain) for plain in plain_ones)
         if not tf.executing_eagerly() or (ring.size == 1 and group is None):
             return gradients
         return _without_others(gradients, kinds, not differed, ring)
 
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:
-        each = {id(plain_variable(v)): v for v in variables}
-        return [v for key, v in each.items() if self._given.get(key) is not plain_variable(v)]
+        by_id = {id(plain_variable(v)): v for v in variables}
+        return [v for key, v in by_id.items() if self._given.get(key) is not plain_variable(v)]
 
 
 def give_values(
@@ -155,5 +155,5 @@ def _without_others(
         *(*ring.config.who.values(), ring.size - useful),
     )
     factor = ring.size / useful if usable else 0.0
-    pairs, own = zip(gradients, kinds, strict=True), (Averaging.LOCAL, Averaging.PART)
-    return [g if kind in own else weighted(g, factor) for g, kind in pairs]
+    pairs, unshared = zip(gradients, kinds, strict=True), (Averaging.LOCAL, Averaging.PART)
+    return [g if kind in unshared else weighted(g, factor) for g, kind in pairs]

@@ -243,11 +243,11 @@ def weigh_steps(model: Any, ring: Communicator, is_counted: bool = True, mean: A
 
 
 def _followed_step(model: Any, step: Step, data: Any) -> Any:
-    how, own = kept(model, _Weighed), tf.cast(rows_in(data), tf.float32)
+    how, rows = kept(model, _Weighed), tf.cast(rows_in(data), tf.float32)
     if how.mean is None:
-        weight = weighting.exchanged(own, how.ring)
+        weight = weighting.exchanged(rows, how.ring)
     else:
-        weight = weighting.Weight(own, tf.convert_to_tensor(how.mean))
+        weight = weighting.Weight(rows, tf.convert_to_tensor(how.mean))
     # Everything waits until a rank is known to have data: at the end of an epoch this step is given
     # up, and must not have been counted, or decayed weights.
     with tf.control_dependencies([weight.mean]):
@@ -271,8 +271,8 @@ def _passing(model: Any) -> list[Any]:
     for layer in layers:
         if isinstance(layer, SyncBatchNormalization):
             shared |= {id(variable) for variable in layer.non_trainable_variables}
-    found = [*model.non_trainable_variables, *model.metrics_variables]
-    unique = {id(v): v for v in found if id(v) not in shared and not is_seed_state(v)}
+    passing = [*model.non_trainable_variables, *model.metrics_variables]
+    unique = {id(v): v for v in passing if id(v) not in shared and not is_seed_state(v)}
     return list(unique.values())
 
 
@@ -299,14 +299,14 @@ def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any
     def put_back() -> list[Any]:
         restored = [tf.convert_to_tensor(variable.assign(value)) for variable, value in before]
         pairs = zip(latest, values, strict=True)
-        found = [value if last is None else tf.convert_to_tensor(last) for last, value in pairs]
+        after = [value if last is None else tf.convert_to_tensor(last) for last, value in pairs]
         with tf.control_dependencies(restored):
             results = model.get_metrics_result()
-        names = tf.nest.flatten({name: name for name in logs}) if len(found) == len(logs) else []
+        names = tf.nest.flatten({name: name for name in logs}) if len(after) == len(logs) else []
         for place, name in enumerate(names):
             if name in results:
-                found[place] = tf.cast(results[name], values[place].dtype)
-        return [tf.identity(value) for value in found]
+                after[place] = tf.cast(results[name], values[place].dtype)
+        return [tf.identity(value) for value in after]
 
     return tf.nest.pack_sequence_as(logs, tf.cond(has_data, keep, put_back)) if values else logs
 

@@ -16,13 +16,13 @@ from ringreduce.vocabulary.errors import ConfigError
 
 def joint_in(optimizer: Any) -> str | None:
     """Name what uses all gradients together, such as ``sgd with a loss scale``; None: nothing."""
-    for one in all_within(optimizer):
-        if isinstance(one, keras.optimizers.LossScaleOptimizer):
-            return f"{one.name} with a loss scale"
-        if getattr(one, "global_clipnorm", None):
-            return f"{one.name} with global_clipnorm"
-        if own := own_step_in(one):
-            return f"{one.name} with its own {own}"
+    for member in all_within(optimizer):
+        if isinstance(member, keras.optimizers.LossScaleOptimizer):
+            return f"{member.name} with a loss scale"
+        if getattr(member, "global_clipnorm", None):
+            return f"{member.name} with global_clipnorm"
+        if method := own_step_in(member):
+            return f"{member.name} with its own {method}"
     return None
 
 
@@ -68,5 +68,5 @@ class LocalVariables:
 
     def others_of(self, variables: Sequence[Any], inner: Any) -> list[Any]:
         """`variables` (the model's or those of `inner`) without these, own pieces, their state."""
-        own = {id(state) for v in self._variables.values() for state in state_for(inner, v)}
-        return [v for v in variables if not (v in self or id(v) in own or is_own_piece(v))]
+        states = {id(state) for v in self._variables.values() for state in state_for(inner, v)}
+        return [v for v in variables if not (v in self or id(v) in states or is_own_piece(v))]

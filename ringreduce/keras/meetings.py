@@ -68,13 +68,13 @@ class LocalSGD(Strategy):
     def check(self, inner: Any) -> None:
         """Refuse what needs equal gradients on all ranks."""
         name = type(self).__name__
-        for one in all_within(inner):
-            if isinstance(one, keras.optimizers.LossScaleOptimizer):
-                text = f"got {one.name} with strategy={name}, whose ranks would skip other steps"
+        for part in all_within(inner):
+            if isinstance(part, keras.optimizers.LossScaleOptimizer):
+                text = f"got {part.name} with strategy={name}, whose ranks would skip other steps"
                 raise ConfigError(text, remedy="Use mixed_bfloat16, which needs no loss scale.")
-            if getattr(one, "use_ema", False):
+            if getattr(part, "use_ema", False):
                 raise ConfigError(
-                    f"got {one.name} with use_ema and strategy={name}: averages of weights would "
+                    f"got {part.name} with use_ema and strategy={name}: averages of weights would "
                     "differ between ranks",
                     remedy="Leave use_ema out.",
                 )
@@ -121,23 +121,23 @@ class _Alone(Running):
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]
-        return all(bool(one.is_settled.numpy()) for one in self._rounds.values())
+        return all(bool(state.is_settled.numpy()) for state in self._rounds.values())
 
     @property
     def has_met(self) -> bool:  # type: ignore[override]
         every, overlap = self._strategy.every, self._strategy.overlap
-        counts = [int(one.count.numpy()) for one in self._rounds.values()]
+        counts = [int(state.count.numpy()) for state in self._rounds.values()]
         return all(count >= every and count % every == overlap for count in counts)
 
     def take(self, step: Step) -> None:
         mine = self._round_of(step)
         tf.cond(mine.is_settled, mine.begin, lambda: None)
-        gradients, own = step.gradients, tf.constant(1.0)
+        gradients, weight = step.gradients, tf.constant(1.0)
         if step.weight is not None:
-            own = step.weight.own
-            gradients = [weighted(each, tf.math.sign(own)) for each in gradients]
-        step.apply([step.reducer.bridge.own(each) for each in gradients], step.variables)
-        mine.own.assign_add(own)
+            weight = step.weight.own
+            gradients = [weighted(gradient, tf.math.sign(weight)) for gradient in gradients]
+        step.apply([step.reducer.bridge.own(gradient) for gradient in gradients], step.variables)
+        mine.own.assign_add(weight)
         number, overlap = mine.count.assign_add(1), self._strategy.overlap
         place = number % self._strategy.every
         if overlap:
@@ -153,15 +153,15 @@ class _Alone(Running):
     def state(self) -> dict[str, np.ndarray]:
         begun = {
             f"outer.{place}.{number}": np.asarray(variable)
-            for place, each in enumerate(self._rounds.values())
-            for number, variable in enumerate(each.outer_state)
+            for place, state in enumerate(self._rounds.values())
+            for number, variable in enumerate(state.outer_state)
         }
         return {**self._loaded, **begun}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         self._loaded = dict(state)
-        for place, each in enumerate(self._rounds.values()):
-            self._load_round(place, each)
+        for place, entry in enumerate(self._rounds.values()):
+            self._load_round(place, entry)
 
     def _load_round(self, place: int, mine: _Round) -> None:
         for number, variable in enumerate(mine.outer_state):
@@ -199,7 +199,7 @@ class _Round:
         self._anchors = list(map(lasting, self._values()))
         # This rank's weights when the meeting under way began.
         self._sent = list(map(lasting, self._values())) if strategy.overlap else []
-        shapes = [tuple(each.shape) for each in self._anchors]
+        shapes = [tuple(anchor.shape) for anchor in self._anchors]
         self._meeting = _Meeting(self._ring, shapes, str(use.compression))
         self._outer = strategy.made_outer()
         if self._outer is not None:
@@ -207,7 +207,7 @@ class _Round:
         self.outer_state = [] if self._outer is None else list(self._outer.variables)
 
     def _values(self) -> list[Any]:
-        return [tf.cast(tf.convert_to_tensor(each), wide(each)) for each in self._variables]
+        return [tf.cast(tf.convert_to_tensor(v), wide(v)) for v in self._variables]
 
     def begin(self) -> None:
         """Take the weights as they are: they may have been loaded."""
@@ -224,15 +224,15 @@ class _Round:
             sent.assign(value)
         pairs = zip(self._anchors, values, strict=True)
         changes = [tf.cast(anchor - value, tf.float32) for anchor, value in pairs]
-        given = [*changes, tf.convert_to_tensor(self.own)]
-        call(self._ring, "begin a meeting", self._meeting.begin, given, [((), tf.int32)])
+        arguments = [*changes, tf.convert_to_tensor(self.own)]
+        call(self._ring, "begin a meeting", self._meeting.begin, arguments, [((), tf.int32)])
         self.own.assign(0.0)
 
     def merge(self) -> None:
         """Wait for its end, and use the mean change; what was learned meanwhile stays."""
         self._move_anchors()
-        each = zip(self._variables, self._values(), self._anchors, self._sent, strict=True)
-        for variable, value, anchor, sent in each:
+        rows = zip(self._variables, self._values(), self._anchors, self._sent, strict=True)
+        for variable, value, anchor, sent in rows:
             variable.assign(tf.cast(value + (anchor - sent), variable.dtype))
 
     def meet_and_merge(self) -> None:
@@ -259,8 +259,8 @@ class _Round:
     def _move_anchors(self) -> None:
         vouch_for_branch()
         shapes = [(anchor.shape, tf.float32) for anchor in self._anchors]
-        found = call(self._ring, "end a meeting", self._meeting.end, [], shapes)
-        pairs = zip(found, self._anchors, strict=True)
+        merged = call(self._ring, "end a meeting", self._meeting.end, [], shapes)
+        pairs = zip(merged, self._anchors, strict=True)
         means = [tf.cast(mean, anchor.dtype) for mean, anchor in pairs]
         if self._outer is not None:
             self._outer.apply(means, self._anchors)
@@ -287,11 +287,11 @@ class _Meeting:
         self.work: Any = None  # of a meeting that is under way
         self._took_s = 0.0
 
-    def begin(self, *given: np.ndarray) -> list[Any]:
-        *changes, own = given
+    def begin(self, *arguments: np.ndarray) -> list[Any]:
+        *changes, weight_here = arguments
         for part, change in zip(self._parts, changes, strict=True):
             part[:] = change.reshape(-1)
-        weight = float(own)
+        weight = float(weight_here)
         self.work = self._ring._session.engine.submit(lambda: self._meet(weight))
         return [np.int32(0)]
 
@@ -300,14 +300,14 @@ class _Meeting:
         began = time.perf_counter()
         work.wait()
         self._ring._session.blocked_for(time.perf_counter() - began, self._took_s)
-        found = zip(self._parts, self._shapes, strict=True)
-        return [part.reshape(shape).copy() for part, shape in found]
+        pairs = zip(self._parts, self._shapes, strict=True)
+        return [part.reshape(shape).copy() for part, shape in pairs]
 
-    def _meet(self, own: float) -> None:
+    def _meet(self, weight: float) -> None:
         began = time.perf_counter()
         ring, memory = self._ring, self._memory
-        total = ring.all_reduce(np.array([own]), signature=self._signature)[0]
-        memory *= np.float32(own * ring.size / total if total else 0.0)
+        total = ring.all_reduce(np.array([weight]), signature=self._signature)[0]
+        memory *= np.float32(weight * ring.size / total if total else 0.0)
         for start in range(0, memory.size, _CHUNK):
             part = slice(start, start + _CHUNK)
             coding = None if self._coding is None else self._coding.of(part)

@@ -37,8 +37,8 @@ class MetricStates:
         is_finite = all(np.isfinite(value).all() for value in self.values)
         if not is_finite or all((value % 1 == 0).all() for value in self.values):
             return ""
-        whole = b"".join(each.tobytes() for each in self.values)
-        return hashlib.blake2b(whole, digest_size=8).hexdigest()
+        joined = b"".join(values.tobytes() for values in self.values)
+        return hashlib.blake2b(joined, digest_size=8).hexdigest()
 
 
 def states_of(model: Any, batches: int) -> MetricStates:
@@ -62,7 +62,7 @@ def combined(values: Sequence[np.ndarray], aggregation: str) -> np.ndarray:
 
 def metrics_in(model: Any) -> list[Any]:
     """The metrics of `model`, those given to `compile` too, which are in one that holds them."""
-    return [one for each in model.metrics for one in getattr(each, "metrics", ()) or [each]]
+    return [part for m in model.metrics for part in getattr(m, "metrics", ()) or [m]]
 
 
 def combined_results(model: Any, states: MetricStates, ring: Communicator) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
     """
     pairs = list(zip(states.variables, states.values, strict=True))
     own_layout = [[v.path, v.aggregation, n.dtype.name, list(n.shape)] for v, n in pairs]
-    own = [value.tobytes() for value in states.values]
-    gathered = ring.all_gather_object([states.batches, own_layout, own])
+    values = [value.tobytes() for value in states.values]
+    gathered = ring.all_gather_object([states.batches, own_layout, values])
     refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
     had_batches = [values for batches, _, values in gathered if batches]
     if not had_batches:
@@ -98,9 +98,9 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
                     for variable, value in zip(metric.variables, together, strict=True):
                         variable.assign(value)
             results = numbers_in(model.get_metrics_result())
-    found = gathered_numbers(results, ring)
-    names = dict.fromkeys(name for theirs in found for name in theirs)
-    return {name: _agreed([theirs[name] for theirs in found if name in theirs]) for name in names}
+    every = gathered_numbers(results, ring)
+    names = dict.fromkeys(name for numbers in every for name in numbers)
+    return {name: _agreed([logs[name] for logs in every if name in logs]) for name in names}
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
@@ -117,29 +117,29 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
 
 def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ranks' logs: values of `together` where all log a metric's, means of other numbers."""
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for theirs in entries for name in theirs):
-        logged = [theirs[name] for theirs in entries if name in theirs]
+    result: dict[str, Any] = {}
+    for name in dict.fromkeys(name for entry in entries for name in entry):
+        logged = [entry[name] for entry in entries if name in entry]
         if name in together and all(is_metric for is_metric, _ in logged):
-            found[name] = together[name]
+            result[name] = together[name]
         elif all(isinstance(number, float) for _, number in logged):
-            found[name] = _agreed([number for _, number in logged])
-    return found
+            result[name] = _agreed([number for _, number in logged])
+    return result
 
 
 def numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers in `logs`, as floats or arrays; nested dicts are flattened, as Keras does."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, Mapping):
-            found.update(numbers_in(value))
+            numbers.update(numbers_in(value))
             continue
         array = np.asarray(value)
         if array.dtype.kind == "V":  # A 16-bit float that numpy does not know itself.
             array = array.astype(np.float32)
         if array.dtype.kind in "biuf":
-            found[name] = array if array.ndim else float(array)
-    return found
+            numbers[name] = array if array.ndim else float(array)
+    return numbers
 
 
 def gathered_numbers(numbers: Mapping[str, Any], ring: Communicator) -> list[dict[str, Any]]:

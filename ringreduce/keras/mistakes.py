@@ -133,15 +133,17 @@ def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communic
         return
     known = {id(variable) for variable in trained}
     others = {id(v): v for v in model.weights if id(v) not in known and not is_seed_state(v)}
-    found = [path_of(variable) for variable in differing(list(others.values()), ring)]
+    unequal = [path_of(variable) for variable in differing(list(others.values()), ring)]
     layers = [model, *private.layers_of(model)]  # Of Keras's own that is an error.
     saved = [saved_beside_weights(layer, by_keras=False) for layer in layers]
     columns = zip(layers, *ring.all_gather_object(saved), strict=False)
-    found += [f"what {one.name} saves" for one, *each in columns if each != each[:1] * ring.size]
-    if not found or ring.rank != 0:
+    for callback, *states in columns:
+        if states != states[:1] * ring.size:
+            unequal.append(f"what {callback.name} saves")
+    if not unequal or ring.rank != 0:
         return
     warn_at_users_line(
-        f"the ranks have different values of {_first_of(found)}, which training does "
+        f"the ranks have different values of {_first_of(unequal)}, which training does "
         "not change or make equal: each rank goes on with its own. Call "
         "rr.broadcast_variables(model.variables) after building the model (and after "
         "Normalization.adapt, which sees only its rank's data), or seed all ranks alike with "
@@ -151,22 +153,22 @@ def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communic
 
 
 def warn_of_parity(
-    found: Sequence[str], ring: Communicator, who: str = "", what: str = "global batch, since "
+    texts: Sequence[str], ring: Communicator, who: str = "", what: str = "global batch, since "
 ) -> None:
-    """Warn on rank 0 of what `found` says, such as `differences`; `who` are its ranks."""
-    if ring.rank == 0 and found:
+    """Warn on rank 0 of what `texts` say, such as `differences`; `who` are its ranks."""
+    if ring.rank == 0 and texts:
         warn_at_users_line(
             f"{who or f'{ring.size} ranks'} will not train exactly as one process does "
-            f"with the same {what}" + "; ".join(found) + ".",
+            f"with the same {what}" + "; ".join(texts) + ".",
             ParityWarning,
         )
 
 
 def warn_of_metrics(names: Iterable[str], ring: Communicator) -> None:
     """Warn on rank 0 of metrics whose states do not combine; they are left out of logs."""
-    if ring.rank == 0 and (found := sorted(names)):
+    if ring.rank == 0 and (apart := sorted(names)):
         warn_at_users_line(
-            f"the metric {', '.join(found)} is left out of what the ranks show: its state, summed "
+            f"the metric {', '.join(apart)} is left out of what the ranks show: its state, summed "
             "over two halves of the first rows, does not give the result of both. Make its "
             "variables with another aggregation; or give its class merge_states(self, states), "
             "which returns one list of arrays, in the order of its variables, of the ranks' lists.",
@@ -176,7 +178,7 @@ def warn_of_metrics(names: Iterable[str], ring: Communicator) -> None:
 
 def warn_of_last_batches(entries: Sequence[Entries], ring: Communicator) -> None:
     """Warn on rank 0 of numbers of an evaluation that are of no metric; all ranks' `entries`."""
-    every = [(name, *entry) for theirs in entries for name, entry in theirs.items()]
+    every = [(name, *entry) for logs in entries for name, entry in logs.items()]
     plain = {name for name, is_metric, number in every if number is not None and not is_metric}
     if ring.rank == 0 and plain:
         warn_at_users_line(
@@ -190,24 +192,24 @@ def warn_of_last_batches(entries: Sequence[Entries], ring: Communicator) -> None
 def differences(model: Any) -> list[str]:
     """Name the parts of a compiled model that see its rank's rows only, with a remedy each."""
     layers = [layer for layer in private.layers_of(model) if layer.trainable]
-    found = []
-    plain = [one for one in layers if isinstance(one, keras.layers.BatchNormalization)]
-    if names := _named(one for one in plain if not isinstance(one, SyncBatchNormalization)):
-        found.append(f"{names}: each rank normalizes its rows (use rr.SyncBatchNormalization)")
+    texts = []
+    plain = [part for part in layers if isinstance(part, keras.layers.BatchNormalization)]
+    if names := _named(part for part in plain if not isinstance(part, SyncBatchNormalization)):
+        texts.append(f"{names}: each rank normalizes its rows (use rr.SyncBatchNormalization)")
     if names := _named(filter(_is_random, [model, *layers])):
-        found.append(f"{names}: each rank draws other random numbers")
+        texts.append(f"{names}: each rank draws other random numbers")
     for loss in keras.tree.flatten(getattr(model, "loss", None) or []):
         reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else None
         if reduction in NO_MEANS:
             how = f"with reduction={reduction!r} it is no mean over samples"
-            found.append(f"the loss {loss.name}: {how}")
+            texts.append(f"the loss {loss.name}: {how}")
     masks = [isinstance(v, keras.layers.Masking) or getattr(v, "mask_zero", False) for v in layers]
     outputs = getattr(model, "outputs", None)
     # Of a subclassed model it is not known whether an output has a mask.
     is_masked = outputs is None or any(getattr(v, "_keras_mask", None) is not None for v in outputs)
     if is_masked and (names := _named(itertools.compress(layers, masks))):
-        found.append(f"{names}: if the mask reaches the loss, that is a mean over what it leaves")
-    return found
+        texts.append(f"{names}: if the mask reaches the loss, that is a mean over what it leaves")
+    return texts
 
 
 def _is_random(layer: Any) -> bool:
@@ -215,7 +217,7 @@ def _is_random(layer: Any) -> bool:
         return False  # Their cells are layers too, and always have a generator.
     if hasattr(layer, "recurrent_dropout"):
         return bool(layer.dropout or layer.recurrent_dropout)
-    return any(isinstance(one, keras.random.SeedGenerator) for one in vars(layer).values())
+    return any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
 
 
 def _named(layers: Iterable[Any]) -> str:
@@ -223,7 +225,7 @@ def _named(layers: Iterable[Any]) -> str:
 
 
 def _first_of(names: Iterable[str]) -> str:
-    first, rest = (found := list(names))[:3], len(found) - 3
+    first, rest = (all_names := list(names))[:3], len(all_names) - 3
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
@@ -238,8 +240,9 @@ def warn_of_ranks_apart() -> None:
     # One barrier forms the ring.
     has_exchanged = done.collectives > 1 or done.bytes_sent or done.bytes_received
     # Keras keeps no list of optimizers.
-    found = [each for each in gc.get_objects() if isinstance(each, keras.optimizers.Optimizer)]
-    if not has_exchanged and any(each.built and int(each.iterations) > 0 for each in found):
+    kind = keras.optimizers.Optimizer
+    optimizers = [thing for thing in gc.get_objects() if isinstance(thing, kind)]
+    if not has_exchanged and any(o.built and int(o.iterations) > 0 for o in optimizers):
         _log.warning(
             "[%d/%d] the ranks have exchanged nothing, so each has trained by itself. Wrap the "
             "optimizer, rr.DistributedOptimizer(optimizer), or the tape.",
@@ -278,13 +281,13 @@ class _Saving:
         if not overwrite or not is_file or "://" in path or options.get("max_shard_size"):
             return save(model, filepath, *arguments, **options)
         folder, name = os.path.split(path)
-        own = os.path.join(folder, f".{os.getpid()}-{name}")
+        unfinished = os.path.join(folder, f".{os.getpid()}-{name}")
         try:
-            save(model, own, *arguments, **options)
-            os.replace(own, path)
+            save(model, unfinished, *arguments, **options)
+            os.replace(unfinished, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
-                os.remove(own)
+                os.remove(unfinished)
         return None
 
 

@@ -67,12 +67,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if ring.size == 1:
             return super()._moments(inputs, mask)  # type: ignore[no-any-return]
         refuse_unreachable(ring, "synchronize batch normalization")
-        own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
+        moments = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
         if (weight := weighting.current()) is not None:
             # Leave out the placeholder batch of a rank that has no data left.
-            own = tf.where(weight.own > 0, own, tf.zeros_like(own))
+            moments = tf.where(weight.own > 0, moments, tf.zeros_like(moments))
         gather = partial(collectives.all_gather, ring=ring, counts=[1] * ring.size)
-        return _combined(weighting.across_ranks(own[tf.newaxis], gather))
+        return _combined(weighting.across_ranks(moments[tf.newaxis], gather))
 
 
 private.save_as(SyncBatchNormalization, keras.layers.BatchNormalization)

@@ -209,7 +209,8 @@ class DistributedOptimizer(Wrapper):
                 keras.optimizers.Optimizer.apply(self, grads)  # Raises Keras's own error.
             text = f"got {len(grads)} gradients for {len(known)} variables"
             raise ConfigError(text, remedy="Pass one for each variable, None where there is none.")
-        grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
+        pairs = zip(grads, known, strict=True)
+        grads = [as_gradient(gradient, variable) for gradient, variable in pairs]
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
             grads = first_step.prepare(self, self._initial, known, grads, kinds)
@@ -248,8 +249,8 @@ class DistributedOptimizer(Wrapper):
     @property
     def trained(self) -> list[Any]:
         """The variables that it was built for."""
-        found: list[Any] = private.trained_variables(self._inner)
-        return found if self._sharding is None else self._sharding.originals
+        trained: list[Any] = private.trained_variables(self._inner)
+        return trained if self._sharding is None else self._sharding.originals
 
     def _is_divided(self) -> bool:
         return self._options["sharded"] and self._ring().size > 1
@@ -272,8 +273,8 @@ class DistributedOptimizer(Wrapper):
             return
         with tf.init_scope():
             variables, self._wholes = self.trained, list(map(np.array, self._inner.variables))
-            for one in all_within(self._inner):
-                private.unbuild(one)
+            for optimizer in all_within(self._inner):
+                private.unbuild(optimizer)
             self.build_inner(variables)
 
     def take_wholes(self) -> None:
@@ -316,11 +317,11 @@ class DistributedOptimizer(Wrapper):
         """Select the `variables` that are equal on all ranks at this moment."""
         if not self.is_settled:
             return []
-        found = self.shared(variables)
+        shared = self.shared(variables)
         if self._running.keeps_state_equal:
-            return found
-        own = {id(each) for each in self._inner.variables}
-        return [each for each in found if id(each) not in own]
+            return shared
+        states = {id(variable) for variable in self._inner.variables}
+        return [variable for variable in shared if id(variable) not in states]
 
     def save_own_variables(self, store: Any) -> None:
         """Save the inner optimizer's state, that of parts as wholes."""
@@ -420,14 +421,14 @@ class DistributedOptimizer(Wrapper):
     def settings(self) -> list[settings.Settings]:
         """Collect the settings that must be equal on all ranks, and do not show in gradients."""
         names = "strategy", "op", "scale_local_gradients", "update_rows", "sharded"
-        own = settings.settings_in({name: self._options[name] for name in names})
+        chosen = settings.settings_in({name: self._options[name] for name in names})
         if self._sharding is not None:
-            own |= {"times that a file was loaded": str(self._loads)}
-        found, model = {**settings.settings_of_optimizer(self._inner), **own}, model_in_fit()
+            chosen |= {"times that a file was loaded": str(self._loads)}
+        texts, model = {**settings.settings_of_optimizer(self._inner), **chosen}, model_in_fit()
         # Layers with local variables may be others on each rank, and so may those around them.
         is_shared = model is not None and not self._local
         of_model = settings.settings_of_model(model) if is_shared else []
-        return [settings.Settings("optimizers", found), *of_model]
+        return [settings.Settings("optimizers", texts), *of_model]
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Select the `variables`, the model's or the optimizer's, that are equal on all ranks."""

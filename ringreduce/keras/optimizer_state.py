@@ -38,8 +38,8 @@ class StrategyState(private.KerasSaveable):
 
     def load_own_variables(self, store: Any) -> None:
         """Read them, if there are some."""
-        if found := {name: np.array(store[name]) for name in store.keys()}:  # noqa: SIM118
-            self._put(found)
+        if arrays := {name: np.array(store[name]) for name in store.keys()}:  # noqa: SIM118
+            self._put(arrays)
 
 
 class OptimizerState:
@@ -51,10 +51,10 @@ class OptimizerState:
         self.saved = StrategyState(self._now, self._load) if has_state else None
 
     def _now(self) -> dict[str, np.ndarray]:
-        found = dict(self._running.state())
+        state = dict(self._running.state())
         if self._low_rank is not None:
-            found |= self._low_rank.state(private.trained_variables(self._inner))
-        return found
+            state |= self._low_rank.state(private.trained_variables(self._inner))
+        return state
 
     def _load(self, state: dict[str, np.ndarray]) -> None:
         self._running.load(state)
@@ -65,30 +65,31 @@ class OptimizerState:
         """Give all ranks what rank `root` has. Collective."""
         if self.saved is None or ring.size == 1:
             return
-        own = self._now() if ring.rank == root else {}
-        layout = {name: (value.dtype.name, value.shape) for name, value in own.items()}
-        found = {}
+        state = self._now() if ring.rank == root else {}
+        layout = {name: (value.dtype.name, value.shape) for name, value in state.items()}
+        received = {}
         for name, (dtype, shape) in ring.broadcast_object(layout, root).items():
-            found[name] = np.array(own[name]) if name in own else np.empty(shape, dtype)
-            ring.broadcast(found[name].reshape(-1), root)
-        if ring.rank != root and found:
-            self._load(found)
+            received[name] = np.array(state[name]) if name in state else np.empty(shape, dtype)
+            ring.broadcast(received[name].reshape(-1), root)
+        if ring.rank != root and received:
+            self._load(received)
 
 
 def saved_options(
     options: Mapping[str, Any], maker: Callable[..., Any], local: Sequence[int]
 ) -> StrategyState | None:
     """`options` that are not `maker`'s defaults, as JSON; `local` variables by their numbers."""
-    defaults = {n: one.default for n, one in inspect.signature(maker).parameters.items()}
+    parameters = inspect.signature(maker).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
     usual = {**defaults, "strategy": EveryStep()}
-    found = {name: value for name, value in options.items() if value != usual[name]}
+    saved = {name: value for name, value in options.items() if value != usual[name]}
     if local:
-        found["local_variables"] = list(local)
-    if "op" in found:
-        found["op"] = found["op"].name
-    text = json.dumps(found, skipkeys=True, default=_described).encode()
+        saved["local_variables"] = list(local)
+    if "op" in saved:
+        saved["op"] = saved["op"].name
+    text = json.dumps(saved, skipkeys=True, default=_described).encode()
     state = {"text": np.frombuffer(text, np.uint8)}
-    return StrategyState(lambda: state, lambda _: None) if found else None
+    return StrategyState(lambda: state, lambda _: None) if saved else None
 
 
 def _described(value: Any) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class Pipeline:
         ring = self._ring = communicator or default_communicator()
         makers = _checked(stages, micro_batches, ring)
         self.micro_batches, self.stages = micro_batches, len(makers)
-        given = {"stages": len(makers), "micro_batches": micro_batches}
-        require_same_settings([Settings("arguments of rr.Pipeline", settings_in(given))], ring)
+        arguments = {"stages": len(makers), "micro_batches": micro_batches}
+        require_same_settings([Settings("arguments of rr.Pipeline", settings_in(arguments))], ring)
         self.stage = ring.rank % self.stages
         self.chain, self.replicas = _group(ring, ring.rank // self.stages), _group(ring, self.stage)
         self._stage = Stage(makers, self.chain)
@@ -125,8 +125,8 @@ class Pipeline:
             "loss_weights": loss_weights,
             "weighted_metrics": weighted_metrics,
         }
-        own = judged if self._stage.is_last else {}
-        self.model.compile(optimizer=chosen, run_eagerly=True, **own)
+        measures = judged if self._stage.is_last else {}
+        self.model.compile(optimizer=chosen, run_eagerly=True, **measures)
         if joint := joint_in(self.model.optimizer):
             text = f"got {joint}: each stage would go by its own gradients"
             remedy = "Use clipnorm or clipvalue; mixed_bfloat16 needs no loss scale."
@@ -185,7 +185,7 @@ class Pipeline:
             how: Any = {"deal": True, "check": check, "readers": ring}
             plan = Plan(replicas, what, rows, validation_steps, **how)
             validation = feed_of(parts, plan)
-        given = {
+        everywhere = {
             "epochs": epochs,
             "initial_epoch": initial_epoch,
             "shuffle": shuffle,
@@ -195,21 +195,21 @@ class Pipeline:
         # Copies validate on batches in turn, of which one may have more.
         batches = None if validation is None else int(validation.dataset.cardinality())
         of_copy = {"batches of validation_data": batches}
-        for arguments, among in ((given, ring), (of_copy, self.chain)):
+        for arguments, among in ((everywhere, ring), (of_copy, self.chain)):
             settings = Settings("arguments of Pipeline.fit", settings_in(arguments))
             require_same_settings([settings], among)
         note_sharding(replicas)
         what = "batch, since each micro-batch is computed by itself: "
         warn_of_parity(differences(self.model), replicas, f"stage {self.stage}", what)
         self.model.optimizer.build(self.model.trainable_variables)
-        own = [_WholeLogs(self), *self._callbacks(callbacks)]
+        all_callbacks = [_WholeLogs(self), *self._callbacks(callbacks)]
         history = fit_on(
             self.model,
             training,
             validation,
             Training(replicas, None, ring) if private.has_plain_fit(self.model) else None,
             [
-                Together(own, replicas, is_global=True, check=False),
+                Together(all_callbacks, replicas, is_global=True, check=False),
                 StopTogether(ring),
                 *([VerifyReplicas(None, replicas)] if check else []),
             ],
@@ -257,11 +257,11 @@ class Pipeline:
         """Evaluate as `rr.evaluate` does, by all ranks; batches may have any number of rows."""
         self._require_compiled()
         shown = verbose if self._ring.rank == 0 else 0
-        given = x, y, sample_weight, batch_size, self.replicas
+        inputs = x, y, sample_weight, batch_size, self.replicas
         how: Any = {"verbose": shown, "steps": steps, "check": check}
-        own = evaluate(self.model, *given, return_dict=True, **how)
+        results = evaluate(self.model, *inputs, return_dict=True, **how)
         self._stage.wait_sent()
-        logs = self.whole_logs({name: own[name] for name in in_order(self.model, own)})
+        logs = self.whole_logs({name: results[name] for name in in_order(self.model, results)})
         values = list(logs.values())
         return logs if return_dict else values[0] if len(values) == 1 else values
 
@@ -282,10 +282,10 @@ class Pipeline:
     def whole_logs(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """The last stage's logs, with the penalties of all stages in the loss. Collective."""
         every = gathered_numbers(numbers_in(logs), self.chain)
-        whole = every[-1]
-        for name in whole.keys() & {"loss", "val_loss"}:
-            whole[name] = sum(theirs[name] for theirs in every)
-        return whole
+        logs_of_all = every[-1]
+        for name in logs_of_all.keys() & {"loss", "val_loss"}:
+            logs_of_all[name] = sum(stage_logs[name] for stage_logs in every)
+        return logs_of_all
 
     def _train_step(self, data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -302,21 +302,24 @@ class Pipeline:
 
     def _callbacks(self, callbacks: Any) -> list[Any]:
         """Callbacks for this rank; all but those that save models act on one rank or on all."""
-        found = given_callbacks(callbacks)
-        saving = [one for one in found if isinstance(one, keras.callbacks.ModelCheckpoint)]
-        every = self.chain.all_gather_object([str(one.filepath) for one in saving])
-        paths = [path for theirs in every for path in set(theirs)]
+        plain = given_callbacks(callbacks)
+        checkpoint = keras.callbacks.ModelCheckpoint
+        saving = [callback for callback in plain if isinstance(callback, checkpoint)]
+        every = self.chain.all_gather_object([str(callback.filepath) for callback in saving])
+        paths = [path for stage_paths in every for path in set(stage_paths)]
         problem, remedy = "", 'Put pipeline.stage in it, as in f"stage{pipeline.stage}.keras".'
         if same := sorted(path for path in set(paths) if paths.count(path) > 1):
             problem = f"cannot save several stages as {same[0]}"
-        if any(isinstance(one, keras.callbacks.BackupAndRestore) for one in found):
+        if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in plain):
             problem = "got a BackupAndRestore: stages could go on from different epochs"
             remedy = "Save with ModelCheckpoint, load on all ranks, and pass initial_epoch."
         if problem:
             raise ConfigError(problem, **self._ring.config.who, remedy=remedy)
         return [
-            OnRankZero(one, self._ring) if acts_once(one) and one not in saving else one
-            for one in found
+            OnRankZero(callback, self._ring)
+            if acts_once(callback) and callback not in saving
+            else callback
+            for callback in plain
         ]
 
     def _from_last(self, outputs: Any) -> Any:
@@ -362,7 +365,7 @@ def _checked(stages: Any, micro_batches: Any, ring: Communicator) -> list[Callab
     problem, remedy = "", "Pass a list of functions, each of which makes the layers of a stage."
     if not makers:
         problem = f"got {stages!r} as stages"
-    elif wrong := [one for one in makers if isinstance(one, keras.Layer) or not callable(one)]:
+    elif wrong := [make for make in makers if isinstance(make, keras.Layer) or not callable(make)]:
         problem = f"got {wrong[0]!r} as a stage, which is no function"
     elif ring.size % len(makers):
         problem = f"cannot divide {ring.size} ranks among {len(makers)} stages"

@@ -87,7 +87,7 @@ class Plan:
         return self.shares or Shares(self.ring)
 
     def divide(
-        self, whole: Any, counts: bool = False, first: Callable[[Any], None] | None = None
+        self, batches: Any, counts: bool = False, first: Callable[[Any], None] | None = None
     ) -> Any:
         """This rank's part of a tf.data.Dataset of global batches; with `counts` in pairs.
 
@@ -95,44 +95,44 @@ class Plan:
         """
         ring, readers = self.ring, self.readers or self.ring
         if isinstance(self.check, Reads):
-            own = self.check.noted(whole).shard(ring.size, ring.rank)
+            part = self.check.noted(batches).shard(ring.size, ring.rank)
             # With one ahead, so that a rank whose batches end has read those of others too.
-            return own.window(2, shift=1).flat_map(partial(element_of, 0))
+            return part.window(2, shift=1).flat_map(partial(element_of, 0))
         if readers.size == 1:
-            return whole
+            return batches
         passes = FingerprintedPasses(self.what, REMEDY, readers) if self.check else None
-        if passes is not None and not passes.can_compare(whole.element_spec):
+        if passes is not None and not passes.can_compare(batches.element_spec):
             passes = None
         if ring.size == 1 or self.deal or self.is_elastic:
             if passes is not None or first is not None:
-                whole = passing(whole, lambda _, batch: batch, passes, first)
+                batches = passing(batches, lambda _, batch: batch, passes, first)
             if ring.size == 1 or not self.deal:
-                return whole
-            return self.dealt(whole) if self.is_elastic else whole.shard(ring.size, ring.rank)
+                return batches
+            return self.dealt(batches) if self.is_elastic else batches.shard(ring.size, ring.rank)
         sharing = self.sharing
 
         def own_rows(index: Any, batch: Any) -> Any:
             return sharing.own(index, batch, counts)
 
-        return passing(whole, own_rows, passes, first)
+        return passing(batches, own_rows, passes, first)
 
-    def dealt(self, whole: Any) -> Any:
+    def dealt(self, batches: Any) -> Any:
         """Select the global batches whose turn is this rank's when they are read."""
 
         def is_own(number: Any) -> Any:
             return np.bool_(number % self.ring.size == self.ring.rank)
 
-        numbered = whole.enumerate()
-        own = numbered.filter(lambda number, _: tf.numpy_function(is_own, [number], tf.bool))
-        return own.map(lambda _, batch: batch)
+        numbered = batches.enumerate()
+        part = numbered.filter(lambda number, _: tf.numpy_function(is_own, [number], tf.bool))
+        return part.map(lambda _, batch: batch)
 
-    def fed(self, whole: Any, count: int | None, ahead: int, *options: Any) -> Any:
+    def fed(self, batches: Any, count: int | None, ahead: int, *options: Any) -> Any:
         """`divide` for a pass, or a validation's steps; `count` is that of batches, if known."""
         if self.deal and self.steps is not None:
-            whole = whole.take(self.run_steps)
+            batches = batches.take(self.run_steps)
             count = min(self.run_steps, count or self.run_steps)
-        own = self.divide(whole, *options).prefetch(ahead)
-        return own if count is None else counted(own, partial(self.own_steps, count))
+        part = self.divide(batches, *options).prefetch(ahead)
+        return part if count is None else counted(part, partial(self.own_steps, count))
 
     @property
     def run_steps(self) -> int:

@@ -37,7 +37,7 @@ adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDataset
 
 def _has(owner: type, name: str) -> bool:
     """Whether instances have `name`: as a member of the class, or set by one of its methods."""
-    members = [member for one in owner.__mro__ for member in vars(one).values()]
+    members = [member for kind in owner.__mro__ for member in vars(kind).values()]
     codes = [code for member in members if (code := getattr(member, "__code__", None)) is not None]
     return hasattr(owner, name) or any(name in code.co_names for code in codes)
 
@@ -81,9 +81,9 @@ files_of_backup: Callable[[Any], tuple[str, str]]
 files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
 
 
-def save_backups_by(one: Any, save: Callable[[Any, Any, int], None]) -> None:
+def save_backups_by(backup: Any, save: Callable[[Any, Any, int], None]) -> None:
     """Have a BackupAndRestore call `save` with itself, its model and the epoch to begin with."""
-    one._save_model = lambda: save(one, one.model, one._current_epoch)
+    backup._save_model = lambda: save(backup, backup.model, backup._current_epoch)
 
 
 def set_path(variable: Any, path: str) -> None:
@@ -94,7 +94,7 @@ def set_path(variable: Any, path: str) -> None:
 def unbuild(optimizer: Any) -> None:
     """Have `optimizer`, which is built, forget its state but for the step and the rate."""
     kept = optimizer._iterations, optimizer._learning_rate
-    optimizer._variables[:] = [v for v in optimizer._variables if any(v is one for one in kept)]
+    optimizer._variables[:] = [v for v in optimizer._variables if any(v is k for k in kept)]
     optimizer._trainable_variables_indices, optimizer._trainable_variables = {}, []
     optimizer.built = False
 
@@ -113,14 +113,14 @@ def key_of(optimizer: Any, variable: Any) -> Any:
 
 def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
     """List a built optimizer's states of its trained variables, or None, by attribute."""
-    own = {id(state) for state in optimizer.variables}
+    ids = {id(state) for state in optimizer.variables}
     return {
         name: value
         for name, value in vars(optimizer).items()
         if isinstance(value, list)
         and name != "_variables"
         and len(value) == len(trained_variables(optimizer))
-        and all(each is None or id(each) in own for each in value)
+        and all(each is None or id(each) in ids for each in value)
     }
 
 
@@ -128,7 +128,7 @@ def has_plain_fit(model: Any) -> bool:
     """Whether `model.fit` and what that calls are Keras's own, replaced neither there nor here."""
     names = "fit", "evaluate", "make_train_function"
     methods = [getattr(model, name) for name in names]
-    codes = [getattr(getattr(one, "replaces", one), "__code__", None) for one in methods]
+    codes = [getattr(getattr(method, "replaces", method), "__code__", None) for method in methods]
     are_own = all(code is not None and code.co_filename.startswith(_FOLDER) for code in codes)
     return are_own and getattr(model, "_distribute_strategy", None) is None
 

@@ -64,11 +64,11 @@ class Probe(keras.callbacks.Callback):
         self._feed, self._ring, self._compares = feed, ring, compares
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        found, self._feed = self._feed.first, Feed()
-        if found is not None and self._ring.size > 1:
-            try_own(self.model, found, self._ring)
+        rows, self._feed = self._feed.first, Feed()
+        if rows is not None and self._ring.size > 1:
+            try_own(self.model, rows, self._ring)
             if self._compares:
-                compare_codes(found, self._ring)
+                compare_codes(rows, self._ring)
 
 
 def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = True) -> None:
@@ -90,9 +90,9 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
                 elif losses:
                     _log.info(_MEAN, ", ".join(losses), count)
             if names:
-                given = (x, y, outputs) if weights is None else (x, y, outputs, weights)
-                found = _not_combining(model, names, given, count // 2)
-                _metrics_of(model).names_apart, _metrics_of(model).are_tried = found, True
+                inputs = (x, y, outputs) if weights is None else (x, y, outputs, weights)
+                names_apart = _not_combining(model, names, inputs, count // 2)
+                _metrics_of(model).names_apart, _metrics_of(model).are_tried = names_apart, True
 
 
 def _is_mean(model: Any, y: Any, outputs: Any, count: int) -> bool:
@@ -100,17 +100,17 @@ def _is_mean(model: Any, y: Any, outputs: Any, count: int) -> bool:
     loss = _traced(private.compiled_loss(model), y, outputs)
     at = (count + 1) // 3
     ends = [(0, count), (0, count), (0, at), (at, count)]
-    whole, again, one, two = (float(loss(*slice_rows((y, outputs), *each))) for each in ends)
-    if whole != again or not np.isfinite([whole, one, two]).all():
+    full, again, first, second = (float(loss(*slice_rows((y, outputs), *span))) for span in ends)
+    if full != again or not np.isfinite([full, first, second]).all():
         return True
-    mean = (at * one + (count - at) * two) / count
-    return abs(mean - whole) <= _TOLERANCE * max(abs(one), abs(two))
+    mean = (at * first + (count - at) * second) / count
+    return abs(mean - full) <= _TOLERANCE * max(abs(first), abs(second))
 
 
-def _not_combining(model: Any, names: Sequence[str], given: Any, half: int) -> list[str]:
+def _not_combining(model: Any, names: Sequence[str], inputs: Any, half: int) -> list[str]:
     """The names in logs of those metrics whose states after two halves do not combine."""
-    update = _traced(model.compute_metrics, *given)
-    one, two = (slice_rows(given, *ends) for ends in ((0, half), (half, 2 * half)))
+    update = _traced(model.compute_metrics, *inputs)
+    head, tail = (slice_rows(inputs, *ends) for ends in ((0, half), (half, 2 * half)))
 
     def after(*parts: Any) -> Any:
         model.reset_metrics()
@@ -118,14 +118,14 @@ def _not_combining(model: Any, names: Sequence[str], given: Any, half: int) -> l
             update(*part)
         return states_of(model, 1)
 
-    first, second, whole, again = after(one), after(two), after(one, two), after(one, two)
+    first, second, full, again = after(head), after(tail), after(head, tail), after(head, tail)
     for variable, *values in zip(first.variables, first.values, second.values, strict=True):
         variable.assign(combined(values, variable.aggregation))
     together = numbers_in(model.get_metrics_result())
     return [
         name
-        for name, value in whole.results.items()
-        if any(name == own or name.endswith(f"_{own}") for own in names)
+        for name, value in full.results.items()
+        if any(name == metric or name.endswith(f"_{metric}") for metric in names)
         and np.array_equal(value, again.results[name], equal_nan=True)
         and not np.allclose(together[name], value, _TOLERANCE, 1e-6, equal_nan=True)
     ]
@@ -133,15 +133,17 @@ def _not_combining(model: Any, names: Sequence[str], given: Any, half: int) -> l
 
 def _own_losses(model: Any) -> list[str]:
     """The names of those losses of a compiled model that are not Keras's."""
-    losses = [keras.losses.get(one) for one in keras.tree.flatten(model.loss) if one is not None]
+    losses = [keras.losses.get(loss) for loss in keras.tree.flatten(model.loss) if loss is not None]
     # These say by themselves that they are none.
-    is_known = any(getattr(one, "reduction", "") in NO_MEANS for one in losses)
+    is_known = any(getattr(loss, "reduction", "") in NO_MEANS for loss in losses)
     has_own_way = type(model).compute_loss is not keras.Model.compute_loss or own_step(model)
     if is_known or has_own_way:
         return []
     of_keras = private.is_of_keras
-    own = [one for one in losses if not (of_keras(one) and of_keras(getattr(one, "fn", one)))]
-    return [str(getattr(one, "name", getattr(one, "__name__", one))) for one in own]
+    custom = [
+        loss for loss in losses if not of_keras(loss) or not of_keras(getattr(loss, "fn", loss))
+    ]
+    return [str(getattr(loss, "name", getattr(loss, "__name__", loss))) for loss in custom]
 
 
 def _may_not_combine(metric: Any) -> bool:
@@ -152,12 +154,12 @@ def _may_not_combine(metric: Any) -> bool:
 def _traced(function: Callable[..., Any], *parts: Any) -> Any:
     """`function` as a graph, for any number of rows of tensors like these."""
     specs = private.spec_of_batches([parts])
-    found = tf.function(function, input_signature=specs, autograph=False)
-    graph = found.get_concrete_function().graph.as_graph_def()
-    nodes = [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
+    traced = tf.function(function, input_signature=specs, autograph=False)
+    graph = traced.get_concrete_function().graph.as_graph_def()
+    nodes = [*graph.node, *(node for nested in graph.library.function for node in nested.node_def)]
     if any("pyfunc" in (op := node.op.lower()) or op.startswith("ringreduce") for node in nodes):
         raise NotImplementedError("It may call the ring.")
-    return found
+    return traced
 
 
 @contextmanager

@@ -45,12 +45,12 @@ def at_least_one(tensor: Any) -> Any:
         flat = tensor.flat_values
         zero = tf.zeros([1, *(n or 1 for n in flat.shape[1:])], flat.dtype)
         ends = [tf.constant([0, 1], tensor.row_splits.dtype)] * tensor.ragged_rank
-        one = tf.RaggedTensor.from_nested_row_splits(zero, ends)
-        return tf.concat([tensor, one], 0)[: tf.maximum(count_of(tensor), 1)]
+        row = tf.RaggedTensor.from_nested_row_splits(zero, ends)
+        return tf.concat([tensor, row], 0)[: tf.maximum(count_of(tensor), 1)]
     tensor = tf.convert_to_tensor(tensor)  # Eagerly `train_on_batch` gives an array.
     shape = tf.shape(tensor)
-    one = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
-    result = tf.cond(shape[0] > 0, lambda: tensor, lambda: one)
+    row = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
+    result = tf.cond(shape[0] > 0, lambda: tensor, lambda: row)
     result.set_shape([None, *tensor.shape[1:]])
     return result
 
@@ -59,19 +59,19 @@ def as_tensor(array: Any) -> Any:
     """A sparse matrix of scipy's or JAX's as a `tf.SparseTensor`; other arrays as they are."""
     package = type(array).__module__
     if package.startswith("scipy.sparse") and hasattr(array, "tocoo"):
-        found = array.tocoo()
-        places = np.stack([found.row, found.col], 1).astype(np.int64)
-        return tf.SparseTensor(places, found.data, found.shape)
+        triples = array.tocoo()
+        places = np.stack([triples.row, triples.col], 1).astype(np.int64)
+        return tf.SparseTensor(places, triples.data, triples.shape)
     if package.startswith("jax.experimental.sparse") and hasattr(array, "indices"):
         places, values = np.asarray(array.indices, np.int64), np.asarray(array.data)
         return tf.sparse.reorder(tf.SparseTensor(places, values, array.shape))
     return array
 
 
-def tensor_of(one: Any) -> Any:
+def tensor_of(part: Any) -> Any:
     """An array, tensor or list as a numpy array or tensor; torch's may be on a GPU."""
-    one = as_tensor(one)
-    return one if tf.is_tensor(one) else np.asarray(one.cpu() if hasattr(one, "cpu") else one)
+    part = as_tensor(part)
+    return part if tf.is_tensor(part) else np.asarray(part.cpu() if hasattr(part, "cpu") else part)
 
 
 def map_arrays(function: Callable[[Any], Any], parts: Any) -> Any:

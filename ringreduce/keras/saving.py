@@ -26,7 +26,7 @@ from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.vocabulary.errors import ConfigError
 
 # What options may be, besides numbers and texts, that a file can restore.
-_CLASSES = {one.__name__: one for one in (Accumulate, EveryStep, DiLoCo, LocalSGD, PowerSGD)}
+_CLASSES = {kind.__name__: kind for kind in (Accumulate, EveryStep, DiLoCo, LocalSGD, PowerSGD)}
 
 
 def load_model(
@@ -88,9 +88,9 @@ def load_model(
             model.optimizer = DistributedOptimizer(optimizer, communicator, **options)
             if (state := model.optimizer.strategy_state) is not None:
                 state.load_own_variables(file.get("optimizer/strategy_state/vars", {}))
-    for one in local:
+    for entry in local:
         trained = private.trained_variables(model.optimizer)
-        model.optimizer.register_local_var(trained[one] if isinstance(one, int) else one)
+        model.optimizer.register_local_var(trained[entry] if isinstance(entry, int) else entry)
     return model
 
 
@@ -103,23 +103,23 @@ def _weights_in(path: str) -> Iterator[Mapping[str, Any]]:
         with contextlib.suppress(KeyError, OSError, zipfile.BadZipFile, tf.errors.OpError):
             weights: Any = f"{path}/model.weights.h5"
             if not tf.io.gfile.isdir(path):
-                whole = opened.enter_context(tf.io.gfile.GFile(path, "rb"))
-                archive = opened.enter_context(zipfile.ZipFile(whole))
+                packed = opened.enter_context(tf.io.gfile.GFile(path, "rb"))
+                archive = opened.enter_context(zipfile.ZipFile(packed))
                 weights = opened.enter_context(archive.open("model.weights.h5"))
             file = opened.enter_context(h5py.File(weights, "r"))
         yield file
 
 
-def _options_in(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, and what else the file of a model keeps; ConfigError where that cannot be made."""
+def _options_in(file: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """`passed`, and what else the file of a model keeps; ConfigError where that cannot be made."""
     text = file.get("optimizer/kept_options/vars/text")
     kept: dict[str, Any] = {} if text is None else json.loads(bytes(text[()]))
-    if "accumulate_steps" in given:
+    if "accumulate_steps" in passed:
         kept.pop("strategy", None)
-    found = dict(given)
-    for name in [name for name in kept if name not in given]:
+    options = dict(passed)
+    for name in [name for name in kept if name not in passed]:
         try:
-            found[name] = _made(kept[name])
+            options[name] = _made(kept[name])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"got a model that was trained with {name}={kept[name]}, which its file cannot "
@@ -127,7 +127,7 @@ def _options_in(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
                 remedy=f"Pass it: rr.load_model(path, {name}=...); or compile=False, and compile "
                 "the model anew.",
             ) from error
-    return found
+    return options
 
 
 def _made(value: Any) -> Any:
@@ -143,34 +143,34 @@ class _Loading:
     ) -> None:
         # By name or class: a class, and options for it.
         self._replaced = {
-            key: (one.func, one.keywords) if isinstance(one, partial) else (one, {})
-            for key, one in replaced.items()
+            key: (maker.func, maker.keywords) if isinstance(maker, partial) else (maker, {})
+            for key, maker in replaced.items()
         }
         self._communicator, self._options = ring, options
         self._found: set[Any] = set()
 
     def stand_ins(self) -> dict[str, Any]:
         """The classes that Keras is to use, by the names that a file has."""
-        found: dict[str, Any] = {}
-        for one, _ in self._replaced.values():
+        classes: dict[str, Any] = {}
+        for replacement, _ in self._replaced.values():
             # The class that it replaces has its name: its own is that of the plain one.
-            bases = one.__mro__[1:] if isinstance(one, type) else ()
-            plain = next((base for base in bases if base.__name__ == one.__name__), None)
+            bases = replacement.__mro__[1:] if isinstance(replacement, type) else ()
+            plain = next((base for base in bases if base.__name__ == replacement.__name__), None)
             if plain is None:
-                text = f"got {one!r} in replace, which is no subclass of a layer of Keras's"
+                text = f"got {replacement!r} in replace, which is no subclass of a layer of Keras's"
                 remedy = "Pass rr.ShardedEmbedding, rr.SyncBatchNormalization or the like."
                 raise ConfigError(text, remedy=remedy)
             # Keras exports some under another name, which it writes into files.
             exported = {name for name in dir(keras.layers) if getattr(keras.layers, name) is plain}
-            found.update(dict.fromkeys({plain.__name__, *exported}, _making(plain, self._layer)))
-        has_parts = any(issubclass(one, PartLayer) for one, _ in self._replaced.values())
+            classes.update(dict.fromkeys({plain.__name__, *exported}, _making(plain, self._layer)))
+        has_parts = any(issubclass(kind, PartLayer) for kind, _ in self._replaced.values())
         if has_parts:
             # Its state is in pieces, so it is wrapped before that is loaded.
-            for name, one in vars(keras.optimizers).items():
-                is_class = isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
+            for name, kind in vars(keras.optimizers).items():
+                is_class = isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
                 if is_class and name not in ("Optimizer", "LossScaleOptimizer"):
-                    found[name] = _making(one, self._optimizer)
-        return found
+                    classes[name] = _making(kind, self._optimizer)
+        return classes
 
     def require_all(self) -> None:
         names = sorted({key for key in self._replaced if isinstance(key, str)} - self._found)
@@ -181,11 +181,11 @@ class _Loading:
 
     def _layer(self, plain: Any, config: Any, *arguments: Any) -> Any:
         for key in (config.get("name"), plain):
-            one, own = self._replaced.get(key, (None, {}))
-            if one is not None and issubclass(one, plain):
+            replacement, options = self._replaced.get(key, (None, {}))
+            if replacement is not None and issubclass(replacement, plain):
                 self._found.add(key)
-                layer = one.from_config({**config, **own}, *arguments)
-                layer.communicator = own.get("communicator", self._communicator)
+                layer = replacement.from_config({**config, **options}, *arguments)
+                layer.communicator = options.get("communicator", self._communicator)
                 return layer
         return plain.from_config(config, *arguments)
 

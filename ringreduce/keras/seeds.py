@@ -34,9 +34,9 @@ def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     on all ranks. Those of a model with split layers become equal on the ranks of its model group.
     """
     variables: list[Any] = []
-    for one in keras.tree.flatten(source):
-        is_generator = isinstance(one, keras.random.SeedGenerator)
-        variables += [one.state] if is_generator else one.variables
+    for part in keras.tree.flatten(source):
+        is_generator = isinstance(part, keras.random.SeedGenerator)
+        variables += [part.state] if is_generator else part.variables
     states = list(filter(is_seed_state, variables))
     make_alike(states, model_group(variables))
     make_different(states, communicator or default_communicator())
@@ -52,10 +52,10 @@ def make_different(states: Sequence[Any], communicator: Communicator) -> None:
     """Change those of `states` that a lower rank has too. Collective; order does not matter."""
     if communicator.size == 1:
         return
-    own = [[int(number) for number in np.asarray(state.numpy())] for state in states]
-    gathered = communicator.all_gather_object(own, signature=signature_of("seeds"))
-    lower = [value for theirs in gathered[: communicator.rank] for value in theirs]
-    for state, value in zip(states, own, strict=True):
+    numbers = [[int(number) for number in np.asarray(state.numpy())] for state in states]
+    gathered = communicator.all_gather_object(numbers, signature=signature_of("seeds"))
+    lower = [value for others in gathered[: communicator.rank] for value in others]
+    for state, value in zip(states, numbers, strict=True):
         if value in lower:
             state.assign(np.array([folded(*value, communicator.rank), value[1]], np.int64))
 
@@ -69,12 +69,12 @@ def folded(*numbers: int) -> int:
 def seed_states_in_use() -> list[Any]:
     """States that the function being traced has used, in the same order on all ranks; or none."""
     watched = [v for graph in graphs_being_traced() for v in graph._watched_variables]
-    found = {id(variable): variable for variable in watched if is_seed_state(variable)}
-    return sorted(found.values(), key=path_of)
+    by_id = {id(variable): variable for variable in watched if is_seed_state(variable)}
+    return sorted(by_id.values(), key=path_of)
 
 
 def states_in(optimizer: Any) -> list[Any]:
     """The states of random generators that an optimizer, or one in it, has as attributes."""
     kinds = keras.random.SeedGenerator, tf.random.Generator
-    held = [value for one in all_within(optimizer) for value in vars(one).values()]
+    held = [value for member in all_within(optimizer) for value in vars(member).values()]
     return [value.state for value in held if isinstance(value, kinds)]

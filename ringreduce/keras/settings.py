@@ -40,25 +40,25 @@ class Settings(NamedTuple):
     remedy: str = _SAME
 
 
-def require_same_settings(own: Sequence[Settings], ring: Communicator) -> None:
-    """MismatchError, on all ranks, unless `own` are equal. Collective; if they are, a hash travels.
+def require_same_settings(listed: Sequence[Settings], ring: Communicator) -> None:
+    """MismatchError, on all ranks, unless `listed` are equal. Collective; a hash of equal ones.
 
     After the first there may be none on some ranks: these do not know the model.
     """
-    digest = signature_of(*(sorted(each.found.items()) for each in own))
+    digest = signature_of(*(sorted(settings.found.items()) for settings in listed))
     if ring.size > 1 and len(set(ring.all_gather_object(digest))) > 1:
-        agree(ring, own, _difference, "comparison of settings")
+        agree(ring, listed, _difference, "comparison of settings")
 
 
 def _difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | None:
     missing: Any = (None, {}, _SAME_MODEL)
     pairs = list(itertools.zip_longest(ours, theirs, fillvalue=missing))
     known = len(pairs) if min(len(ours), len(theirs)) > 1 else 1
-    for (what, one, remedy), (other, two, _) in pairs[:known]:
-        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+    for (what, here, remedy), (other, there, _) in pairs[:known]:
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if names:
-            each = [(n, one.get(n, "absent"), two.get(n, "absent")) for n in names[:_SHOWN]]
-            differ = [f"{n} is {a} on rank {first} and {b} on rank {rank}" for n, a, b in each]
+            unequal = [(n, here.get(n, "absent"), there.get(n, "absent")) for n in names[:_SHOWN]]
+            differ = [f"{n} is {a} on rank {first} and {b} on rank {rank}" for n, a, b in unequal]
             text = f"found different {what or other}: {'; '.join(differ)}"
             return Difference(rank, text, remedy)
     return None
@@ -89,18 +89,18 @@ def settings_in(value: Any, name: str = "") -> dict[str, str]:
             return own
     else:
         return {name: getattr(value, "__name__", type(value).__name__)}
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, part in parts.items():
-        found |= settings_in(part, f"{name}.{key}" if name else key)
-    return found
+        texts |= settings_in(part, f"{name}.{key}" if name else key)
+    return texts
 
 
 def settings_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Describe a Keras optimizer, without a constant learning rate, which ranks copy."""
     if isfunction(private.learning_rate_of(optimizer)):
         return {"optimizer": type(optimizer).__name__}  # Keras warns where a lambda is described.
-    found = settings_in(optimizer, "optimizer").items()
-    kept = [(name, text) for name, text in found if name.rpartition(".")[2] != "learning_rate"]
+    texts = settings_in(optimizer, "optimizer").items()
+    kept = [(name, text) for name, text in texts if name.rpartition(".")[2] != "learning_rate"]
     return {name.removeprefix("optimizer."): text for name, text in kept}
 
 
@@ -116,12 +116,12 @@ def settings_of_model(model: Any) -> list[Settings]:
 
 
 def _settings_of_layer(layer: Any) -> Settings:
-    found = {"class": type(layer).__name__}
+    texts = {"class": type(layer).__name__}
     if not any(map(_is_unwieldy, (layer, *private.layers_of(layer)))):
         with contextlib.suppress(Exception):  # A user's class may have none that works.
-            found |= settings_in(layer.get_config())
-    found |= saved_beside_weights(layer, by_keras=True)
-    kept = {name: text for name, text in found.items() if "seed" not in name.rpartition(".")[2]}
+            texts |= settings_in(layer.get_config())
+    texts |= saved_beside_weights(layer, by_keras=True)
+    kept = {name: text for name, text in texts.items() if "seed" not in name.rpartition(".")[2]}
     return Settings(f"models: layer {layer.name!r}", kept, _SAME_MODEL)
 
 
@@ -152,6 +152,6 @@ def _is_unwieldy(layer: Any) -> bool:
     """Whether its configuration lists a table of initial values, or has a lambda."""
     # Of which Keras warns. To ignore that would make Python repeat others that it shows once.
     parts, constant = vars(layer).values(), keras.initializers.Constant
-    tables = [each for each in parts if isinstance(each, constant)]
-    has_lambda = any(isfunction(each) and each.__name__ == "<lambda>" for each in parts)
+    tables = [part for part in parts if isinstance(part, constant)]
+    has_lambda = any(isfunction(part) and part.__name__ == "<lambda>" for part in parts)
     return has_lambda or any(np.size(table.value) > _LISTED_MAX for table in tables)

@@ -81,7 +81,7 @@ class Shares:
         with self._lock:
             first, end = own_rows(self._largest, ring.rank, ring.size)
             gathered = ring.all_gather_object([seconds / max(1, end - first), *self._next])
-            self._weights = weights_of_times([each[0] for each in gathered])
+            self._weights = weights_of_times([row[0] for row in gathered])
             self._from = max((int(number), int(index)) for _, number, index in gathered)
             return apportion(self._largest, self._weights)
 
@@ -93,11 +93,11 @@ def agreed_shares(given: Any, ring: Communicator) -> Shares:
         kind, number = "a number", float(given)
     elif not isinstance(kind, str) or kind not in ("equal", "measured"):
         kind, number = f"bad: {given!r:.80}", 0.0
-    own: Any = [kind, number]
-    gathered = ring.all_gather_object(own) if ring.size > 1 else [own]
-    for rank, (theirs, _) in zip(ring.members, gathered, strict=True):
-        if theirs.startswith("bad"):
-            text = f"got batch_share={theirs[5:]} on rank {rank}; accepted: {ACCEPTED}"
+    described: Any = [kind, number]
+    gathered = ring.all_gather_object(described) if ring.size > 1 else [described]
+    for rank, (their_kind, _) in zip(ring.members, gathered, strict=True):
+        if their_kind.startswith("bad"):
+            text = f"got batch_share={their_kind[5:]} on rank {rank}; accepted: {ACCEPTED}"
             raise ConfigError(text, **ring.config.who)
     remedy = 'Pass "measured" or "equal" on every rank, or a number on every rank.'
     require_same_settings([Settings("arguments of rr.fit", {"batch_share": kind}, remedy)], ring)
@@ -135,11 +135,11 @@ class Measure(keras.callbacks.Callback):
         self._before = now
         if len(self._seconds) == _WARM_UP + _MEASURED:
             steps = getattr(self.model, "steps_per_execution", 1)
-            own = statistics.median(self._seconds[_WARM_UP:]) / steps
-            rows = self._shares.settle(own)
+            step_s = statistics.median(self._seconds[_WARM_UP:]) / steps
+            rows = self._shares.settle(step_s)
             pairs = zip(self._ring.members, rows, strict=True)
-            each = ", ".join(f"rank {rank} {count}" for rank, count in pairs)
-            text = f"batch shares measured over {_MEASURED * steps} steps: {each} of {sum(rows)}"
+            shown = ", ".join(f"rank {rank} {count}" for rank, count in pairs)
+            text = f"batch shares measured over {_MEASURED * steps} steps: {shown} of {sum(rows)}"
             self._say(text, self._begins)
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -38,15 +38,15 @@ class Stage:
             made = makers[self.number]()
             arrives: Spec | None = None
             for number in range(self._stages):
-                own: Any = None
+                told: Any = None
                 if number == self.number:
                     self._arrives = arrives
                     try:
                         self.model = _model_of(made, arrives)
-                        own = [None, None if self.is_last else _spec_left_by(self.model)]
+                        told = [None, None if self.is_last else _spec_left_by(self.model)]
                     except ValueError as wrong:
-                        own = [str(wrong), None]
-                problem, spec = chain.broadcast_object(own, number)
+                        told = [str(wrong), None]
+                problem, spec = chain.broadcast_object(told, number)
                 if problem:
                     raise ConfigError(
                         f"cannot make stage {number} of {self._stages}: it {problem}",
@@ -91,7 +91,7 @@ class Stage:
 
         self._forward, self._judged = _graph(forward), _graph(judged)
         self._gradients = _graph(gradients)
-        self._apply = _graph(lambda found: model.optimizer.apply(found, weights))
+        self._apply = _graph(lambda gradients: model.optimizer.apply(gradients, weights))
 
     def gradients(self, x: Any, y: Any, sample_weight: Any) -> tuple[list[Any], Any]:
         """The mean loss's gradients of this stage's weights, and this stage's logs."""
@@ -236,12 +236,12 @@ class _Total:
             self._dense.assign_add(gradient)
 
 
-def _joined(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    values = tf.concat([one.values, other.values], 0)
-    indices = tf.concat([one.indices, other.indices], 0)
-    return tf.IndexedSlices(values, indices, one.dense_shape)
+def _joined(first: Any, other: Any) -> Any:
+    if first is None or other is None:
+        return other if first is None else first
+    values = tf.concat([first.values, other.values], 0)
+    indices = tf.concat([first.indices, other.indices], 0)
+    return tf.IndexedSlices(values, indices, first.dense_shape)
 
 
 def _graph(function: Callable[..., Any]) -> Any:
@@ -265,12 +265,12 @@ def _model_of(made: Any, arrives: Spec | None) -> Any:
     if isinstance(made, keras.Layer) and not isinstance(made, keras.Model):
         made = [made]
     if isinstance(made, (list, tuple)):
-        if not all(isinstance(one, (keras.Layer, keras.KerasTensor)) for one in made):
+        if not all(isinstance(part, (keras.Layer, keras.KerasTensor)) for part in made):
             raise ValueError("gives a list of other things than layers")
         made = keras.Sequential(list(made))
     if not isinstance(made, keras.Model):
         raise ValueError(f"gives {made!r}")
-    layers = [one for one in made.layers if not isinstance(one, keras.layers.InputLayer)]
+    layers = [layer for layer in made.layers if not isinstance(layer, keras.layers.InputLayer)]
     if not layers and not made.weights:
         raise ValueError("has no layers")
     if getattr(made, "inputs", None) is None:
@@ -280,7 +280,7 @@ def _model_of(made: Any, arrives: Spec | None) -> Any:
         begin = keras.Input(arrives[0], dtype=arrives[1])
         made = keras.Sequential([begin, *inside], name=made.name)
     if arrives is not None:
-        shapes = [tuple(one.shape[1:]) for one in made.inputs]
+        shapes = [tuple(tensor.shape[1:]) for tensor in made.inputs]
         if len(shapes) != 1 or not tf.TensorShape(shapes[0]).is_compatible_with(arrives[0]):
             takes = " and ".join(map(str, shapes))
             raise ValueError(f"takes rows of shape {takes}, and gets some of shape {arrives[0]}")

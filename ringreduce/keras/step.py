@@ -20,8 +20,8 @@ def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) 
     if place in wraps:
         return
     wraps, whole = {**wraps, place: around}, inner
-    for each in sorted(wraps):
-        whole = _around(whole, wraps[each], weakref.ref(model))
+    for position in sorted(wraps):
+        whole = _around(whole, wraps[position], weakref.ref(model))
     setattr(whole, _WRAPS, (inner, wraps))
     model.train_step = whole
     # Functions traced before do not have it.
@@ -30,10 +30,10 @@ def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) 
 
 def step_without(model: Any, place: int) -> Step:
     """`model`'s training step without the wrapper at `place`."""
-    whole, wraps = getattr(model.train_step, _WRAPS, (model.train_step, {}))
-    for each in sorted(wraps.keys() - {place}):
-        whole = _around(whole, wraps[each], weakref.ref(model))
-    return whole  # type: ignore[no-any-return]
+    step, wraps = getattr(model.train_step, _WRAPS, (model.train_step, {}))
+    for position in sorted(wraps.keys() - {place}):
+        step = _around(step, wraps[position], weakref.ref(model))
+    return step  # type: ignore[no-any-return]
 
 
 def own_step(model: Any) -> Step | None:

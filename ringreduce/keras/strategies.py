@@ -72,7 +72,7 @@ class Strategy:
 
     def get_config(self) -> dict[str, Any]:
         """The settings, by name; compared between ranks."""
-        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def check(self, inner: Any) -> None:
         """Raise ConfigError if it cannot be used with the optimizer `inner`."""

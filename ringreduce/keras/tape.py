@@ -112,9 +112,9 @@ class DistributedGradientTape:
             Gradients in the structure of `sources`, equal on all ranks to the last bit; None where
                 `target` does not depend on a source, which must be so on all ranks.
         """
-        own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
+        nested = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
-        gradients = list(map(as_gradient, tf.nest.flatten(own), flat))
+        gradients = list(map(as_gradient, tf.nest.flatten(nested), flat))
         kinds = list(map(self._kind_of, flat))
         ring = self._communicator or default_communicator()
         if is_repeating(ring):
@@ -126,8 +126,8 @@ class DistributedGradientTape:
         bridge = shared_by_all.bridges.setdefault(self._options, self._bridge)
         weighting.refuse_local(kinds, ring)
         reducer = Reducer(bridge, ring, self._op, self._scale_local)
-        found = reducer.reduce(gradients, flat, kinds, weighting.current())
-        return tf.nest.pack_sequence_as(own, found)
+        reduced = reducer.reduce(gradients, flat, kinds, weighting.current())
+        return tf.nest.pack_sequence_as(nested, reduced)
 
     def _kind_of(self, source: Any) -> Averaging:
         if is_own_piece(source):

@@ -45,11 +45,11 @@ def touched_rows(update_rows: str, inner: Any, sparse_as_dense: bool) -> Touched
             remedy="Leave one of them out.",
         )
     require_elementwise(inner, 'got {} with update_rows="touched", which', '; or update_rows="all"')
-    for one in all_within(inner):
-        if getattr(one, "use_ema", False):
+    for part in all_within(inner):
+        if getattr(part, "use_ema", False):
             raise ConfigError(
-                f'got {one.name} with use_ema and update_rows="touched": an average of all weights '
-                "passes over all rows in every step",
+                f'got {part.name} with use_ema and update_rows="touched": an average of all '
+                "weights passes over all rows in every step",
                 remedy='Leave use_ema out, or use update_rows="all".',
             )
     return TouchedRows()
@@ -109,8 +109,8 @@ class TouchedRows:
         if not given:
             inner.iterations.assign_add(1)  # Keras takes it for no step.
         with ExitStack() as replaced:
-            for one in all_within(inner):
-                replaced.enter_context(_state_in_rows(one, rows))
+            for optimizer in all_within(inner):
+                replaced.enter_context(_state_in_rows(optimizer, rows))
             inner.apply(given, seen)
         for stand_in in seen:
             if isinstance(stand_in, _Rows):
@@ -130,11 +130,11 @@ def _state_in_rows(optimizer: Any, rows: dict[Any, Any]) -> Iterator[None]:
     """Within the block `optimizer` has stand-ins for its state for the variables with `rows`."""
     places = private.places_in_lists(optimizer)
     # Keras refuses a variable that it does not know.
-    found = {places[key]: ids for key, ids in rows.items() if key in places}
-    whole = private.lists_of_state(optimizer)
-    for name, states in whole.items():
+    by_place = {places[key]: ids for key, ids in rows.items() if key in places}
+    lists = private.lists_of_state(optimizer)
+    for name, states in lists.items():
         replaced = list(states)
-        for index, ids in found.items():
+        for index, ids in by_place.items():
             if states[index] is not None:
                 replaced[index] = _Rows(states[index], ids)
         # Neither Keras nor TensorFlow tracks these.
@@ -142,7 +142,7 @@ def _state_in_rows(optimizer: Any, rows: dict[Any, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(optimizer).update(whole)
+        vars(optimizer).update(lists)
 
 
 class _Rows:

@@ -64,20 +64,20 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def weighted(gradient: Any, own: Any) -> Any:
-    """`gradient` times `own`; with 0 it is left out, even if it is NaN."""
+def weighted(gradient: Any, weight: Any) -> Any:
+    """`gradient` times `weight`; with 0 it is left out, even if it is NaN."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return map_values(lambda values: weighted(values, own), gradient)
+        return map_values(lambda values: weighted(values, weight), gradient)
 
     def product() -> Any:
-        return tf.math.multiply_no_nan(gradient, tf.cast(own, gradient.dtype))
+        return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
     if tf.executing_eagerly() or is_compiling():
         return product()
     # Mostly it is 1, and reading all gradients once more takes longer than to ask.
-    return tf.cond(tf.equal(own, 1.0), lambda: gradient, product)
+    return tf.cond(tf.equal(weight, 1.0), lambda: gradient, product)
 
 
 def gradient_op(op: ReduceOp | str) -> ReduceOp:
@@ -229,8 +229,8 @@ def step_weight(samples: Any, communicator: Communicator | None = None) -> Itera
         yield
 
 
-def exchanged(own: Any, ring: Communicator) -> Weight:
-    """The weight of a step from `own`, a scalar float32 tensor, of each rank.
+def exchanged(weight: Any, ring: Communicator) -> Weight:
+    """The weight of a step from `weight`, a scalar float32 tensor, of each rank.
 
     Collective, in a graph when it runs. Where all are 0, the op, or eagerly this call, fails with
     `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that depends on the weight
@@ -244,5 +244,5 @@ def exchanged(own: Any, ring: Communicator) -> Weight:
         return (np.float32(total[0]),)
 
     what = "exchange how much each rank's batch counts"
-    [average] = call(ring, what, mean, [own], [((), tf.float32)])
-    return Weight(own, average)
+    [average] = call(ring, what, mean, [weight], [((), tf.float32)])
+    return Weight(weight, average)

@@ -32,18 +32,18 @@ def refuse_unusable(inner: Any, compression: Any) -> None:
         text = f"got {inner!r} to wrap, which is no Keras 3 optimizer"
         raise ConfigError(text, remedy="Pass one, such as keras.optimizers.SGD(0.01).")
     refuse_wrapped(inner)
-    for one in all_within(inner):
-        if steps := getattr(one, "gradient_accumulation_steps", None):
+    for held in all_within(inner):
+        if steps := getattr(held, "gradient_accumulation_steps", None):
             raise ConfigError(
-                f"got {one.name} with gradient_accumulation_steps={steps}: all ranks would "
+                f"got {held.name} with gradient_accumulation_steps={steps}: all ranks would "
                 "reduce in every step what it then adds up",
                 remedy="Leave that out and pass accumulate_steps to DistributedOptimizer: it adds "
                 "up first and reduces once.",
             )
         is_lossy = compression == "int8" or isinstance(compression, PowerSGD)
-        if isinstance(one, keras.optimizers.LossScaleOptimizer) and is_lossy:
+        if isinstance(held, keras.optimizers.LossScaleOptimizer) and is_lossy:
             raise ConfigError(
-                f"got compression={compression!r} with {one.name}: what it takes in a step has "
+                f"got compression={compression!r} with {held.name}: what it takes in a step has "
                 "another scale in the next",
                 remedy="Use mixed_bfloat16, which needs no scale, or compression='fp16'.",
             )
@@ -55,18 +55,18 @@ def refuse_unusable(inner: Any, compression: Any) -> None:
 
 def refuse_wrapped(inner: Any) -> None:
     """ConfigError if `inner` is distributed, or something that it or one in it has."""
-    for one in (inner, *itertools.chain(*(_held_by(one) for one in all_within(inner)))):
-        if isinstance(one, Wrapper):
-            text = f"got an optimizer that is already distributed ({one.name})"
+    for held in (inner, *itertools.chain(*map(_held_by, all_within(inner)))):
+        if isinstance(held, Wrapper):
+            text = f"got an optimizer that is already distributed ({held.name})"
             raise ConfigError(text, remedy="Wrap it once, the outermost one.")
 
 
 def refuse_scales(variables: Sequence[Any], ring: Communicator) -> None:
     """ConfigError on several ranks for scales of 8-bit floats, which have no gradients."""
-    for one in variables if ring.size > 1 else ():
+    for variable in variables if ring.size > 1 else ():
         # What Keras gives for one is its new value, from the largest number that a rank has seen.
-        if getattr(one, "overwrite_with_gradient", False):
-            text = f"trains {path_of(one)}, a scale of 8-bit floats, of which there is no mean"
+        if getattr(variable, "overwrite_with_gradient", False):
+            text = f"trains {path_of(variable)}, a scale of 8-bit floats, of which there is no mean"
             raise ConfigError(text, **ring.config.who, remedy="Train with mixed_bfloat16.")
 
 
@@ -75,35 +75,35 @@ def all_within(optimizer: Any) -> list[Any]:
     # What a wrapper calls `inner_optimizer` is within its own, where that is a LossScaleOptimizer.
     name = "_inner" if isinstance(optimizer, Wrapper) else "inner_optimizer"
     wrapped = [getattr(optimizer, name, None), *getattr(optimizer, "optimizers", ())]
-    inner = [one for each in filter(None, wrapped) for one in all_within(each)]
+    inner = [nested for held in filter(None, wrapped) for nested in all_within(held)]
     return [optimizer, *inner]
 
 
 def state_for(optimizer: Any, variable: Any) -> list[Any]:
     """List the state that a built optimizer, or one in it, has for `variable`."""
-    found = []
-    for one in all_within(optimizer):
-        place = private.places_in_lists(one).get(private.key_of(one, variable))
+    states_of = []
+    for member in all_within(optimizer):
+        place = private.places_in_lists(member).get(private.key_of(member, variable))
         if place is not None:
-            lists = private.lists_of_state(one).values()
-            found += [states[place] for states in lists if states[place] is not None]
-    return found
+            lists = private.lists_of_state(member).values()
+            states_of += [states[place] for states in lists if states[place] is not None]
+    return states_of
 
 
 def own_step_in(optimizer: Any) -> str | None:
     """The method of the user's own, if there is one, that sees all of a step's gradients."""
-    found = (n for n in _STEPS_OF_ALL if not private.is_of_keras(getattr(optimizer, n)))
-    return next(found, None)
+    names = (n for n in _STEPS_OF_ALL if not private.is_of_keras(getattr(optimizer, n)))
+    return next(names, None)
 
 
 def require_elementwise(inner: Any, what: str, other: str = "", **who: Any) -> None:
     """ConfigError, of `what` with {}, unless each element's step is known to need no other's."""
-    for one in all_within(inner):
+    for optimizer in all_within(inner):
         # A LossScaleOptimizer does what the one in it does.
-        is_wrapper = isinstance(one, keras.optimizers.LossScaleOptimizer)
-        is_known = is_wrapper or getattr(type(one), "update_step", None) in _STEPS
-        if own_step_in(one) or not is_known:
-            which = what.replace("{}", f"{one.name} ({type(one).__name__})")
+        is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        is_known = is_wrapper or getattr(type(optimizer), "update_step", None) in _STEPS
+        if own_step_in(optimizer) or not is_known:
+            which = what.replace("{}", f"{optimizer.name} ({type(optimizer).__name__})")
             text = f"{which} looks at whole variables, or is not known"
             known = f"{', '.join(_ELEMENTWISE)} or another that works element by element"
             raise ConfigError(text, **who, remedy=f"Use {known}{other}.")
@@ -112,12 +112,12 @@ def require_elementwise(inner: Any, what: str, other: str = "", **who: Any) -> N
 def require_equal(wrapper: Any) -> None:
     """ConfigError if a class of the user's has made other weights on each rank. Collective."""
     kinds = map(type, all_within(wrapper._inner))
-    own = [kind.__name__ for kind in kinds if not private.is_of_keras(kind)]
-    if not own or not wrapper.built or (ring := wrapper._ring()).size == 1:
+    own_kinds = [kind.__name__ for kind in kinds if not private.is_of_keras(kind)]
+    if not own_kinds or not wrapper.built or (ring := wrapper._ring()).size == 1:
         return
     if differing(wrapper.equal_now(wrapper.trained), ring):
         raise ConfigError(
-            f"found that weights have gone apart, which {own[0]} updates on each rank",
+            f"found that weights have gone apart, which {own_kinds[0]} updates on each rank",
             **ring.config.who,
             remedy="If it draws random numbers, let it draw them by keras.random, with "
             "seed=self.seed, where self.seed = keras.random.SeedGenerator(1) is an attribute of "
@@ -142,22 +142,22 @@ def settle(model: Any) -> None:
 
 def is_alone(model: Any) -> bool:
     """Whether `model` has optimizers, none of which needs other ranks in each step."""
-    found = wrappers_in(model)
-    return bool(found) and all(wrapper.is_alone for wrapper in found)
+    wrappers = wrappers_in(model)
+    return bool(wrappers) and all(wrapper.is_alone for wrapper in wrappers)
 
 
 def wrappers_in(model: Any) -> list[Any]:
     """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
     every = (getattr(model, "optimizer", None), *_held_by(model))
-    return list({id(one): one for one in every if isinstance(one, Wrapper)}.values())
+    return list({id(part): part for part in every if isinstance(part, Wrapper)}.values())
 
 
 def _held_by(owner: Any) -> list[Any]:
     """The attributes of an object, and what is in those that are lists or tables."""
     held = list(vars(owner).values())
-    several = [one for one in held if isinstance(one, (list, tuple, Mapping))]
-    each = (list(one.values()) if isinstance(one, Mapping) else one for one in several)
-    return [*held, *itertools.chain(*each)]
+    several = [value for value in held if isinstance(value, (list, tuple, Mapping))]
+    parts = (list(value.values()) if isinstance(value, Mapping) else value for value in several)
+    return [*held, *itertools.chain(*parts)]
 
 
 def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:
@@ -166,11 +166,11 @@ def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:
     if not is_initialized() or ring is default_communicator():
         return
     layers = [v for v in private.layers_of(model) if isinstance(v, SyncBatchNormalization)]
-    for one in (*wrappers_in(model), *layers):
-        if one.communicator is None:
-            name = "DistributedOptimizer" if isinstance(one, Wrapper) else "SyncBatchNormalization"
+    for part in (*wrappers_in(model), *layers):
+        if part.communicator is None:
+            name = "DistributedOptimizer" if isinstance(part, Wrapper) else "SyncBatchNormalization"
             raise ConfigError(
-                f"got a group of {ring.size} ranks in {where}, while {one.name} of the "
+                f"got a group of {ring.size} ranks in {where}, while {part.name} of the "
                 f"model averages over all {default_communicator().size}",
                 **ring.config.who,
                 remedy=f"Make it with {name}(..., communicator=group).",
@@ -179,12 +179,12 @@ def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:
 
 def refuse_other_optimizer(model: Any, ring: Communicator) -> None:
     """ConfigError if an optimizer averages over other ranks than `rr.fit` compares in the end."""
-    for one in wrappers_in(model):
-        own = one.communicator
-        if own is not None and list(own.members) != list(ring.members):
+    for wrapper in wrappers_in(model):
+        group = wrapper.communicator
+        if group is not None and list(group.members) != list(ring.members):
             raise ConfigError(
-                f"trains on {ring.size} ranks in rr.fit, while {one.name} averages over "
-                f"{own.size} of them: weights would differ",
+                f"trains on {ring.size} ranks in rr.fit, while {wrapper.name} averages over "
+                f"{group.size} of them: weights would differ",
                 **ring.config.who,
                 remedy="Pass the optimizer's communicator to rr.fit too; or check=False, if "
                 "something else makes weights equal.",
@@ -214,8 +214,8 @@ def require_compiled(model: Any, more: str = "") -> None:
 def require_model(model: Any, method: str) -> None:
     """ConfigError if `model` is none of Keras's, such as a Pipeline, which has its own `method`."""
     if not isinstance(model, keras.Model):
-        own = f"Call its own {method}: {type(model).__name__.lower()}.{method}(...)."
-        remedy = own if hasattr(model, method) else "Pass a keras.Model."
+        advice = f"Call its own {method}: {type(model).__name__.lower()}.{method}(...)."
+        remedy = advice if hasattr(model, method) else "Pass a keras.Model."
         raise ConfigError(f"got {model!r}, which is no keras.Model", remedy=remedy)
 
 

@@ -100,12 +100,12 @@ class _Failed:
 
 
 def _own_error(failed: _Failed) -> Finding | None:
-    own = [
+    raised = [
         (failed_s, rank)
         for failed_s, rank, error in failed.errors
         if error.origin in (None, rank) and _is_own(rank, error)
     ]
-    return Finding(Reason.OWN_ERROR, (min(own)[1],)) if own else None
+    return Finding(Reason.OWN_ERROR, (min(raised)[1],)) if raised else None
 
 
 def _is_own(rank: int, error: errors.ErrorRecord) -> bool:
@@ -119,14 +119,14 @@ def _is_own(rank: int, error: errors.ErrorRecord) -> bool:
 def _disagreement(
     known: dict[int, RankFacts], failed: _Failed, unknown: Sequence[int]
 ) -> Finding | None:
-    found = [
+    mismatches = [
         (error.origin is not None, failed_s, rank, error)
         for failed_s, rank, error in failed.errors
         if error.kind == "MismatchError"
     ]
-    if not found:
+    if not mismatches:
         return None
-    _, _, rank, error = min(found, key=lambda item: item[:3])
+    _, _, rank, error = min(mismatches, key=lambda item: item[:3])
     if error.peer is not None and error.peer in unknown:
         return failed.blame(error.peer)  # It left before a call that the others make.
     odd = _odd_one_out(known)

@@ -190,9 +190,9 @@ def first_difference(
     ours: Sequence[GradientSpec], theirs: Sequence[GradientSpec], what: str = "gradients"
 ) -> tuple[str, str] | None:
     """The first of two ranks' `what` that differ, as each describes it; None if all agree."""
-    for own, other in zip(ours, theirs, strict=False):
-        if own.essence != other.essence:
-            return own.describe(), other.describe()
+    for spec, other in zip(ours, theirs, strict=False):
+        if spec.essence != other.essence:
+            return spec.describe(), other.describe()
     if len(ours) == len(theirs):
         return None
     # The longer list begins with all of the shorter one; `common` indexes its first extra gradient.

@@ -115,8 +115,8 @@ class Dump(_Communicator):
 def cut(text: str, length: int = TEXT_MAX) -> str:
     """`text` as a flight record, or a message, can hold it."""
     # File names may contain bytes that are not text, which JSON cannot hold.
-    whole = text.encode(errors="replace").decode()
-    return whole if len(whole) <= length else whole[: length - 3] + "..."
+    line = text.encode(errors="replace").decode()
+    return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def file_name(rank: int) -> str:
@@ -134,9 +134,9 @@ def decode_dump(data: bytes) -> Dump:
     if len(data) > FILE_BYTES_MAX:
         raise ValueError(f"more than {FILE_BYTES_MAX} bytes")
     try:
-        found = msgspec.json.decode(data, type=_Format).format
-        if found != FORMAT:
-            raise ValueError(f"format {found}, and this is ringreduce for format {FORMAT}")
+        version = msgspec.json.decode(data, type=_Format).format
+        if version != FORMAT:
+            raise ValueError(f"format {version}, and this is ringreduce for format {FORMAT}")
         dump = msgspec.json.decode(data, type=Dump)
     except msgspec.ValidationError as error:
         raise ValueError(f"no flight record: {error}") from error

@@ -106,7 +106,7 @@ class PeerTable:
     def last(self) -> list[Heartbeat]:
         """The last heartbeats of the other ranks; from any thread. Empty unless all are known."""
         seen = [self._seen.get(rank) for rank in self._others]
-        known = [each.heartbeat for each in seen if each is not None]
+        known = [sighting.heartbeat for sighting in seen if sighting is not None]
         return known if len(known) == len(self._others) else []
 
     def unheard_s(self, rank: int, now_s: float) -> float:
@@ -207,17 +207,17 @@ class PeerTable:
 
     def waits(self, rank: int, now_s: float) -> tuple[Waits, ...]:
         """Ranks that wait for each other's messages, from `rank` on, the last for this one."""
-        found: list[Waits] = []
+        chain: list[Waits] = []
         while rank != self._rank:
             seen = self._seen.get(rank)
             pending = None if seen is None else seen.heartbeat.pending
-            is_over = rank not in self._others or len(found) > len(self._others)
+            is_over = rank not in self._others or len(chain) > len(self._others)
             is_over = is_over or rank in self._left
             if pending is None or is_over or self.is_silent(rank, now_s):
                 return ()
-            found.append(Waits(rank, pending))
+            chain.append(Waits(rank, pending))
             rank = pending.peer
-        return tuple(found)
+        return tuple(chain)
 
     def is_cut_off(self, now_s: float) -> bool:
         """Whether all of two or more other ranks are silent, which points at this one."""
@@ -253,7 +253,7 @@ def describe_cycle(cycle: Sequence[Waits]) -> str | None:
     cannot be known: a thread of a program may yet send what another one receives. So such a wait
     ends at ``timeout_s``, as one for a silent rank does.
     """
-    sends = [each.pending.sends for each in cycle]
+    sends = [waits.pending.sends for waits in cycle]
     if len(cycle) == 2 and sends[0] != sends[1]:
         return None
     who = ", ".join(

@@ -38,30 +38,32 @@ class Local(NamedTuple):
         return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast)
 
 
-def offered(found: Sequence[Local], patterns: Sequence[Pattern]) -> list[Local]:
-    """The addresses in `found` that other hosts may use.
+def offered(local: Sequence[Local], patterns: Sequence[Pattern]) -> list[Local]:
+    """The addresses in `local` that other hosts may use.
 
     Without a pattern that includes, all usable ones but those of `BRIDGES`. Raises ValueError if
     such a pattern matches no usable address, or none is left.
     """
-    usable = [each for each in found if each.is_usable]
+    usable = [address for address in local if address.is_usable]
     included, excluded = list[Local](), list[Local]()
     for pattern in patterns:
-        matched = [each for each in usable if pattern.matches(each.name, each.at.ip)]
+        matched = [address for address in usable if pattern.matches(address.name, address.at.ip)]
         if not pattern.excludes and not matched:
             raise ValueError(f"{pattern.text} matches no address of this host")
         (excluded if pattern.excludes else included).extend(matched)
     if not included:
-        included = [each for each in usable if not any(fnmatchcase(each.name, b) for b in BRIDGES)]
-    chosen = [each for each in usable if each in included and each not in excluded]
+        included = [
+            address for address in usable if not any(fnmatchcase(address.name, b) for b in BRIDGES)
+        ]
+    chosen = [address for address in usable if address in included and address not in excluded]
     if patterns and not chosen:
         raise ValueError("every address of this host is excluded")
     return chosen
 
 
-def described(found: Sequence[Local]) -> str:
+def described(local: Sequence[Local]) -> str:
     """Usable addresses for an error: ``eth0 10.0.0.4/24, ib0 10.1.0.4/16``."""
-    usable = [f"{each.name} {each.network}" for each in found if each.is_usable]
+    usable = [f"{address.name} {address.network}" for address in local if address.is_usable]
     return ", ".join(usable[:16]) or "none"
 
 
@@ -74,13 +76,13 @@ def ways(own: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
     """
     mine = [ipaddress.ip_interface(network) for network in own]
     candidates = [ipaddress.ip_interface(network) for network in theirs]
-    elsewhere = [each for each in candidates if each.ip not in {ours.ip for ours in mine}]
+    elsewhere = [address for address in candidates if address.ip not in {ours.ip for ours in mine}]
 
-    def cost(each: ipaddress.IPv4Interface | ipaddress.IPv6Interface) -> tuple[bool, bool]:
-        is_common = any(each.ip in ours.network and ours.ip in each.network for ours in mine)
-        return not is_common, each.version != candidates[0].version
+    def cost(address: ipaddress.IPv4Interface | ipaddress.IPv6Interface) -> tuple[bool, bool]:
+        is_common = any(address.ip in ours.network and ours.ip in address.network for ours in mine)
+        return not is_common, address.version != candidates[0].version
 
-    return tuple(str(each.ip) for each in sorted(elsewhere or candidates, key=cost))
+    return tuple(str(address.ip) for address in sorted(elsewhere or candidates, key=cost))
 
 
 def are_networks(texts: Sequence[str]) -> bool:

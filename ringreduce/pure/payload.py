@@ -46,9 +46,9 @@ def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np
 
 def aligned(nbytes: int) -> np.ndarray:
     """New memory of that many bytes, zeros, that begins at a multiple of `ALIGNMENT`."""
-    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -whole.__array_interface__["data"][0] % ALIGNMENT
-    return whole[start : start + nbytes]
+    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[start : start + nbytes]
 
 
 def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -161,8 +161,8 @@ def encode_or_refuse(value: Any, who: dict[str, Any]) -> tuple[np.ndarray, Array
 
 def decode(payload: np.ndarray, who: dict[str, Any] | None = None) -> Any:
     """Decode what `encode` encoded, into plain types; ArrayError for a refusal, on rank `who`."""
-    found = msgspec.msgpack.decode(payload.tobytes())
-    if isinstance(found, msgspec.msgpack.Ext) and found.code == _REFUSAL:
-        text = bytes(found.data).decode(errors="replace")
+    value = msgspec.msgpack.decode(payload.tobytes())
+    if isinstance(value, msgspec.msgpack.Ext) and value.code == _REFUSAL:
+        text = bytes(value.data).decode(errors="replace")
         raise ArrayError(f"got no object, since {text}", **(who or {}))
-    return found
+    return value

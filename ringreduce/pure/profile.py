@@ -92,15 +92,15 @@ class MeanStep(NamedTuple):
 
 def step_of(ranks: Sequence[Measurement]) -> MeanStep:
     """The mean step, from what all ranks have measured in the same steps."""
-    computing_s = {each.rank: (each.seconds - each.stopped_s) / each.steps for each in ranks}
-    slowest = max(ranks, key=lambda each: (computing_s[each.rank], -each.rank))
+    computing_s = {rank.rank: (rank.seconds - rank.stopped_s) / rank.steps for rank in ranks}
+    slowest = max(ranks, key=lambda rank: (computing_s[rank.rank], -rank.rank))
     most_s = computing_s[slowest.rank]
-    others = [each for each in ranks if each is not slowest] or ranks
+    others = [rank for rank in ranks if rank is not slowest] or ranks
     # Between calls a rank may wait too.
     outside_s = [
-        min(one.seconds - one.called_s, one.seconds - one.stopped_s) / one.steps
-        for one in others
-        if one.called_s
+        min(other.seconds - other.called_s, other.seconds - other.stopped_s) / other.steps
+        for other in others
+        if other.called_s
     ]
     return MeanStep(
         slowest=slowest.rank,
@@ -110,8 +110,8 @@ def step_of(ranks: Sequence[Measurement]) -> MeanStep:
         # What surrounds calls counts as hidden too, and may be more than all that was not.
         communicating_s=max(0.0, slowest.stopped_s / slowest.steps),
         hidden_s=max(0.0, slowest.hidden_s / slowest.steps),
-        bytes_sent=fmean(each.bytes_sent / each.steps for each in ranks),
-        reading_s=fmean(each.reading_s / each.steps for each in others),
+        bytes_sent=fmean(rank.bytes_sent / rank.steps for rank in ranks),
+        reading_s=fmean(rank.reading_s / rank.steps for rank in others),
         loop_s=max(0.0, fmean(outside_s)) if outside_s else 0.0,
     )
 
@@ -124,7 +124,7 @@ def verdict(epochs: Mapping[int, Sequence[Measurement]], looking: Sequence[str] 
     """
     steps, latest = {n: step_of(ranks) for n, ranks in epochs.items()}, [*epochs.values()][-1]
     mean, size, slow = _mean([*steps.values()]), len(latest), _straggler(steps)
-    found = [
+    candidates = [
         _shared_cores(latest),
         None if slow is None else _waiting(slow, steps),
         _slow_link(latest, mean),
@@ -133,7 +133,7 @@ def verdict(epochs: Mapping[int, Sequence[Measurement]], looking: Sequence[str] 
         _reading(mean),
         _loop(mean, looking),
     ]
-    findings = sorted((each for each in found if each is not None), key=lambda each: -each[0])
+    findings = sorted(filter(None, candidates), key=lambda finding: -finding[0])
     texts = [f"{n}. {text}" for n, (_, text) in enumerate(findings, 1)] or ["Nothing of this kind."]
     wrapped = textwrap.TextWrapper(_WIDTH, initial_indent="  ", subsequent_indent="     ")
     count = f"{_counted(round(mean.steps), 'step')} of {_ms(mean.seconds)}"
@@ -151,7 +151,7 @@ def _table(mean: MeanStep, latest: Sequence[Measurement], slow: _Straggler | Non
     beside = [
         ("reading data", mean.reading_s, ""),
         ("between steps", mean.loop_s, "Python, callbacks"),
-    ] * any(each.called_s for each in latest)
+    ] * any(rank.called_s for rank in latest)
     if size == 1:
         parts = [("computing", own_s - beside_s, ""), *beside] if beside else []
         return [*_rows(parts, mean), "  no other rank to wait for"]
@@ -202,35 +202,35 @@ def _straggler(steps: Mapping[int, MeanStep]) -> _Straggler | None:
         if step.waiting_s >= _PART_MIN * step.seconds:
             slow.setdefault(step.slowest, []).append(number)
     waited_s = {r: sum(steps[n].waiting_s * steps[n].steps for n in slow[r]) for r in slow}
-    rank = max(slow, key=lambda each: waited_s[each], default=-1)
+    rank = max(slow, key=lambda rank: waited_s[rank], default=-1)
     if waited_s.get(rank, 0.0) < _WAITED_S_MIN:
         return None
-    found, numbers = slow[rank], list(steps)
-    when = f"in {len(found)} of {len(numbers)} epochs"
-    if found == numbers[-len(found) :]:
-        when = "" if found == numbers else f"from epoch {found[0]} on"
-    return _Straggler(rank, found, when)
+    epochs, numbers = slow[rank], list(steps)
+    when = f"in {len(epochs)} of {len(numbers)} epochs"
+    if epochs == numbers[-len(epochs) :]:
+        when = "" if epochs == numbers else f"from epoch {epochs[0]} on"
+    return _Straggler(rank, epochs, when)
 
 
 def _waiting(slow: _Straggler, steps: Mapping[int, MeanStep]) -> _Finding:
-    own = _mean([steps[number] for number in slow.epochs])
-    gain_s = own.waiting_s * own.steps / sum(each.steps for each in steps.values())
+    mean = _mean([steps[number] for number in slow.epochs])
+    gain_s = mean.waiting_s * mean.steps / sum(step.steps for step in steps.values())
     return gain_s, (
         f"Rank {slow.rank} is slow{slow.when and ' '}{slow.when}: it computes for "
-        f"{_ms(own.computing_s)} in a step, and the others wait {_ms(own.waiting_s)} for it. See "
+        f"{_ms(mean.computing_s)} in a step, and the others wait {_ms(mean.waiting_s)} for it. See "
         "what else runs there, and whether it has more or longer rows. Where it is always slower, "
         'rr.fit(batch_share="measured") gives it less.'
     )
 
 
 def _slow_link(latest: Sequence[Measurement], mean: MeanStep) -> _Finding | None:
-    found = slow_link({r.rank: SentToNext(r.next_rank, r.link_bytes, r.link_s) for r in latest})
-    if found is None or mean.communicating_s < _PART_MIN * mean.seconds:
+    link = slow_link({r.rank: SentToNext(r.next_rank, r.link_bytes, r.link_s) for r in latest})
+    if link is None or mean.communicating_s < _PART_MIN * mean.seconds:
         return None
-    return min(mean.communicating_s, found.waited_s / latest[0].steps), (
-        f"The link from rank {found.sender} to rank {found.receiver} carries "
-        f"{found.bytes_per_s / 1e6:.1f} MB/s while it has data, the others "
-        f"{found.others_bytes_per_s / 1e6:.1f}, and all ranks wait for it. See its network."
+    return min(mean.communicating_s, link.waited_s / latest[0].steps), (
+        f"The link from rank {link.sender} to rank {link.receiver} carries "
+        f"{link.bytes_per_s / 1e6:.1f} MB/s while it has data, the others "
+        f"{link.others_bytes_per_s / 1e6:.1f}, and all ranks wait for it. See its network."
     )
 
 
@@ -276,8 +276,8 @@ def _reading(mean: MeanStep) -> _Finding | None:
 def _loop(mean: MeanStep, looking: Sequence[str]) -> _Finding | None:
     if mean.loop_s < _PART_MIN * mean.seconds:
         return None
-    each = "looks" if len(looking) == 1 else "look"
-    why = f": {', '.join(looking)} {each} at each batch, so each step is a call of its own"
+    verb = "looks" if len(looking) == 1 else "look"
+    why = f": {', '.join(looking)} {verb} at each batch, so each step is a call of its own"
     return mean.loop_s, (
         f"{_ms(mean.loop_s)} of a step pass between steps, in Python and callbacks"
         f"{why if looking else ''}. Take larger batches"
@@ -288,16 +288,16 @@ def _loop(mean: MeanStep, looking: Sequence[str]) -> _Finding | None:
 def _shared_cores(latest: Sequence[Measurement]) -> _Finding | None:
     """Comes first: what shares cores computes, waits and communicates longer."""
     # A host's ranks share its cores, or each has some.
-    for each, count in ((rank, n) for rank in latest for n in (rank.local_size, 1)):
-        busy = each.cpu_s / each.seconds * count / each.cores
-        if count * each.threads > each.cores and _BUSY_MIN <= busy <= _BUSY_MAX:
-            most = max(1, int(each.cores))
+    for rank, count in ((r, n) for r in latest for n in (r.local_size, 1)):
+        busy = rank.cpu_s / rank.seconds * count / rank.cores
+        if count * rank.threads > rank.cores and _BUSY_MIN <= busy <= _BUSY_MAX:
+            most = max(1, int(rank.cores))
             remedy = f"--threads-per-worker {max(1, most // count)}"
             if count > most:
                 remedy = f"{_counted(most, 'rank')} there, or more hosts"
             return math.inf, (
-                f"{_counted(count * each.threads, 'thread')} of {_counted(count, 'rank')} share "
-                f"{_counted(each.cores, 'core')} on rank {each.rank}'s host, {min(1, busy):.0%} "
+                f"{_counted(count * rank.threads, 'thread')} of {_counted(count, 'rank')} share "
+                f"{_counted(rank.cores, 'core')} on rank {rank.rank}'s host, {min(1, busy):.0%} "
                 f"busy, where more of them compute no faster. Use {remedy}."
             )
     return None
@@ -308,8 +308,8 @@ def _shared_cores(latest: Sequence[Measurement]) -> _Finding | None:
 
 def _mean(steps: Sequence[MeanStep]) -> MeanStep:
     """The mean of all steps, and how many they are."""
-    count = sum(each.steps for each in steps)
-    rows = [[number * each.steps / count for number in each[2:]] for each in steps]
+    count = sum(step.steps for step in steps)
+    rows = [[number * step.steps / count for number in step[2:]] for step in steps]
     return MeanStep(steps[0].slowest, count, *map(sum, zip(*rows, strict=True)))
 
 

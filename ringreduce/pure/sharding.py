@@ -24,12 +24,12 @@ class Piece(NamedTuple):
 
 def pieces(plan: BucketPlan, shares: Sequence[tuple[int, int]]) -> dict[int, Piece]:
     """A rank's piece of each gradient in `plan`, by its number; `shares` are of the buckets."""
-    found = {}
+    pieces_of = {}
     for bucket, (begin, end) in zip(plan.buckets, shares, strict=True):
         for slot in bucket.slots:
             start = min(max(slot.start, begin), end)
             stop = min(max(slot.start + slot.count, begin), end)
             # Of an empty one `start` is still within the share, so that starts ascend.
             first = start - slot.start if stop > start else 0
-            found[slot.gradient] = Piece(first, stop - start, start)
-    return found
+            pieces_of[slot.gradient] = Piece(first, stop - start, start)
+    return pieces_of

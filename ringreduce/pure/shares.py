@@ -16,7 +16,7 @@ def apportion(count: int, weights: Sequence[int]) -> list[int]:
     """
     total, size = sum(weights), len(weights)
     exact = [divmod(count * weight, total) for weight in weights]
-    rows = [whole for whole, _ in exact]
+    rows = [rounded for rounded, _ in exact]
     by_remainder = sorted(range(size), key=lambda rank: (-exact[rank][1], rank))
     for rank in by_remainder[: count - sum(rows)]:
         rows[rank] += 1
@@ -37,7 +37,7 @@ def weights_of(shares: Sequence[float]) -> tuple[int, ...]:
 
 def weights_of_times(seconds: Sequence[float]) -> tuple[int, ...]:
     """Weights of ranks that need so many seconds for a row; equal if they are equally fast."""
-    times = [max(each, 1e-9) for each in seconds]
+    times = [max(time_s, 1e-9) for time_s in seconds]
     if max(times) <= min(times) * (1 + _NOISE):
         return (1,) * len(times)
-    return weights_of([min(times) / each for each in times])
+    return weights_of([min(times) / time_s for time_s in times])

@@ -52,11 +52,11 @@ class SlowLink:
 
 def slow_rank(heartbeats: Sequence[Heartbeat]) -> SlowRank | None:
     """The rank that the others wait for; None if there is none, or too little is known."""
-    calls = min((each.calls for each in heartbeats), default=0)
+    calls = min((heartbeat.calls for heartbeat in heartbeats), default=0)
     if len(heartbeats) < 2 or calls < _CALLS_MIN:
         return None
     # For one call, since heartbeats are of different ages.
-    each_s = {each.rank: each.stopped_s / each.calls for each in heartbeats}
+    each_s = {heartbeat.rank: heartbeat.stopped_s / heartbeat.calls for heartbeat in heartbeats}
     slowest = min(each_s, key=lambda rank: (each_s[rank], rank))
     others_s = sum(s for rank, s in each_s.items() if rank != slowest) / (len(each_s) - 1)
     waited_s = calls * (others_s - each_s[slowest])

@@ -50,9 +50,9 @@ def decode_trace(data: bytes) -> Stream:
         head = msgspec.json.decode(line, type=Head)
     except msgspec.DecodeError as error:
         raise ValueError(f"it is no trace: {error}") from error
-    found = list(decode_spans(records[: len(records) // SPAN_BYTES * SPAN_BYTES]))
-    lost = sum(span.number for span in found if span.kind == SpanKind.LOST)
-    kept = [s._replace(number=s.number - head.first) for s in found if s.kind != SpanKind.LOST]
+    spans = list(decode_spans(records[: len(records) // SPAN_BYTES * SPAN_BYTES]))
+    lost = sum(span.number for span in spans if span.kind == SpanKind.LOST)
+    kept = [s._replace(number=s.number - head.first) for s in spans if s.kind != SpanKind.LOST]
     return Stream(head, kept, lost)
 
 
@@ -74,22 +74,22 @@ def joined(streams: Sequence[Stream]) -> Calls:
     times, are_meetings = [np.empty((0, len(ranks), 2))], []
     for membership in dict.fromkeys(stream.head.membership for stream in streams):
         calls = {
-            ranks.index(each.head.rank): {
-                s.number: s for s in each.spans if s.kind == SpanKind.CALL
+            ranks.index(stream.head.rank): {
+                s.number: s for s in stream.spans if s.kind == SpanKind.CALL
             }
-            for each in streams
-            if each.head.membership == membership
+            for stream in streams
+            if stream.head.membership == membership
         }
-        one = next(iter(calls.values()))
+        first = next(iter(calls.values()))
         common = sorted(set.intersection(*map(set, calls.values()))) if len(calls) > 1 else []
-        if common[:1] == [0] and one[0].operation == "barrier":
+        if common[:1] == [0] and first[0].operation == "barrier":
             del common[0]
         rows = np.full((len(common), len(ranks), 2), np.nan)
         for column, spans in calls.items():
             rows[:, column] = np.reshape([spans[n][-2:] for n in common], (-1, 2))
         times.append(rows)
         # The last call may have failed.
-        are_meetings += [n < common[-1] and _is_meeting(one[n]) for n in common]
+        are_meetings += [n < common[-1] and _is_meeting(first[n]) for n in common]
     began_s, ended_s = np.moveaxis(np.concatenate(times), 2, 0)
     return Calls(ranks, began_s, ended_s, np.array(are_meetings, bool))
 
@@ -105,17 +105,17 @@ def offsets(calls: Calls, clocks: Mapping[int, str]) -> dict[str, tuple[float, f
     that contradict each other show that clocks do not go at the same speed.
     """
     of = np.array([clocks[rank] for rank in calls.ranks])
-    found, extremes = {}, {}
+    offset_of, extremes = {}, {}
     for clock in dict.fromkeys(of.tolist()):
-        own = np.ix_(calls.are_meetings, of == clock)
-        began_s = np.fmax.reduce(calls.began_s[own], 1)
-        ended_s = np.fmin.reduce(calls.ended_s[own], 1)
+        chosen = np.ix_(calls.are_meetings, of == clock)
+        began_s = np.fmax.reduce(calls.began_s[chosen], 1)
+        ended_s = np.fmin.reduce(calls.ended_s[chosen], 1)
         extremes[clock] = began_s, ended_s
         first_began_s, first_ended_s = extremes[of[0]]
         least_s = np.fmax.reduce(first_began_s - ended_s, initial=-np.inf)
         most_s = np.fmin.reduce(first_ended_s - began_s, initial=np.inf)
-        found[clock] = (float(least_s), float(most_s)) if clock != of[0] else (0.0, 0.0)
-    return found
+        offset_of[clock] = (float(least_s), float(most_s)) if clock != of[0] else (0.0, 0.0)
+    return offset_of
 
 
 class Lateness(NamedTuple):

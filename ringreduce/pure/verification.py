@@ -103,8 +103,8 @@ def compare(one: Recorded, two: Recorded) -> Comparison:
     return Comparison(agrees, loss, change, step, initial, weight, by)
 
 
-def reasons(first: Run, other: Run, found: Comparison, again: Comparison) -> Iterator[str]:
-    """Why two runs differ as `found`, the likeliest first.
+def reasons(first: Run, other: Run, difference: Comparison, again: Comparison) -> Iterator[str]:
+    """Why two runs differ as `difference`, the likeliest first.
 
     `again` compares the first with another one that has as many ranks.
     """
@@ -119,11 +119,11 @@ def reasons(first: Run, other: Run, found: Comparison, again: Comparison) -> Ite
             "order of data, dropout or augmentation. See keras.utils.set_random_seed(1) and "
             "shuffle(n, seed=1)."
         )
-    elif found.initial:
+    elif difference.initial:
         yield ("The initial weights depend on the number of ranks. Seed them alike for any number.")
     given = {**first.settings, **other.settings}
     texts = [(n, *(run.settings.get(n, "absent") for run in (first, other))) for n in given]
-    for name, here, there in [each for each in texts if each[1] != each[2]][:_SHOWN]:
+    for name, here, there in [text for text in texts if text[1] != text[2]][:_SHOWN]:
         yield f"{name} is {here} with {first.who} and {there} with {other.who}."
     if first.rows != other.rows:
         yield (
@@ -131,7 +131,7 @@ def reasons(first: Run, other: Run, found: Comparison, again: Comparison) -> Ite
             "batches given to rr.fit are those of all ranks together."
         )
     # Other gradients change a loss only after the first step.
-    kinds = (other.of_batches, other.of_gradients)[:: 1 if found.step == 1 else -1]
+    kinds = (other.of_batches, other.of_gradients)[:: 1 if difference.step == 1 else -1]
     yield from (f"{text}." for text in itertools.chain(*kinds))
 
 
@@ -176,11 +176,11 @@ def verdict(
 HEADER = "ranks  threads  peak memory  ms/step  samples/s  first loss  last loss  differ"
 
 
-def row(run: Run, found: Comparison | None = None) -> str:
+def row(run: Run, comparison: Comparison | None = None) -> str:
     """A line of the table: a run, and how its losses differ from the first run's."""
     samples = f"{run.speed:,.0f}" if run.rows else "-"
     first, last = (f"{run.losses[n]:.5g}" for n in (0, -1))
-    differ = "-" if found is None else _part(found.loss)
+    differ = "-" if comparison is None else _part(comparison.loss)
     memory = f"{max(run.memory) / (1 << 30):.2f} GiB"
     return (
         f"{run.ranks:>5}{run.threads:>9}{memory:>13}{run.step_s * 1e3:>9,.1f}{samples:>11}"

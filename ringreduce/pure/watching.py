@@ -233,8 +233,8 @@ class Watch:
         """
         self.due_s = now_s + TIMES.heartbeat_s
         self._number += 1
-        overdue = sorted(flow.overdue, key=lambda each: -each.dry_s)[: messages.OVERDUE_MAX]
-        own = self._last = messages.Heartbeat(
+        overdue = sorted(flow.overdue, key=lambda frame: -frame.dry_s)[: messages.OVERDUE_MAX]
+        heartbeat = self._last = messages.Heartbeat(
             rank=self._rank,
             number=self._number,
             calls=current.calls,
@@ -252,7 +252,7 @@ class Watch:
             if self.peer_table.unheard_s(neighbour, now_s) > TIMES.sparing_s
             and self._number % _SPARING_BEATS != 0
         )
-        heartbeats = ((own, 0.0), *self.peer_table.heartbeats(now_s))
+        heartbeats = ((heartbeat, 0.0), *self.peer_table.heartbeats(now_s))
         actions: list[Action] = [Send(messages.encode(messages.Heartbeats(heartbeats)), spared)]
         if self.cause is None:
             actions += self._look_for_absence(current, now_s)
@@ -313,8 +313,8 @@ class Watch:
 
     def heartbeats(self) -> list[messages.Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""
-        own, others = self._last, self.peer_table.last()
-        return [own, *others] if own is not None and others else []
+        last, others = self._last, self.peer_table.last()
+        return [last, *others] if last is not None and others else []
 
     def _locked(self, now_s: float) -> tuple[int, ...]:
         """The neighbours that this rank itself sees alive though they send no heartbeats."""

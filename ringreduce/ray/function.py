@@ -123,16 +123,16 @@ def _results(running: Sequence[Any]) -> list[Any]:
         for reference in done:
             rank = ranks[reference]
             try:
-                found = ray.get(reference)
+                result = ray.get(reference)
             except RayActorError as error:
                 text = str(error).splitlines()
-                found = Raised("RayActorError", None, None, "its process ended", text)
+                result = Raised("RayActorError", None, None, "its process ended", text)
             except RayTaskError as error:  # The result cannot be sent.
-                found = described(error)
-            results[rank] = found
-            if isinstance(found, Raised):
-                how = found.exception
-                failures.append(Failure(rank, 1, time.monotonic(), found, how=how))
+                result = described(error)
+            results[rank] = result
+            if isinstance(result, Raised):
+                how = result.exception
+                failures.append(Failure(rank, 1, time.monotonic(), result, how=how))
                 cause = find_cause(failures, range(size))
                 is_certain = cause is not None and cause.is_certain
                 end = 0.0 if is_certain else end or time.monotonic() + 2 * TIMES.cause_s

@@ -33,7 +33,7 @@ class Choices:
     variables: Mapping[str, str] = field(default_factory=forwarded_environment)
 
     def __post_init__(self) -> None:
-        choices = {name for name, one in SETTINGS.items() if one.is_choice}
+        choices = {name for name, setting in SETTINGS.items() if setting.is_choice}
         check_names(self.settings, choices - {*_OWN})
         Config(**self.settings)
 

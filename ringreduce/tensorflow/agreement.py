@@ -19,33 +19,33 @@ class Difference(NamedTuple):
 
 def agree(
     ring: Communicator,
-    own: Any,
+    value: Any,
     differ: Callable[[int, Any, int, Any], Difference | None],
     operation: str,
     signature: int = 0,
 ) -> list[Any]:
-    """Gather each rank's `own` description; return all, in rank order, if they agree.
+    """Gather each rank's description `value`; return all, in rank order, if they agree.
 
     `differ` says how the descriptions of two ranks differ, which are named by their ranks in the
     job; `signature`, 64 bits, what is described. MismatchError, on all ranks, if some differ.
     """
-    gathered = ring.all_gather_object(own, signature=signature)
+    gathered = ring.all_gather_object(value, signature=signature)
     named = list(zip(ring.members, gathered, strict=True))
-    found = (differ(*named[0], *each) for each in named)
-    refuse(ring, next(filter(None, found), None), operation)
+    differences = (differ(*named[0], *row) for row in named)
+    refuse(ring, next(filter(None, differences), None), operation)
     return gathered
 
 
-def count_true(ring: Communicator, own: bool) -> int:
-    """On how many ranks `own` is true. Collective: one short exchange."""
-    return int(ring.all_reduce(np.array([own], np.int64))[0])
+def count_true(ring: Communicator, flag: bool) -> int:
+    """On how many ranks `flag` is true. Collective: one short exchange."""
+    return int(ring.all_reduce(np.array([flag], np.int64))[0])
 
 
-def refuse(ring: Communicator, found: Difference | None, operation: str) -> None:
+def refuse(ring: Communicator, first: Difference | None, operation: str) -> None:
     """Raise the MismatchError of a difference that all ranks have found; None: return."""
-    if found is None:
+    if first is None:
         return
     error = MismatchError(
-        found.text, **ring.config.who, peer=found.peer, operation=operation, remedy=found.remedy
+        first.text, **ring.config.who, peer=first.peer, operation=operation, remedy=first.remedy
     )
     raise ring._session.fail(error)

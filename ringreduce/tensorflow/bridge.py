@@ -81,11 +81,11 @@ class GradientBridge:
             return [self.own(gradient) for gradient in gradients]
         refuse_unreachable(ring)
         failures.watch(ring)
-        given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
-        encoded = [self._codec.encoded(g) if isinstance(g, tf.IndexedSlices) else g for g in given]
+        taken = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
+        encoded = [self._codec.encoded(g) if isinstance(g, tf.IndexedSlices) else g for g in taken]
         route = self._routed(ring, encoded, paths, variables)
         means = route.mean(encoded)
-        return [None if g is None else tf.cast(means[i], g.dtype) for i, g in enumerate(given)]
+        return [None if g is None else tf.cast(means[i], g.dtype) for i, g in enumerate(taken)]
 
     def own(self, gradient: Any) -> Any:
         """This rank's gradient in the form that `mean` returns; nothing travels."""

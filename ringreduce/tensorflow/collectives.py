@@ -59,9 +59,9 @@ def all_gather(
 
     def gradient(upstream: Any, number: Any) -> Any:
         rows = tf.shape(value, out_type=tf.int64)[0]
-        each = known or all_gather(rows, ring, of=number)
-        own = _own_rows(upstream, ring, ReduceOp.SUM, each, number)
-        return tf.ensure_shape(own, value.shape)
+        lengths = known or all_gather(rows, ring, of=number)
+        rows = _own_rows(upstream, ring, ReduceOp.SUM, lengths, number)
+        return tf.ensure_shape(rows, value.shape)
 
     return collective(ring, "gather tensors", run, gradient, value, shape, of=of)
 
@@ -109,9 +109,9 @@ def all_to_all(tensor: Any, ring: Communicator, of: Any = NONE) -> Any:
 def all_to_all_uneven(tensor: Any, ring: Communicator, counts: Any, of: Any = NONE) -> Any:
     """`ringreduce.keras.all_to_all` with `counts`: the rows, and how many came from each rank."""
     value = _with_rows(tensor, ring, "all_to_all")
-    each = tf.convert_to_tensor(counts)
-    if not each.dtype.is_integer or not each.shape.is_compatible_with([ring.size]):
-        text = f"all_to_all got counts of dtype {each.dtype.name} and shape {each.shape}"
+    lengths = tf.convert_to_tensor(counts)
+    if not lengths.dtype.is_integer or not lengths.shape.is_compatible_with([ring.size]):
+        text = f"all_to_all got counts of dtype {lengths.dtype.name} and shape {lengths.shape}"
         remedy = f"Pass {ring.size} whole numbers, the rows for each rank."
         raise ArrayError(text, **ring.config.who, remedy=remedy)
     if xla.is_compiling():
@@ -129,14 +129,14 @@ def all_to_all_uneven(tensor: Any, ring: Communicator, counts: Any, of: Any = NO
         return rows, np.array(received, np.int64)
 
     def gradient(upstream: Any, number: Any, received: Any) -> Any:
-        own, _ = all_to_all_uneven(upstream, ring, received, number)
-        return tf.ensure_shape(own, value.shape)
+        rows, _ = all_to_all_uneven(upstream, ring, received, number)
+        return tf.ensure_shape(rows, value.shape)
 
     shape = tf.TensorShape([None]).concatenate(value.shape[1:])
     more = [((ring.size,), tf.int64)]
-    given = tf.cast(each, tf.int64)
+    lengths = tf.cast(lengths, tf.int64)
     what = "exchange parts"
-    return collective(ring, what, run, gradient, value, shape, given, more=more, of=of)
+    return collective(ring, what, run, gradient, value, shape, lengths, more=more, of=of)
 
 
 def _own_rows(tensor: Any, ring: Communicator, op: ReduceOp, counts: Any, of: Any = NONE) -> Any:
@@ -148,16 +148,16 @@ def _own_rows(tensor: Any, ring: Communicator, op: ReduceOp, counts: Any, of: An
     others = [] if counts is None else [tf.convert_to_tensor(counts, tf.int64)]
 
     def run(array: np.ndarray, *more: Any) -> np.ndarray:
-        *given, sign = more
+        *lengths, sign = more
         rows = array.shape[0]
-        bounds = bounds_of(given[0].tolist()) if given else chunk_bounds(rows, ring.size)
+        bounds = bounds_of(lengths[0].tolist()) if lengths else chunk_bounds(rows, ring.size)
         return _reduce_rows(ring, array, bounds, op, sign)
 
     def gradient(upstream: Any, number: Any) -> Any:
         _require_gradient(ring, "reduce_scatter", op)
-        whole = all_gather(upstream, ring, counts=known, of=number)
-        whole = tf.ensure_shape(whole, tensor.shape)
-        return whole / ring.size if op is ReduceOp.MEAN else whole
+        joined = all_gather(upstream, ring, counts=known, of=number)
+        joined = tf.ensure_shape(joined, tensor.shape)
+        return joined / ring.size if op is ReduceOp.MEAN else joined
 
     shape = tf.TensorShape([known and known[ring.rank]]).concatenate(tensor.shape[1:])
     return collective(ring, "reduce a tensor", run, gradient, tensor, shape, *others, of=of)
@@ -169,12 +169,12 @@ def _reduce_rows(
     """Reduce `array` and return this rank's rows, ``[bounds[rank], bounds[rank + 1])``."""
     rank, size, rest = ring.rank, ring.size, array.shape[1:]
     signature = sign("reduce_scatter of a tensor", array.shape, tuple(bounds))
-    own = slice(bounds[rank], bounds[rank + 1])
+    kept = slice(bounds[rank], bounds[rank + 1])
     lengths = np.diff(bounds)
     longest = int(lengths.max())
     if longest * size > 2 * array.shape[0]:
         # The parts are so uneven that padding would cost more than the other half of an all-reduce.
-        return np.array(ring.all_reduce(array, op, signature=signature)[own])
+        return np.array(ring.all_reduce(array, op, signature=signature)[kept])
     if int(lengths.min()) < longest:
         # The ring splits by elements; padding makes the parts end between rows.
         padded = np.zeros((size, longest, *rest), array.dtype)
@@ -182,7 +182,7 @@ def _reduce_rows(
             part[:length] = array[start : start + length]
         array = padded
     chunk = ring.reduce_scatter(array, op, signature=signature)
-    return np.array(chunk.reshape(longest, *rest)[: own.stop - own.start])
+    return np.array(chunk.reshape(longest, *rest)[: kept.stop - kept.start])
 
 
 def _require_gradient(ring: Communicator, operation: str, op: ReduceOp) -> None:

@@ -52,7 +52,7 @@ class CommitPoint:
     def compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`step`, compiled by XLA up to the point, and from there on."""
 
-        def whole(data: Any) -> Any:
+        def stepped(data: Any) -> Any:
             updates: list[_Update] = []
 
             # New ones in each trace of the function around them.
@@ -74,4 +74,4 @@ class CommitPoint:
                 after(every)
             return logs
 
-        return whole
+        return stepped

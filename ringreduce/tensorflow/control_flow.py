@@ -33,8 +33,8 @@ def refuse_unreachable(
     `what` was to be done there, for the message. With `of_gradient` it is the gradient of a
     collective, which its signature identifies: that may be in a backward pass.
     """
-    if not tf.executing_eagerly() and (found := _problem(what, of_gradient)) is not None:
-        where, remedy = found
+    if not tf.executing_eagerly() and (problem := _problem(what, of_gradient)) is not None:
+        where, remedy = problem
         raise ConfigError(f"cannot {what} {where}", **ring.config.who, remedy=remedy)
 
 

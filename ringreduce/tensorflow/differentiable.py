@@ -96,15 +96,15 @@ def collective(
         ring._session.lasting.explainers.add(numbers)
 
     def numbered(*arrays: np.ndarray) -> tuple[Any, ...]:
-        *given, origin = arrays
+        *inputs, origin = arrays
         number, sign = numbers.next(int(origin))
         # Copies, since TensorFlow's arrays may be shared. Scalars come as numpy's.
-        found = run(*map(np.array, given), sign)
-        return (*(found if more else [found]), np.int64(number))
+        outputs = run(*map(np.array, inputs), sign)
+        return (*(outputs if more else [outputs]), np.int64(number))
 
     @tf.custom_gradient
-    def called(*given: Any) -> Any:
-        arguments = [*given, tf.convert_to_tensor(of, tf.int64)]
+    def called(*inputs: Any) -> Any:
+        arguments = [*inputs, tf.convert_to_tensor(of, tf.int64)]
         results = [(shape, value.dtype), *more, ((), tf.int64)]
         of_gradient = of is not NONE
         result, *further, number = call(

@@ -56,9 +56,9 @@ def _call(call: partial[Any]) -> Any:
             raise
         raise _both(ours) from None
     except RuntimeError as error:
-        if (found := _INTERRUPTED.search(str(error))) is None:
+        if (match := _INTERRUPTED.search(str(error))) is None:
             raise
-        kind, code = found.groups()
+        kind, code = match.groups()
         if kind == "KeyboardInterrupt":
             raise KeyboardInterrupt from None
         raise SystemExit(int(code) if code and code.isdecimal() else code) from None
@@ -89,8 +89,8 @@ def _both(error: RingReduceError) -> Exception:
     made: Exception = kind.__new__(kind)
     made.args = error.args
     # With what the two constructors, which do not run, would have set.
-    theirs = {"_node_def": None, "_op": None, "_error_code": tf.errors.UNKNOWN}
-    vars(made).update(vars(error), **theirs, _message=str(error), _experimental_payloads={})
+    fields = {"_node_def": None, "_op": None, "_error_code": tf.errors.UNKNOWN}
+    vars(made).update(vars(error), **fields, _message=str(error), _experimental_payloads={})
     return made
 
 

@@ -64,7 +64,8 @@ class PowerSGD:
         rows = spec.count // columns
         if self.rank * (rows + columns) * _GAIN_MIN > spec.count:
             return None
-        return None if any(re.search(one, spec.path) for one in self.exclude) else (rows, columns)
+        is_excluded = any(re.search(pattern, spec.path) for pattern in self.exclude)
+        return None if is_excluded else (rows, columns)
 
 
 class LowRank:
@@ -85,11 +86,11 @@ class LowRank:
 
     def state(self, variables: Sequence[Any]) -> dict[str, np.ndarray]:
         """The state that is equal on all ranks, by place in `variables`."""
-        found = {"step": np.asarray(self.step)}
+        state = {"step": np.asarray(self.step)}
         for number, variable in enumerate(variables):
             if id(variable) in self._across:
-                found[f"across {number}"] = self._across[id(variable)][1]
-        return found
+                state[f"across {number}"] = self._across[id(variable)][1]
+        return state
 
     def load(self, state: dict[str, np.ndarray], variables: Sequence[Any]) -> None:
         """Set what `state` was; of a Q of another rank nothing is taken."""
@@ -119,7 +120,7 @@ class LowRankReducer:
     def __init__(self, kept: LowRank, plan: BucketPlan, variables: Sequence[Any]) -> None:
         self._kept = kept
         self._residuals = kept.residuals.of(plan, variables)
-        self._matrices = [list(self._found_in(each, plan, variables)) for each in plan.buckets]
+        self._matrices = [list(self._found_in(bucket, plan, variables)) for bucket in plan.buckets]
         self._is_dense = True
 
     def begin_step(self) -> None:
@@ -138,31 +139,32 @@ class LowRankReducer:
             return
         rank, left = self._kept.settings.rank, self._residuals(bucket)[0]
         others = _between(matrices, values)
-        sent, *parts = _joined([*(rank * each.shape[0] for each in matrices), *map(len, others)])
+        lengths = [*(rank * matrix.shape[0] for matrix in matrices), *map(len, others)]
+        sent, *parts = _joined(lengths)
         downs = [part.reshape(-1, rank) for part in parts[: len(matrices)]]
         copies = parts[len(matrices) :]
-        for each, down in zip(matrices, downs, strict=True):
-            low_rank.project(each.of(values), each.of(left), each.across(), down)
+        for matrix, down in zip(matrices, downs, strict=True):
+            low_rank.project(matrix.of(values), matrix.of(left), matrix.across(), down)
         for other, copy in zip(others, copies, strict=True):
             copy[:] = other
         mean(sent)
         for other, copy in zip(others, copies, strict=True):
             other[:] = copy
-        back, *parts = _joined([rank * each.shape[1] for each in matrices])
+        back, *parts = _joined([rank * matrix.shape[1] for matrix in matrices])
         acrosses = [part.reshape(rank, -1) for part in parts]
-        for each, down, across in zip(matrices, downs, acrosses, strict=True):
+        for matrix, down, across in zip(matrices, downs, acrosses, strict=True):
             if np.isfinite(down).all():
                 low_rank.orthonormalize(down)
-            low_rank.project_back(each.of(values), down, across)
+            low_rank.project_back(matrix.of(values), down, across)
         mean(back)
-        for each, down, across in zip(matrices, downs, acrosses, strict=True):
+        for matrix, down, across in zip(matrices, downs, acrosses, strict=True):
             if not (np.isfinite(down).all() and np.isfinite(across).all()):
-                each.of(values)[:] = np.nan
+                matrix.of(values)[:] = np.nan
                 continue
-            low_rank.replace(each.of(values), each.of(left), down, across)
+            low_rank.replace(matrix.of(values), matrix.of(left), down, across)
             # A column that is zero would stay so for ever.
             is_used = across.any(axis=1)
-            each.across()[is_used] = across[is_used]
+            matrix.across()[is_used] = across[is_used]
 
     def _found_in(self, bucket: Bucket, plan: BucketPlan, variables: Sequence[Any]) -> Any:
         for slot in bucket.slots:
@@ -175,14 +177,14 @@ class LowRankReducer:
 
 def _between(matrices: Sequence[_Matrix], values: np.ndarray) -> list[np.ndarray]:
     """The parts of a bucket's `values` that are in no matrix."""
-    found, start = [], 0
-    for each in matrices:
-        found.append(values[start : each.start])
-        start = each.start + each.shape[0] * each.shape[1]
-    return [each for each in (*found, values[start:]) if each.size]
+    parts, start = [], 0
+    for matrix in matrices:
+        parts.append(values[start : matrix.start])
+        start = matrix.start + matrix.shape[0] * matrix.shape[1]
+    return [part for part in (*parts, values[start:]) if part.size]
 
 
 def _joined(sizes: Sequence[int]) -> list[np.ndarray]:
     """Float32 memory, and parts of it of these sizes."""
-    whole, ends = np.empty(sum(sizes), np.float32), np.cumsum(sizes)
-    return [whole, *np.split(whole, ends[:-1])]
+    memory, ends = np.empty(sum(sizes), np.float32), np.cumsum(sizes)
+    return [memory, *np.split(memory, ends[:-1])]

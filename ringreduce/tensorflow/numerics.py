@@ -41,12 +41,12 @@ class NumericsCheck:
     def check_own(self, ring: Communicator, elements: np.ndarray, parts: Parts) -> None:
         """Check this rank's `elements`, contiguous of shape (count,), before they are reduced."""
         is_off = self._mode == "off" or self._is_bad
-        if is_off or (found := _found(elements, parts, 0, elements.size)) is None:
+        if is_off or (place := _found(elements, parts, 0, elements.size)) is None:
             return
         self._report(
             ring,
             ring.config.rank,
-            f"has {found} as its own gradient in step {self._step}",
+            f"has {place} as its own gradient in step {self._step}",
             "The first step with such a message, and the rank it names, are where it began: look "
             "at that rank's batch, at what the loss divides by or takes the logarithm of, and at "
             "the learning rate.",
@@ -67,14 +67,14 @@ class NumericsCheck:
         if self._mode != "raise":
             return
         bounds = chunk_bounds(elements.size, ring.size)
-        found = _found(elements, parts, *(own or bounds[ring.rank : ring.rank + 2]))
-        if found is not None:
+        place = _found(elements, parts, *(own or bounds[ring.rank : ring.rank + 2]))
+        if place is not None:
             encoded = "" if compression == "none" else f", or compression={compression}"
             self._report(
                 ring,
                 None,
                 # All gradients were finite: `check_own` would have ended this step.
-                f"has {found} as the mean of all ranks' gradients in step {self._step}, though "
+                f"has {place} as the mean of all ranks' gradients in step {self._step}, though "
                 f"each rank's was finite: their sum overflows {elements.dtype.name}{encoded}",
                 "Look at the learning rate, and clip what grows.",
             )

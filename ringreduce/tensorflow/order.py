@@ -74,8 +74,8 @@ def _latest(graph: Any, ring: Communicator) -> _Latest:
     if ring not in by_communicator:
         handle = private.capture_once(graph, kept(ring, _Variable).handle)
         by_communicator[ring] = _Latest(handle)
-    found: _Latest = by_communicator[ring]
-    return found
+    latest: _Latest = by_communicator[ring]
+    return latest
 
 
 class _Variable:

@@ -50,21 +50,21 @@ class AgreedPlans:
             return
         gradients = [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients]
         buckets = f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})"
-        own = [gradients, plan.signature, buckets]
+        description = [gradients, plan.signature, buckets]
 
         def difference(_: int, __: Any, peer: int, theirs: Any) -> Difference | None:
             specs = [GradientSpec(path, tuple(shape), *rest) for path, shape, *rest in theirs[0]]
-            what, found = "gradients", first_difference(plan.gradients, specs)
-            if found is None and theirs[1] != plan.signature:
-                what, found = "buckets of gradients", (buckets, theirs[2])
-            if found is None:
+            what, pair = "gradients", first_difference(plan.gradients, specs)
+            if pair is None and theirs[1] != plan.signature:
+                what, pair = "buckets of gradients", (buckets, theirs[2])
+            if pair is None:
                 return None
-            text = f"has other {what} than rank {peer}: here {found[0]}; there {found[1]}"
+            text = f"has other {what} than rank {peer}: here {pair[0]}; there {pair[1]}"
             return Difference(peer, text, _REMEDY)
 
         self._comparing = plan
         try:
-            agree(ring, own, difference, _OPERATION, signature_of("gradients"))
+            agree(ring, description, difference, _OPERATION, signature_of("gradients"))
         finally:
             self._comparing = None
         self._plans[plan.signature] = self._latest = plan
@@ -73,10 +73,10 @@ class AgreedPlans:
         """Explain `error`, of ranks in different calls, by their gradients; None if it cannot."""
         if self._comparing is not None and self._latest is not None:
             # Only this rank's plan changed; the others use that of the step before.
-            if (found := _difference(self._comparing, self._latest)) is None:
+            if (pair := _difference(self._comparing, self._latest)) is None:
                 return None
             text = (
-                f"has gradients that changed since the last step, from {found[1]} to {found[0]}, "
+                f"has gradients that changed since the last step, from {pair[1]} to {pair[0]}, "
                 f"while rank {error.peer} goes on as before"
             )
         else:
@@ -96,10 +96,10 @@ class AgreedPlans:
 
 
 def _difference(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str] | None:
-    found = first_difference(ours.gradients, theirs.gradients)
-    if found is None and ours.compiled != theirs.compiled:
-        found = ours.describe_buckets(), theirs.describe_buckets()
-    return found
+    difference = first_difference(ours.gradients, theirs.gradients)
+    if difference is None and ours.compiled != theirs.compiled:
+        difference = ours.describe_buckets(), theirs.describe_buckets()
+    return difference
 
 
 class BucketReducer:

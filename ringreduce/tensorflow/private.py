@@ -83,11 +83,11 @@ _autograph.CONVERSION_RULES += (_autograph.DoNotConvert("ringreduce"),)
 def graphs_being_traced() -> list[Any]:
     """The graph that is being traced and those around it, functions and parts of them; or none."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    found = []
+    graphs = []
     while isinstance(graph, FuncGraph):
-        found.append(graph)
+        graphs.append(graph)
         graph = graph.outer_graph
-    return found
+    return graphs
 
 
 def call_through(function: Any, around: Callable[[partial[Any]], Any]) -> None:
@@ -165,17 +165,18 @@ def ops_in(dataset: Any) -> dict[str, bool] | None:
     if isinstance(dataset, _VariantDataset):
         return None
     try:
-        inputs, functions = dataset._inputs(), [each.function for each in dataset._functions()]
+        inputs = dataset._inputs()
+        functions = [wrapped.function for wrapped in dataset._functions()]
     except (AttributeError, NotImplementedError):
         return None
-    found = {type(dataset).__name__: False}
+    ops = {type(dataset).__name__: False}
     for function in functions:
         graph = function.graph.as_graph_def()
-        inner = (node for one in graph.library.function for node in one.node_def)
+        inner = (node for nested in graph.library.function for node in nested.node_def)
         for node in itertools.chain(graph.node, inner):
-            found[node.op] = "seed2" in node.attr
-    for one in map(ops_in, inputs):
-        if one is None:
+            ops[node.op] = "seed2" in node.attr
+    for inner_ops in map(ops_in, inputs):
+        if inner_ops is None:
             return None
-        found |= one
-    return found
+        ops |= inner_ops
+    return ops

@@ -41,10 +41,10 @@ def call(
     failures.watch(ring)
     if tf.executing_eagerly():
         try:
-            found = run(*(tensor.numpy() for tensor in arguments))
+            returned = run(*(tensor.numpy() for tensor in arguments))
         except StopIteration as end:
             raise tf.errors.OutOfRangeError(None, None, str(end)) from None
-        return [tf.convert_to_tensor(value) for value in found]
+        return [tf.convert_to_tensor(value) for value in returned]
     if private.is_for_shapes(tf.compat.v1.get_default_graph()):
         # The input of a model is no tensor yet.
         return [tf.compat.v1.placeholder(dtype, shape) for shape, dtype in results]
@@ -101,16 +101,16 @@ def _compiled(
                 raise RoundFailed(str(error)) from error
             raise
         for result, value in zip(arrays[count:], returned, strict=True):
-            found = np.asarray(value)
-            if found.shape != result.shape:
+            array = np.asarray(value)
+            if array.shape != result.shape:
                 raise MismatchError(
-                    f"got a result of shape {found.shape} where {result.shape} was compiled, as if "
+                    f"got a result of shape {array.shape} where {result.shape} was compiled, as if "
                     "tensors had the shape of this rank's on all ranks",
                     **ring.config.who,
                     operation=what,
                     remedy="Under jit_compile=True pass tensors of equal shape on all ranks.",
                 )
-            np.copyto(result, found)
+            np.copyto(result, array)
 
     engine = ring._session.engine
     assert engine.native is not None

@@ -47,9 +47,9 @@ class Residuals:
     def _lay_out(self, plan: BucketPlan, variables: Sequence[Any]) -> None:
         self._laid_out, self._buckets = [], []
         for bucket in plan.buckets:
-            whole = np.zeros((self._arrays, bucket.count), np.float32)
-            self._buckets.append(whole)
+            memory = np.zeros((self._arrays, bucket.count), np.float32)
+            self._buckets.append(memory)
             for slot in bucket.slots:
-                variable, parts = variables[slot.gradient], whole[:, slot.start :][:, : slot.count]
+                variable, parts = variables[slot.gradient], memory[:, slot.start :][:, : slot.count]
                 _, parts[:] = self._stored.pop(id(variable), (variable, 0))
                 self._laid_out.append((variable, parts))

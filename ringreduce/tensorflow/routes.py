@@ -46,17 +46,17 @@ class PackedRoute:
         dtypes = [dtype_named(bucket.dtype) for bucket in buckets]
         layouts: list[Layout] = []
         for bucket, dtype in zip(buckets, dtypes, strict=True):
-            each = dtype.itemsize
-            memory = None if bucket.in_place else ring.empty(bucket.count * each, np.uint8)
-            spans = [(slot.start * each, slot.count * each) for slot in bucket.slots]
-            layouts.append(Layout(memory, bucket.count * each, spans))
+            itemsize = dtype.itemsize
+            memory = None if bucket.in_place else ring.empty(bucket.count * itemsize, np.uint8)
+            spans = [(slot.start * itemsize, slot.count * itemsize) for slot in bucket.slots]
+            layouts.append(Layout(memory, bucket.count * itemsize, spans))
 
         def reduce(item: BucketItem) -> None:
             layout = layouts[item.bucket]
-            whole = item.view(layout.nbytes) if layout.memory is None else layout.memory
+            memory = item.view(layout.nbytes) if layout.memory is None else layout.memory
             if item.bucket == 0:
                 reducer.begin_step()
-            reducer.reduce(item.bucket, whole.view(dtypes[item.bucket]))
+            reducer.reduce(item.bucket, memory.view(dtypes[item.bucket]))
 
         engine = ring._session.engine
         assert engine.native is not None
@@ -137,9 +137,9 @@ class PythonRoute:
             # Zeros, since padding travels too; TensorFlow would copy what is not aligned.
             memory = aligned(bucket.count * dtype.itemsize).view(dtype)
             for slot in bucket.slots:
-                own = by_gradient[slot.gradient]
-                view = memory[slot.start : slot.start + slot.count].reshape(own.shape)
-                view[...] = own
+                gradient = by_gradient[slot.gradient]
+                view = memory[slot.start : slot.start + slot.count].reshape(gradient.shape)
+                view[...] = gradient
                 means[slot.gradient] = view
             self._reducer.reduce(number, memory)
         return [means[index] for index in plan.present]

@@ -82,8 +82,8 @@ def _gradient_to(group_rank: int, gradient: Any, ring: Communicator, number: Any
         ring.send(array, group_rank, tag=_GRADIENT)
         return np.zeros((), array.dtype)
 
-    what, given = "send a gradient", tf.convert_to_tensor(number, tf.int64)
-    return collective(ring, what, run, _refused, gradient, (), given, of=number)
+    what, number64 = "send a gradient", tf.convert_to_tensor(number, tf.int64)
+    return collective(ring, what, run, _refused, gradient, (), number64, of=number)
 
 
 def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) -> Any:
@@ -92,9 +92,9 @@ def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) 
 
     def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
         while not early[int(number)]:
-            found, dtype, shape = ring.recv_object(group_rank, tag=_GRADIENT)
+            received, dtype, shape = ring.recv_object(group_rank, tag=_GRADIENT)
             gradient = np.empty(shape, dtype_named(dtype))
-            early[found].append(ring.recv(gradient, group_rank, tag=_GRADIENT))
+            early[received].append(ring.recv(gradient, group_rank, tag=_GRADIENT))
         gradient = early[int(number)].popleft()
         if (gradient.shape, gradient.dtype) != (array.shape, array.dtype):
             error = MismatchError(
@@ -107,8 +107,8 @@ def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) 
             raise ring._session.fail(error)
         return gradient
 
-    what, given = "receive a gradient", tf.convert_to_tensor(number, tf.int64)
-    return collective(ring, what, run, _refused, like, like.shape, given, of=number)
+    what, number64 = "receive a gradient", tf.convert_to_tensor(number, tf.int64)
+    return collective(ring, what, run, _refused, like, like.shape, number64, of=number)
 
 
 def _anchor() -> Any:

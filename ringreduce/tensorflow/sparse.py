@@ -50,11 +50,11 @@ def as_gradient(gradient: Any, variable: Any) -> Any:
             return tensor if is_known else tf.ensure_shape(tensor, shape)
         values = _as_tensor(gradient.values, variable.dtype)
         indices = tf.convert_to_tensor(gradient.indices)
-        whole = gradient.dense_shape
-        whole = None if whole is None else tf.convert_to_tensor(whole)
-        made = tf.IndexedSlices(values, indices, whole)
+        dense = gradient.dense_shape
+        dense = None if dense is None else tf.convert_to_tensor(dense)
+        made = tf.IndexedSlices(values, indices, dense)
         if shape.is_fully_defined() and not made.shape.is_fully_defined():
-            kind = tf.int32 if whole is None else whole.dtype
+            kind = tf.int32 if dense is None else dense.dtype
             made = tf.IndexedSlices(values, indices, tf.constant(tuple(shape), kind))
         return made
     except (TypeError, ValueError) as error:
@@ -127,39 +127,39 @@ def mean_of_slices(reducer: BucketReducer, gradients: Sequence[Any]) -> dict[int
 
     slices = [gradients[number] for number in numbers]
     # Indices and values of each, alternating.
-    parts = [tensor for one in slices for tensor in (one.indices, one.values)]
+    parts = [tensor for table in slices for tensor in (table.indices, table.values)]
     results = [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
     means = call(ring, "reduce gradients", run, parts, results)
     by_table = zip(numbers, means[1::2], means[::2], slices, strict=True)
-    return {number: tf.IndexedSlices(*found, one.dense_shape) for number, *found, one in by_table}
+    return {number: tf.IndexedSlices(*mean, table.dense_shape) for number, *mean, table in by_table}
 
 
 def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Indices and values of the means, alternating as in `arrays`, in new memory."""
     ring, plan, numerics = reducer.communicator, reducer.plan, reducer.numerics
     specs = [plan.gradients[index] for index in plan.sparse]
-    given = zip(specs, arrays[::2], arrays[1::2], strict=True)
-    own = [_merged(ring, *each) for each in given]
-    for spec, (indices, rows) in zip(specs, own, strict=True):
+    pairs = zip(specs, arrays[::2], arrays[1::2], strict=True)
+    own_rows = [_merged(ring, *pair) for pair in pairs]
+    for spec, (indices, rows) in zip(specs, own_rows, strict=True):
         numerics.check_own(ring, rows.reshape(-1), [(spec, 0, indices)])
     # All ranks' numbers of rows, as a sum, since only reductions check a signature.
-    counts = np.zeros((ring.size, len(own)), np.int64)
-    counts[ring.rank] = [len(indices) for indices, _ in own]
+    counts = np.zeros((ring.size, len(own_rows)), np.int64)
+    counts[ring.rank] = [len(indices) for indices, _ in own_rows]
     ring.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
     is_gathered = [
-        gathers_rows(counts[:, place].tolist(), spec, own[place][1].itemsize)
+        gathers_rows(counts[:, place].tolist(), spec, own_rows[place][1].itemsize)
         for place, spec in enumerate(specs)
     ]
-    gathered = _gathered(ring, own, counts, is_gathered)
+    gathered = _gathered(ring, own_rows, counts, is_gathered)
     means: list[np.ndarray] = []
     for place, spec in enumerate(specs):
-        indices, rows = own[place]
+        indices, rows = own_rows[place]
         if is_gathered[place]:
             # Added in rank order; a row that a rank lacks is zero there.
-            indices, theirs = map(np.concatenate, zip(*gathered[place], strict=True))
-            indices, total = _added(indices, theirs)
+            indices, values = map(np.concatenate, zip(*gathered[place], strict=True))
+            indices, total = _added(indices, values)
             total /= ring.size
-            rows = _narrowed(total, theirs.dtype)
+            rows = _narrowed(total, values.dtype)
         else:
             # All rows of the table, as a dense gradient.
             table = np.zeros((spec.shape[0], rows.shape[1]), rows.dtype)
@@ -188,7 +188,7 @@ def _merged(
 
 
 def _gathered(
-    ring: Communicator, own: Sequence[_Rows], counts: np.ndarray, is_gathered: Sequence[bool]
+    ring: Communicator, own_rows: Sequence[_Rows], counts: np.ndarray, is_gathered: Sequence[bool]
 ) -> list[list[_Rows]]:
     """For each gathered gradient every rank's rows, in rank order; for the others nothing.
 
@@ -197,28 +197,28 @@ def _gathered(
         indices of a | rows of a | pad | indices of b | rows of b | pad
     """
     chosen = [place for place, is_chosen in enumerate(is_gathered) if is_chosen]
-    found: list[list[_Rows]] = [[] for _ in own]
+    gathered: list[list[_Rows]] = [[] for _ in own_rows]
     if not counts[:, chosen].any():
         for place in chosen:
-            found[place] = [own[place]] * ring.size  # All without rows.
-        return found
+            gathered[place] = [own_rows[place]] * ring.size  # All without rows.
+        return gathered
     parts: list[np.ndarray] = []
     for place in chosen:
-        indices, rows = own[place]
+        indices, rows = own_rows[place]
         pad = np.zeros(-rows.nbytes % INDEX_BYTES, np.uint8)
         parts += indices.view(np.uint8), rows.reshape(-1).view(np.uint8), pad
     everyone = ring.all_gather(np.concatenate(parts))
     at = 0
     for rank in range(ring.size):
         for place in chosen:
-            rows = own[place][1]
+            rows = own_rows[place][1]
             count, width = int(counts[rank, place]), rows.shape[1]
             middle = at + count * INDEX_BYTES
             end = middle + count * width * rows.itemsize
-            theirs = everyone[middle:end].view(rows.dtype).reshape(count, width)
-            found[place].append((everyone[at:middle].view(np.int64), theirs))
+            values = everyone[middle:end].view(rows.dtype).reshape(count, width)
+            gathered[place].append((everyone[at:middle].view(np.int64), values))
             at = end + -(end - middle) % INDEX_BYTES
-    return found
+    return gathered
 
 
 def _added(indices: np.ndarray, rows: np.ndarray) -> _Rows:

@@ -28,10 +28,10 @@ def broadcast_variables(variables: Sequence[Any], ring: Communicator, root: int 
     checked_root(root, ring.size, ring.config.who)
     if ring.size == 1:
         return False
-    own = [value_of(variable) for variable in variables]
-    found = broadcast_values([path_of(variable) for variable in variables], ring, root, own)
+    values = [value_of(variable) for variable in variables]
+    received = broadcast_values([path_of(variable) for variable in variables], ring, root, values)
     differed = False
-    for variable, before, after in zip(variables, own, found, strict=True):
+    for variable, before, after in zip(variables, values, received, strict=True):
         if before.tobytes() != after.tobytes():
             differed = True
             variable.assign(after)
@@ -51,14 +51,14 @@ def broadcast_values(
         versions["Keras"] = sys.modules["keras"].__version__
     named = zip(paths, values, strict=True)
     layout = [(path, value.shape, value.dtype.name) for path, value in named]
-    own = {"versions": versions, "variables": layout}
+    description = {"versions": versions, "variables": layout}
     what, signature = "broadcast of the initial weights", signature_of("variables")
-    agree(ring, own, lambda *pair: _difference(own, *pair[2:]), what, signature)
-    found = [np.array(value) for value in values]  # TensorFlow's ops get scalars, not arrays.
-    for value in found:
+    agree(ring, description, lambda *pair: _difference(description, *pair[2:]), what, signature)
+    received = [np.array(value) for value in values]  # TensorFlow's ops get scalars, not arrays.
+    for value in received:
         # As bytes, so that every dtype travels, booleans and 8-bit floats included.
         ring.broadcast(value.reshape(-1).view(np.uint8), root)
-    return found
+    return received
 
 
 def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
@@ -71,7 +71,7 @@ def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
             remedy = "Install the same versions on every rank: results would differ silently."
             return Difference(peer, text, remedy)
     layouts = ours["variables"], theirs["variables"]
-    specs = [[GradientSpec(p, tuple(s), dtype) for p, s, dtype in each] for each in layouts]
+    specs = [[GradientSpec(p, tuple(s), dtype) for p, s, dtype in layout] for layout in layouts]
     if difference := first_difference(specs[0], specs[1], "variables"):
         return Difference(
             peer,
@@ -123,11 +123,11 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     ring = communicator or default_communicator()
     if ring.size == 1:
         return
-    own = list(map(_hash_of, variables))
-    if len(set(ring.all_gather_object(signature_of(own)))) > 1:
+    hashes = list(map(_hash_of, variables))
+    if len(set(ring.all_gather_object(signature_of(hashes)))) > 1:
         # All ranks have seen the difference, so all take part here.
-        found = _who_differs(variables, ring.all_gather_object(own), ring.members)
-        refuse(ring, found, "verify_replicas")
+        difference = _who_differs(variables, ring.all_gather_object(hashes), ring.members)
+        refuse(ring, difference, "verify_replicas")
 
 
 def differing(variables: Sequence[Any], ring: Communicator) -> list[Any]:
@@ -151,7 +151,7 @@ def _who_differs(
             "Build the same model and optimizer on every rank.",
         )
     bad = _unequal(gathered)
-    differing = [members[place] for place in _minority([each[bad[0]] for each in gathered])]
+    differing = [members[place] for place in _minority([hashes[bad[0]] for hashes in gathered])]
     variable = variables[bad[0]]
     value = value_of(variable)
     whose = "has its own value" if len(differing) == 1 else "have values of their own"

@@ -18,11 +18,11 @@ def resolve(config: Config) -> tuple[tuple[str, ...], int]:
     """
     host, port = host_and_port(config.rendezvous)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         raise unreachable(config, error) from error
-    hosts = tuple(dict.fromkeys(str(target[0]) for *_, target in found))
-    others = tuple(each for each in hosts if not is_loopback(each))
+    hosts = tuple(dict.fromkeys(str(target[0]) for *_, target in answers))
+    others = tuple(numeric for numeric in hosts if not is_loopback(numeric))
     # Of loopback addresses all ranks take the first one; they are on one host.
     return others or hosts[:1], port
 

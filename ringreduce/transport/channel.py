@@ -336,12 +336,12 @@ def join_ports(addresses: Sequence[str]) -> str:
 def announced_ports(address: str, count: int, peer: int, who: dict[str, Any]) -> list[str]:
     """Undo `join_ports` on what `peer` has announced; RendezvousError if not `count` ports."""
     host, _, ports = address.rpartition(":")
-    found = [f"{host}:{port}" for port in ports.split(",")]
-    if len(found) != count:
+    listening = [f"{host}:{port}" for port in ports.split(",")]
+    if len(listening) != count:
         text = f"got the address {address[:200]!r} of rank {peer}, which has not {count} ports"
         remedy = "Start all ranks with the same ringreduce."
         raise RendezvousError(text, **who, peer=peer, remedy=remedy)
-    return found
+    return listening
 
 
 # From <linux/tcp.h>: the option, the size of struct tcp_info, and where it has these counts.

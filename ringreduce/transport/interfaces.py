@@ -60,24 +60,24 @@ def own_networks(config: Config) -> tuple[str, ...]:
     if is_loopback(host):
         _check_name(config, host)
         return (f"{host}/{128 if ':' in host else 8}",)
-    found = local_addresses()
+    local = local_addresses()
     try:
-        chosen = offered(found, patterns(config.iface))
+        chosen = offered(local, patterns(config.iface))
     except ValueError as error:
         raise ConfigError(
-            f"cannot use RINGREDUCE_IFACE={config.iface}: {error}; there are {described(found)}",
+            f"cannot use RINGREDUCE_IFACE={config.iface}: {error}; there are {described(local)}",
             **config.who,
             remedy="Names and CIDR blocks are listed with commas between them; ^ before one "
             "excludes it.",
         ) from error
-    here = [each for each in chosen if str(each.at.ip) == host]
+    here = [address for address in chosen if str(address.at.ip) == host]
     if not here and not config.iface:
         # A bridge leads to the rendezvous, as from a container of the host.
-        here = [each for each in found if each.is_usable and str(each.at.ip) == host]
-    ordered = here + [each for each in chosen if each not in here]
-    networks = tuple(each.network for each in ordered if _is_bindable(str(each.at.ip)))
+        here = [address for address in local if address.is_usable and str(address.at.ip) == host]
+    ordered = here + [address for address in chosen if address not in here]
+    networks = tuple(address.network for address in ordered if _is_bindable(str(address.at.ip)))
     if not networks:
-        text = f"has no address for ranks of other hosts; there are {described(found)}"
+        text = f"has no address for ranks of other hosts; there are {described(local)}"
         raise ConfigError(text, **config.who, remedy="Choose some by RINGREDUCE_IFACE.")
     if config.rank == 0 or len(networks) > 1:
         _log.info("[%d/%d] listens on %s", config.rank, config.size, ", ".join(networks))
@@ -95,11 +95,11 @@ def local_addresses() -> list[Local]:
 
     down = {name for name, facts in psutil.net_if_stats().items() if not facts.isup}
     return [
-        Local(name, f"{each.address.partition('%')[0]}/{_prefix(each.address, each.netmask)}")
+        Local(name, f"{entry.address.partition('%')[0]}/{_prefix(entry.address, entry.netmask)}")
         for name, addresses in psutil.net_if_addrs().items()
         if name not in down
-        for each in addresses
-        if each.family in (socket.AF_INET, socket.AF_INET6)
+        for entry in addresses
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
     ]
 
 
@@ -112,8 +112,8 @@ def _prefix(address: str, mask: str | None) -> int:
 def meeting_hosts(config: Config) -> tuple[str, ...]:
     """This host's addresses among the rendezvous host's; RendezvousError if there is none."""
     hosts, _ = resolve(config)
-    own = tuple(host for host in hosts if _is_bindable(host))
-    if not own:
+    bindable = tuple(host for host in hosts if _is_bindable(host))
+    if not bindable:
         raise RendezvousError(
             f"cannot listen on {config.rendezvous} for the other ranks: {', '.join(hosts)} is not "
             f"an address of this host, which has {described(local_addresses())}",
@@ -121,7 +121,7 @@ def meeting_hosts(config: Config) -> tuple[str, ...]:
             remedy="Set RINGREDUCE_RENDEZVOUS on all ranks to one of rank 0's own addresses, or "
             "run rank 0 on that host.",
         )
-    return own
+    return bindable
 
 
 def _own_end(config: Config) -> str:

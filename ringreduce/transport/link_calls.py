@@ -101,8 +101,8 @@ class ExchangeCall(_LinkCall):
         for step, distance in enumerate(plan.distances):
             ours = replace(header, step=step, nbytes=plan.counts[step] * row_bytes)
             self._steps["outgoing"][step] = encode(ours)
-            theirs = replace(ours, rank=(header.rank - distance) % size)
-            self._steps["incoming"][step] = encode(theirs)
+            due = replace(ours, rank=(header.rank - distance) % size)
+            self._steps["incoming"][step] = encode(due)
         self._sequences = self._steps["outgoing"][:, 3], self._steps["incoming"][:, 3]
         self._record = ExchangeRecord(self._steps.ctypes.data, self.steps, row_bytes)
         self.address = ctypes.addressof(self._record)

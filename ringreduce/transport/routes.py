@@ -56,13 +56,13 @@ class Routes:
             for peer, address in addresses.items()
             if peer not in self._reached and peer != self._rank
         }
-        found, failed = first_to_answer(self._rank, tried, TIMES.reach_s, check)
-        for peer, host in found.items():
+        reached, failed = first_to_answer(self._rank, tried, TIMES.reach_s, check)
+        for peer, host in reached.items():
             if len(tried[peer]) > 1:
-                offered = ", ".join(each for each, _ in tried[peer])
+                offered = ", ".join(address for address, _ in tried[peer])
                 text = "[%d/%d] reaches rank %d at %s (it has %s)"
                 _log.info(text, self._rank, self._size, peer, host, offered)
-        self._reached.update(found)
+        self._reached.update(reached)
         return failed
 
     def ways(self, peer: int, address: str) -> list[tuple[str, int]]:
@@ -73,7 +73,7 @@ class Routes:
             hosts = [self._reached[peer]]
         elif self.are_needed:
             hosts = ways(self.networks[self._rank], self.networks[peer])
-        return [(each, int(ports.partition(",")[0])) for each in hosts]
+        return [(host, int(ports.partition(",")[0])) for host in hosts]
 
     def lead(self, peer: int, address: str) -> str:
         """`address`, which `peer` has announced, with the host that was chosen, if one was."""
@@ -100,7 +100,7 @@ def first_to_answer(
     tried by `rank`, this one.
     """
     started = time.monotonic()
-    found: dict[int, str] = {}
+    reached: dict[int, str] = {}
     failed: list[Unreached] = []
     waiting = {peer: deque(addresses) for peer, addresses in ways.items()}
     next_s = dict.fromkeys(ways, 0.0)  # when the next address is tried, if one is tried already
@@ -145,14 +145,14 @@ def first_to_answer(
                 if error:
                     fail(peer, where, _why(error))
                     continue
-                found[peer] = where[0]
+                reached[peer] = where[0]
                 waiting[peer].clear()
-                for other in [each for each, (whose, _) in running.items() if whose == peer]:
+                for other in [attempt for attempt, (whose, _) in running.items() if whose == peer]:
                     end(other)
     late = [(peer, where) for peer, addresses in waiting.items() for where in addresses]
     for peer, where in (*running.values(), *late):
         fail(peer, where, f"no answer in {limit_s:g} s")
-    return found, [each for each in failed if each.peer not in found]
+    return reached, [way for way in failed if way.peer not in reached]
 
 
 def _started(where: tuple[str, int], opened: contextlib.ExitStack) -> socket.socket:

@@ -149,18 +149,18 @@ class Security:
         """
         if not self.public_key:
             return
-        found = tuple(key.encode(errors="replace") for key in keys)
+        encoded = tuple(key.encode(errors="replace") for key in keys)
         if (
-            len(found) != self.size
-            or len(set(found)) != self.size
-            or not all(_is_key(key) for key in found)
-            or not hmac.compare_digest(found[self.rank], self.public_key)
+            len(encoded) != self.size
+            or len(set(encoded)) != self.size
+            or not all(_is_key(key) for key in encoded)
+            or not hmac.compare_digest(encoded[self.rank], self.public_key)
             or len(material) != MATERIAL_BYTES
         ):
             text = "was told keys that are not one for each rank"
             remedy = "Start all ranks with the same ringreduce and the same secret."
             raise RendezvousError(text, **self.who, peer=0, remedy=remedy)
-        self.keys, self._job = found, job
+        self.keys, self._job = encoded, job
         self.start_session(material)
 
     def for_group(self, membership: Membership) -> Security:

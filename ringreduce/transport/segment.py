@@ -81,11 +81,11 @@ def checked(status: int) -> None:
 
 def made(owner: object, kind: str, *arguments: Any) -> int:
     """Address of a new C object of `kind`, ``shm`` or ``pair``, freed with `owner`; or OSError."""
-    found = ctypes.c_void_p()
-    checked(functions()[f"{kind}_new"](ctypes.addressof(found), *arguments))
-    assert found.value is not None
-    weakref.finalize(owner, functions()[f"{kind}_free"], found.value).atexit = False
-    return found.value
+    handle = ctypes.c_void_p()
+    checked(functions()[f"{kind}_new"](ctypes.addressof(handle), *arguments))
+    assert handle.value is not None
+    weakref.finalize(owner, functions()[f"{kind}_free"], handle.value).atexit = False
+    return handle.value
 
 
 def _whole_blocks(nbytes: int) -> int:
@@ -102,9 +102,9 @@ class Segment:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         address, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
-        found = ctypes.addressof(address), ctypes.addressof(nbytes)
+        outputs = ctypes.addressof(address), ctypes.addressof(nbytes)
         try:
-            checked(functions()["segment_map"](descriptor, *found))
+            checked(functions()["segment_map"](descriptor, *outputs))
         except OSError:
             os.close(descriptor)
             raise

@@ -147,14 +147,14 @@ def are_possible() -> bool:
     frozen = array[:, 1:]
     frozen.flags.writeable = False
     return all(
-        found.type == id(np.ndarray)
-        and found.data == of.ctypes.data
-        and found.dimensions == of.ndim
-        and tuple(found.shape[: of.ndim]) == of.shape
-        and found.dtype == id(of.dtype)
-        and found.flags & ~_OWNED == flags
+        header.type == id(np.ndarray)
+        and header.data == of.ctypes.data
+        and header.dimensions == of.ndim
+        and tuple(header.shape[: of.ndim]) == of.shape
+        and header.dtype == id(of.dtype)
+        and header.flags & ~_OWNED == flags
         for of, flags in ((array, _USUAL), (frozen, _ALIGNED))
-        for found in (_Array.from_address(id(of)),)
+        for header in (_Array.from_address(id(of)),)
     )
 
 

@@ -57,7 +57,7 @@ class Sockets:
     def lock_all(self, deadline: float) -> None:
         """Lock all ports, as `Incoming.lock` does; the authenticator ends once all are shut."""
         # A list, so that every port is tried, also after one that fails.
-        if all([each.lock(deadline) for each in self.incoming]):
+        if all([pulling.lock(deadline) for pulling in self.incoming]):
             self._authenticator.close()
 
     def read_events(self) -> None:
@@ -66,15 +66,15 @@ class Sockets:
 
     def flow(self) -> Flow:
         """Count frames sent to each rank, and find ranks whose frames are due; from any thread."""
-        sent = ((each.peer, each.number, each.record.sent) for each in list(self.outgoing))
-        overdue = (each.overdue() for each in list(self.incoming))
-        return Flow(sent=tuple(sent), overdue=tuple(each for each in overdue if each is not None))
+        sent = ((end.peer, end.number, end.record.sent) for end in list(self.outgoing))
+        overdue = (end.overdue() for end in list(self.incoming))
+        return Flow(sent=tuple(sent), overdue=tuple(filter(None, overdue)))
 
     def close_inherited(self) -> None:
         """In a forked child: forget the keys, and close its copies of the connections."""
         self._forget_keys()
-        listening = [endpoint for each in self.incoming for endpoint in each.endpoints]
-        inherited.close_connections(listening + [each.address for each in self.outgoing])
+        listening = [endpoint for pulling in self.incoming for endpoint in pulling.endpoints]
+        inherited.close_connections(listening + [pushing.address for pushing in self.outgoing])
 
     def close(self, linger_s: float) -> None:
         """Free everything, once all that was sent has been written, or `linger_s` have passed."""

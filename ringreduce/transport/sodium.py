@@ -34,9 +34,9 @@ decrypt = declare(
 @cache
 def load() -> bool:
     """Make both functions known to compiled code; return whether this libsodium has them."""
-    found = library()
+    loaded = library()
     # Without `sodium_init` it uses no instructions of the processor, at a seventieth of the speed.
-    if hasattr(found, _ENCRYPT) and found.sodium_init() >= 0:
+    if hasattr(loaded, _ENCRYPT) and loaded.sodium_init() >= 0:
         return True
     # The linker needs an address also for what is never called.
     never = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value

@@ -166,8 +166,8 @@ class PeerTimeouts(Timeouts):
     def explain(self, error: PeerTimeoutError) -> None:
         doing = self._peers.doing(self._peer, time.monotonic())
         if error.rank is not None and doing.waits:
-            own = Waits(error.rank, Pending(self._sends, self._peer, 0))
-            if (text := describe_cycle([own, *doing.waits])) is not None:
+            own_wait = Waits(error.rank, Pending(self._sends, self._peer, 0))
+            if (text := describe_cycle([own_wait, *doing.waits])) is not None:
                 error.remedy = text
                 return
         error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"

@@ -43,7 +43,8 @@ class Standby:
     def descriptors(self) -> dict[str, int]:
         """Where it listens, each with a descriptor for the caller."""
         return {
-            endpoint(*each.getsockname()[:2]): os.dup(each.fileno()) for each in self._listeners
+            endpoint(*listener.getsockname()[:2]): os.dup(listener.fileno())
+            for listener in self._listeners
         }
 
     def shut(self) -> None:
@@ -61,7 +62,7 @@ class Standby:
     def close_inherited(self) -> None:
         """In a forked child: close its copies, those that libzmq listens with too."""
         self.lock = threading.RLock()
-        ports = [endpoint(*each.getsockname()[:2]) for each in self._listeners]
+        ports = [endpoint(*listener.getsockname()[:2]) for listener in self._listeners]
         self._close_listeners()
         inherited.close_connections(ports)
 

@@ -75,7 +75,7 @@ class Mesh:
         Raises RendezvousError if a rank did not connect within `timeout_s`, or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
-        others = [each for each in names if each != rank]
+        others = [other for other in names if other != rank]
         descriptors: dict[int, int] = {}
         ended: list[int] = []
         arriving = select.poll()
@@ -93,14 +93,14 @@ class Mesh:
                 check()
                 if time.monotonic() > deadline:
                     raise TimeoutError("no connection came in time")
-                ready = [each for each, _ in arriving.poll(milliseconds(TIMES.poll_s))]
+                ready = [descriptor for descriptor, _ in arriving.poll(milliseconds(TIMES.poll_s))]
                 if self._listener.fileno() in ready:
                     self._accept(descriptors, others, job)
                 elif ready:  # Nothing is sent that way, so it has ended.
-                    ended = [r for r, each in self._outgoing.items() if each.fileno() in ready]
+                    ended = [r for r, end in self._outgoing.items() if end.fileno() in ready]
                     raise ConnectionError("it has ended, or has another job")
         except (OSError, RingReduceError) as error:
-            missing = ended or [each for each in others if each not in descriptors]
+            missing = ended or [other for other in others if other not in descriptors]
             for received in descriptors.values():
                 os.close(received)
             if isinstance(error, RingReduceError):
@@ -137,13 +137,13 @@ class Mesh:
     def gone(self) -> frozenset[int]:
         """Each rank whose connection has ended: it has closed it, or died."""
         with self._lock:
-            ready = {each for each, _ in self._poll.poll(0)} if self._incoming else ()
-            return frozenset(r for r, each in self._incoming.items() if each.fileno() in ready)
+            ready = {descriptor for descriptor, _ in self._poll.poll(0)} if self._incoming else ()
+            return frozenset(r for r, end in self._incoming.items() if end.fileno() in ready)
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies, which end nothing while the parent has its own."""
-        for each in (self._listener, *self._outgoing.values(), *self._incoming.values()):
-            each.close()
+        for connection in (self._listener, *self._outgoing.values(), *self._incoming.values()):
+            connection.close()
 
     def close(self) -> None:
         with self._lock:
@@ -185,8 +185,8 @@ def _facts(process: int) -> list[bytes]:
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
     """The process at the other end and its user, by SO_PEERCRED."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, _ = _CREDENTIALS.unpack(found)
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(packed)
     return process, user
 
 

@@ -109,7 +109,7 @@ class Visits:
         """Find the proven dead among `peers`: every way to their ports is refused."""
         ways = {peer: self._ways[peer] for peer in peers}
         _, failed = first_to_answer(self._rank, ways, TIMES.poll_s, lambda: None, 0.0)
-        why = {peer: [each.why for each in failed if each.peer == peer] for peer in peers}
+        why = {peer: [way.why for way in failed if way.peer == peer] for peer in peers}
         return {peer for peer in peers if why[peer] == ["refused"] * len(ways[peer])}
 
     def answer(
@@ -126,8 +126,8 @@ class Visits:
         def answer(message: Message) -> None:
             # A ring that works has no successor to tell.
             if has_ended or message.view < view.number:
-                for each in receive(known, message)[1]:
-                    self.send(each)
+                for reply in receive(known, message)[1]:
+                    self.send(reply)
             elif is_busy and message.view == view.number:
                 self.send(Message(Verb.BUSY, self._rank, message.sender, view.number))
 

@@ -109,9 +109,9 @@ class ZmqLink(StalledCall):
             peer: announced_ports(addresses[peer], expected, peer, self._who)
             for peer in membership.members
         }
-        self._where = {peer: each[0] for peer, each in ports.items()}
+        self._where = {peer: its_ports[0] for peer, its_ports in ports.items()}
         for channel, distance in enumerate(self._distances):
-            ahead, behind = (membership.ahead(self._rank, each) for each in (distance, -distance))
+            ahead, behind = (membership.ahead(self._rank, hops) for hops in (distance, -distance))
             self.sockets.connect(ports[ahead][channel], ahead, self.records[channel], channel)
             self._incoming[channel].admit(behind)
 
@@ -131,9 +131,9 @@ class ZmqLink(StalledCall):
 
     def flow(self) -> Flow:
         flow = self.sockets.flow()
-        found = [pushing.sent() for pushing in self._outgoing[: self._streams]]
-        known = [each for each in found if each is not None]
-        if not found or len(known) < len(found):
+        confirmed = [pushing.sent() for pushing in self._outgoing[: self._streams]]
+        known = [count for count in confirmed if count is not None]
+        if not confirmed or len(known) < len(confirmed):
             return flow
         # They send at the same time.
         nbytes, seconds = sum(n for n, _ in known), max(s for _, s in known)
@@ -191,7 +191,7 @@ class ZmqLink(StalledCall):
 
     def state(self) -> State:
         """The frames received, and the released ones; a frame is due from the channel used last."""
-        progress = self._record.frames, sum(each.released for each in self.records)
+        progress = self._record.frames, sum(channel.released for channel in self.records)
         if self._status == records.DRAINING:
             peer = self._outgoing[0].peer
             return State(progress, peer, f"{self.named(peer)} to take its data")

@@ -119,8 +119,8 @@ class ZmqPairs:
         is that of this rank's frames, apart from their count. `compare` raises if ranks are in
         different calls: each would wait in another place. Raises as `recv`.
         """
-        members, own, size = self._membership.members, header.rank, len(sent)
-        around = [(own + distance) % size for distance in range(1, size)]
+        members, own_place, size = self._membership.members, header.rank, len(sent)
+        around = [(own_place + distance) % size for distance in range(1, size)]
 
         def begun(ends: Any, place: int, sender: int, memory: np.ndarray) -> Any:
             end = ends(members[place], _PARTS) if memory.size else None
@@ -129,7 +129,7 @@ class ZmqPairs:
             return end
 
         incoming = [begun(self._receiving_from, p, p, received[p]) for p in reversed(around)]
-        outgoing = [begun(self._sending_to, place, own, sent[place]) for place in around]
+        outgoing = [begun(self._sending_to, place, own_place, sent[place]) for place in around]
         used: list[Sending] = [sending for sending in outgoing if sending is not None]
         call = _PairCall(self, Kind(header.kind).label, header, sequence)
         is_connected = all(sending.socket is not None for sending in used)
@@ -181,9 +181,9 @@ class ZmqPairs:
 
     def _receiving_from(self, peer: int, channel: int) -> Receiving:
         """The end that receives from `peer`, which is notified when it is made."""
-        found = self._receiving.get((peer, channel))
-        if found is not None:
-            return found
+        receiving = self._receiving.get((peer, channel))
+        if receiving is not None:
+            return receiving
         with self._changed:
             sockets, made = self._opened(), Receiving(self._record, peer)
             number, domain = _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"
@@ -243,8 +243,8 @@ class ZmqPairs:
     def traffic(self) -> Traffic:
         with self._changed:
             ends = [*self._sending.values(), *self._receiving.values()]
-        found = [(e.record.frames, e.record.bytes_sent, e.record.bytes_received) for e in ends]
-        return Traffic(*map(sum, zip((0, 0, 0), *found, strict=True)))
+        counts = [(e.record.frames, e.record.bytes_sent, e.record.bytes_received) for e in ends]
+        return Traffic(*map(sum, zip((0, 0, 0), *counts, strict=True)))
 
     def flow(self) -> Flow:
         return Flow() if self._sockets is None else self._sockets.flow()
@@ -289,7 +289,7 @@ class _PairCall(StalledCall):
         self._is_connecting = False
         failed = self._pairs.connect(sending, self._pairs.find(sending, 0.0), self._check)
         if failed:
-            tried = "; ".join(f"{each.address}: {each.why}" for each in failed)
+            tried = "; ".join(f"{way.address}: {way.why}" for way in failed)
             raise PeerLostError(
                 f"cannot connect to rank {sending.peer} ({tried})",
                 **self.where(sending.peer),

@@ -30,9 +30,9 @@ def require_distributed(optimizer: Any) -> None:
     if optimizer in _known:
         return
     # Keras keeps no list of optimizers.
-    for one in gc.get_objects():
-        if issubclass(type(one), DistributedOptimizer):
-            _known.update(all_within(one))
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedOptimizer):
+            _known.update(all_within(thing))
     if optimizer not in _known:
         refuse(
             f"applies gradients by {optimizer.name} in {place()}, outside of Model.fit or in a "

@@ -77,8 +77,8 @@ class _After(MetaPathFinder):
         """The spec that others find, if something waits for that module."""
         if not any(name in missing for missing, _ in self._waiting):
             return None
-        found = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
-        spec = next(filter(None, found), None)
+        specs = (hook.find_spec(name, path, target) for hook in sys.meta_path if hook is not self)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             # Other modules may have the same one, as those of a zip file have.
             spec.loader = copy.copy(spec.loader)

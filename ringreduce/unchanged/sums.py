@@ -42,7 +42,7 @@ def gradient(
     original: Any, tape: Any, target: Any, sources: Any, *more: Any, **options: Any
 ) -> Any:
     """In place of ``tf.GradientTape.gradient``."""
-    variables = [hasattr(one, "assign") for one in tf.nest.flatten(sources)]
+    variables = [hasattr(source, "assign") for source in tf.nest.flatten(sources)]
     is_of_rows = tf.is_tensor(target) and target.shape.rank
     if _local.step is not None and is_of_rows and all(variables) and not (more or options):
         rows, size = _local.step

@@ -121,15 +121,15 @@ def _check_first(owner: Any, name: str, check: Callable[[Any], None]) -> None:
 def _fit(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
     if not model.compiled:
         return original(model, *arguments, **options)  # Raises Keras's own error.
-    given = inspect.signature(original).bind(model, *arguments, **options).arguments
+    bound = inspect.signature(original).bind(model, *arguments, **options).arguments
     ring = _meet("Model.fit")
     guard.has_trained = True
     _distribute(model)
     sums.note_steps(model, ring)
-    with _own_method(given.pop("self"), "fit", original):
+    with _own_method(bound.pop("self"), "fit", original):
         # As Keras's, the order of rows follows from TensorFlow's seed, and is another in each call.
         seed = zlib.crc32(f"{_seed} {_calls}".encode())
-        return fit(model, **given, seed=seed, communicator=ring)
+        return fit(model, **bound, seed=seed, communicator=ring)
 
 
 def _note_seed(original: Any, seed: Any) -> None:
@@ -181,10 +181,10 @@ def _distribute(model: Any) -> None:
     """Have all optimizers of `model` average gradients: attributes, and in lists and tables."""
     made: dict[int, Any] = {}
 
-    def wrapped(one: Any) -> Any:
-        if not isinstance(one, keras.optimizers.Optimizer) or isinstance(one, Wrapper):
-            return one
-        return made.setdefault(id(one), DistributedOptimizer(one))
+    def wrapped(optimizer: Any) -> Any:
+        if not isinstance(optimizer, keras.optimizers.Optimizer) or isinstance(optimizer, Wrapper):
+            return optimizer
+        return made.setdefault(id(optimizer), DistributedOptimizer(optimizer))
 
     for name, value in list(vars(model).items()):
         if wrapped(value) is not value:
@@ -203,8 +203,8 @@ def _meet(what: str) -> Communicator:
     ring = init()
     if ring.size == 1:
         return ring
-    own = [_calls, what, guard.place()]
-    every = ring.all_gather_object([own, written.found(ring.rank)])
+    told = [_calls, what, guard.place()]
+    every = ring.all_gather_object([told, written.found(ring.rank)])
     written.note(name for _, names in every for name in names)
     for rank, (where, _) in zip(ring.members, every, strict=True):
         if where != every[0][0]:
@@ -233,21 +233,21 @@ def _write_once(original: Any, *arguments: Any, **options: Any) -> Any:
     if _is_tried_out:
         return None  # What is only tried out overwrites nothing.
     ring = _meet(original.__qualname__)
-    given = inspect.signature(original).bind(*arguments, **options).arguments
-    names = ring.all_gather_object(_name_of_file(given, arguments[0]))
+    bound = inspect.signature(original).bind(*arguments, **options).arguments
+    names = ring.all_gather_object(_name_of_file(bound, arguments[0]))
     if None in names or len(set(names)) > 1:
         return original(*arguments, **options)
 
     def write() -> str | None:
-        found = original(*arguments, **options)
-        return found if isinstance(found, str) else None
+        path = original(*arguments, **options)
+        return path if isinstance(path, str) else None
 
     return on_rank_zero(write, communicator=ring)
 
 
-def _name_of_file(given: Mapping[str, Any], saved: Any) -> str | None:
+def _name_of_file(bound: Mapping[str, Any], saved: Any) -> str | None:
     """The file or folder that a call writes; None: a buffer."""
-    found = next((given[name] for name in _FILES if name in given), None)
+    found = next((bound[name] for name in _FILES if name in bound), None)
     path = getattr(saved, "directory", None) if found is None else found
     return os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
 

@@ -61,8 +61,8 @@ def _own_folder() -> str:
         above, user = tempfile.gettempdir(), os.geteuid()
         folder = os.path.join(above, f"ringreduce-{user}")
         os.makedirs(folder, 0o700, exist_ok=True)
-        found, outer = os.lstat(folder), os.stat(above)
-        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077
+        inner, outer = os.lstat(folder), os.stat(above)
+        is_own = stat.S_ISDIR(inner.st_mode) and inner.st_uid == user and not inner.st_mode & 0o077
         # Whoever may write beside it may rename it, unless the sticky bit is set, as for /tmp.
         stays = outer.st_mode & stat.S_ISVTX or not outer.st_mode & 0o022
         if not (is_own and stays and outer.st_uid in (0, user)):
@@ -84,15 +84,15 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         package = function.__module__.partition(".")[0]
-        own = self._cache_file._source_stamp
-        self._cache_file._source_stamp = own, _sources(package)
+        stamp = self._cache_file._source_stamp
+        self._cache_file._source_stamp = stamp, _sources(package)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # Compiled code counts references to arrays.
-        found = self._load_overload(sig, target_context)
-        if found is None:
+        overload = self._load_overload(sig, target_context)
+        if overload is None:
             incomplete.add(self.cache_path)
-        return found
+        return overload
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(OSError):  # A full disk, for example: the next process compiles it.

@@ -274,7 +274,7 @@ class Config:
         }
 
 
-SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each in fields(Config)}
+SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Config)}
 
 
 def describe(names: Collection[str]) -> str:
@@ -306,8 +306,8 @@ def variable_of(setting: str) -> str:
 
 
 def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, str]) -> None:
-    given = {variable_of(name) for name in values}
-    present = [name for name in _LAUNCH if name in variables or name in given]
+    passed = {variable_of(name) for name in values}
+    present = [name for name in _LAUNCH if name in variables or name in passed]
     missing = [name for name in _LAUNCH if name not in present]
     alone = values.get("size", 1) == 1 and not any(name in variables for name in _LAUNCH)
     if present and missing and not alone:

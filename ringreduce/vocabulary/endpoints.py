@@ -79,12 +79,12 @@ class Pattern(NamedTuple):
 
 def patterns(text: str) -> tuple[Pattern, ...]:
     """The patterns between the commas of `text`; ValueError: one is empty or a wrong block."""
-    found = tuple(Pattern(part.strip()) for part in text.split(",")) if text else ()
-    for each in found:
-        if not each.text.removeprefix("^"):
+    parsed = tuple(Pattern(part.strip()) for part in text.split(",")) if text else ()
+    for pattern in parsed:
+        if not pattern.text.removeprefix("^"):
             raise ValueError("a pattern is empty")
-        _ = each.block
-    return found
+        _ = pattern.block
+    return parsed
 
 
 def are_patterns(text: str) -> bool:

@@ -89,12 +89,12 @@ def _warn_of_binding(local_size: int) -> None:
     if not hasattr(os, "sched_getaffinity"):
         return
     try:
-        own, all_cores = (len(os.sched_getaffinity(process)) for process in (0, os.getppid()))
+        bound, all_cores = (len(os.sched_getaffinity(process)) for process in (0, os.getppid()))
     except OSError:  # Another user's, or it has ended.
         return
-    if own * local_size * 2 <= all_cores:
+    if bound * local_size * 2 <= all_cores:
         _log_once(
-            f"mpirun has bound this process to {own} of {all_cores} cores, and the host's other "
+            f"mpirun has bound this process to {bound} of {all_cores} cores, and the host's other "
             "ranks alike; `mpirun --bind-to none` lets them use all",
         )
 

@@ -122,10 +122,10 @@ def _asked(variables: Variables) -> tuple[Launcher, ...]:
     choice = variables.get("RINGREDUCE_LAUNCHER")
     if not choice:
         return LAUNCHERS
-    if choice != "none" and choice not in (keys := [each.key for each in LAUNCHERS]):
+    if choice != "none" and choice not in (keys := [launcher.key for launcher in LAUNCHERS]):
         accepted = ", ".join(keys)
         raise ConfigError(f"RINGREDUCE_LAUNCHER is {choice[:80]!r}; accepted: {accepted}, none")
-    return tuple(each for each in LAUNCHERS if each.key == choice)
+    return tuple(launcher for launcher in LAUNCHERS if launcher.key == choice)
 
 
 def _read(launcher: Launcher, variables: Variables) -> LaunchedRank | None:
@@ -209,8 +209,8 @@ def _open_mpi(variables: Variables) -> Variables:
     The variable is ``JOB;tcp://ADDRESS,ADDRESS:PORT;tcp6://...``. Of several addresses nothing says
     which of them the other hosts reach.
     """
-    found = re.search(r";tcp://([\d.]+):\d+", variables.get("OMPI_MCA_orte_hnp_uri", ""))
-    return {"host of mpirun": found[1]} if found else {}
+    match = re.search(r";tcp://([\d.]+):\d+", variables.get("OMPI_MCA_orte_hnp_uri", ""))
+    return {"host of mpirun": match[1]} if match else {}
 
 
 def _pmi(variables: Variables) -> Variables:
@@ -249,10 +249,10 @@ def _slurm(variables: Variables) -> Variables:
 
 def first_host(text: str) -> str:
     """Return the first of Slurm's ``gpu[08-10],login``: gpu08. Raises ConfigError for no list."""
-    found = _FIRST.match(text)
-    if not found:
+    match = _FIRST.match(text)
+    if not match:
         raise ConfigError(f"cannot read {text[:80]!r} as Slurm's short form of a list")
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", found[0])
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", match[0])
 
 
 def _tf_config(variables: Variables) -> Variables | None:
@@ -267,10 +267,10 @@ def _tf_config(variables: Variables) -> Variables | None:
         config = None
     if not isinstance(config, dict):
         raise _unusable("it is no JSON object")
-    cluster, own = config.get("cluster") or {}, config.get("task") or {}
-    if not isinstance(cluster, dict) or not isinstance(own, dict):
+    cluster, task = config.get("cluster") or {}, config.get("task") or {}
+    if not isinstance(cluster, dict) or not isinstance(task, dict):
         raise _unusable("cluster and task must be objects")
-    kind, index = own.get("type"), own.get("index", 0)
+    kind, index = task.get("type"), task.get("index", 0)
     if not cluster:  # As for TensorFlow: nothing is distributed.
         return None
     if cluster.get("ps") or kind == "ps":
@@ -281,11 +281,11 @@ def _tf_config(variables: Variables) -> Variables | None:
     tasks: list[tuple[object, int]] = []
     addresses: list[str] = []
     for part in ("chief", "master", "worker"):
-        found = cluster.get(part) or []
-        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        listed = cluster.get(part) or []
+        if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
             raise _unusable(f"{part} must be a list with the addresses of all its tasks")
-        tasks += [(part, number) for number in range(len(found))]
-        addresses += found
+        tasks += [(part, number) for number in range(len(listed))]
+        addresses += listed
     if kind == "evaluator":
         tasks, addresses = [(kind, index)], [""]
     if type(index) is not int or (kind, index) not in tasks:

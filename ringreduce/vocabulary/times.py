@@ -104,7 +104,7 @@ class Times:
     agent_end_s: float = 5.0  # for an agent, and ssh, to end after their ranks were killed
 
     def scaled(self, factor: float) -> Times:
-        return Times(**{each.name: factor * getattr(self, each.name) for each in fields(self)})
+        return Times(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
 
 
 def milliseconds(seconds: float) -> int:

@@ -67,8 +67,8 @@ def ports_wanted(variables: Mapping[str, str] | None = None) -> range | None:
 
 def join_timeout(timeout_s: float | None) -> float:
     """How long ranks wait for each other, by `timeout_s` or the user's variables."""
-    own = Config.from_environment(rank=0, size=1, job_id="", rendezvous="", timeout_s=timeout_s)
-    return own.join_timeout_s
+    config = Config.from_environment(rank=0, size=1, job_id="", rendezvous="", timeout_s=timeout_s)
+    return config.join_timeout_s
 
 
 def shared_secret(*, is_local: bool) -> str:
@@ -150,11 +150,11 @@ def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
 def chosen_variables(names: Collection[str]) -> dict[str, str]:
     """The variables of NAME or NAME=VALUE. Raises ConfigError as `forwarded_environment`."""
     variables = {}
-    for each in names:
-        name, is_given, value = each.partition("=")
+    for entry in names:
+        name, is_given, value = entry.partition("=")
         if not name or any(letter.isspace() for letter in name):
             raise ConfigError(
-                f"--env {each[:80]!r} names no variable; accepted: NAME or NAME=VALUE"
+                f"--env {entry[:80]!r} names no variable; accepted: NAME or NAME=VALUE"
             )
         if not is_given and name not in os.environ:
             raise ConfigError(

@@ -58,17 +58,18 @@ class Finding(msgspec.Struct, frozen=True):
 def find(facts: Sequence[HostFacts], links: Sequence[Link]) -> list[Finding]:
     """Find what facts and links mean for a job, problems first."""
     alike: dict[tuple[str, str, bool], list[int]] = {}
-    for own in facts:
-        for each in _of_rank(own):
-            alike.setdefault(each, []).append(own.rank)
-    found = [*_differences(facts), *(Finding(tuple(ranks), *each) for each, ranks in alike.items())]
-    for host in dict.fromkeys(own.host for own in facts):
-        found += _of_host(host, [own for own in facts if own.host == host], links)
-    hosts = {own.rank: own.host for own in facts}
-    found += [each for link in links for each in _of_link(link, hosts)]
-    copied_s = {own.rank: own.copied_s for own in facts}
-    found += [each for link in links for each in _of_memory(link, copied_s)]
-    return sorted(found, key=lambda each: not each.is_problem)
+    for entry in facts:
+        for problem in _of_rank(entry):
+            alike.setdefault(problem, []).append(entry.rank)
+    findings = list(_differences(facts))
+    findings += [Finding(tuple(ranks), *text) for text, ranks in alike.items()]
+    for host in dict.fromkeys(entry.host for entry in facts):
+        findings += _of_host(host, [entry for entry in facts if entry.host == host], links)
+    hosts = {entry.rank: entry.host for entry in facts}
+    findings += [finding for link in links for finding in _of_link(link, hosts)]
+    copied_s = {entry.rank: entry.copied_s for entry in facts}
+    findings += [finding for link in links for finding in _of_memory(link, copied_s)]
+    return sorted(findings, key=lambda finding: not finding.is_problem)
 
 
 def turns(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
@@ -100,55 +101,55 @@ def in_gib(nbytes: int) -> str:
 
 
 def _differences(facts: Sequence[HostFacts]) -> Iterator[Finding]:
-    everybody = tuple(own.rank for own in facts)
-    for name in dict.fromkeys(name for own in facts for name in own.versions):
-        texts = by_ranks({own.rank: own.versions.get(name, "missing") for own in facts})
+    everybody = tuple(entry.rank for entry in facts)
+    for name in dict.fromkeys(name for entry in facts for name in entry.versions):
+        texts = by_ranks({entry.rank: entry.versions.get(name, "missing") for entry in facts})
         if len(texts) > 1:
             said = ", ".join(f"{version} on {ranks}" for version, ranks in texts.items())
             advice = "Install the same version on all hosts: results may differ."
             yield Finding(everybody, f"{name} differs: {said}.", advice)
 
 
-def _of_rank(own: HostFacts) -> Iterator[tuple[str, str, bool]]:
+def _of_rank(entry: HostFacts) -> Iterator[tuple[str, str, bool]]:
     """Text, advice, and whether it is a problem."""
-    if own.native:
+    if entry.native:
         advice = "Build it, or unset RINGREDUCE_NATIVE: without it data passes sockets and Python."
-        yield own.native, advice, True
-    elif own.xla and "TensorFlow" in own.versions:
+        yield entry.native, advice, True
+    elif entry.xla and "TensorFlow" in entry.versions:
         advice = "Reinstall TensorFlow: until then gradients leave what jit_compile=True compiles."
-        yield f"XLA cannot call the ring: {own.xla}.", advice, False
-    if own.compiled:
+        yield f"XLA cannot call the ring: {entry.xla}.", advice, False
+    if entry.compiled:
         advice = "If that is so each time, name a folder that lasts in NUMBA_CACHE_DIR."
         yield "Functions were compiled, since the cache lacked them.", advice, False
-    if own.address_space is not None:
-        text = f"The address space is limited to {in_gib(own.address_space)}."
+    if entry.address_space is not None:
+        text = f"The address space is limited to {in_gib(entry.address_space)}."
         yield text, "Use `ulimit -v unlimited`: a rank maps the memory of its host's ranks.", True
-    if own.files is not None and own.files < own.files_needed:
-        text = f"{own.files} files may be open, and a job of this size may need {own.files_needed}."
+    if entry.files is not None and entry.files < (needed := entry.files_needed):
+        text = f"{entry.files} files may be open, and a job of this size may need {needed}."
         yield text, "Raise the hard limit (ulimit -Hn; --ulimit nofile= of containers).", True
 
 
 def _of_host(host: str, facts: Sequence[HostFacts], links: Sequence[Link]) -> Iterator[Finding]:
-    ranks = tuple(own.rank for own in facts)
-    cores = float(len({core for own in facts for core in own.cores}))
-    usable = min([cores, *(own.quota for own in facts if own.quota is not None)])
+    ranks = tuple(entry.rank for entry in facts)
+    cores = float(len({core for entry in facts for core in entry.cores}))
+    usable = min([cores, *(entry.quota for entry in facts if entry.quota is not None)])
     if len(ranks) > usable:
         text = f"{len(ranks)} ranks share {usable:g} cores of {host}."
         advice = f"Start at most {max(1, int(usable))} there, or let them use more cores."
         yield Finding(ranks, text, advice)
-    all_cores = max(own.host_cores for own in facts)
-    load = max(own.load for own in facts)
+    all_cores = max(entry.host_cores for entry in facts)
+    load = max(entry.load for entry in facts)
     if load > max(0, all_cores - len(ranks)) + 0.5:
         text = f"{host} has a load of {load:.1f} on {all_cores} cores, before these ranks ran."
         advice = "See what runs there (top): ranks that wait for a core hold up all others."
         yield Finding(ranks, text, advice, is_problem=False)
-    share = min(own.available for own in facts) // len(ranks)
+    share = min(entry.available for entry in facts) // len(ranks)
     if share < _MEMORY_MIN:
         text = f"{host} has {in_gib(share)} of free memory for each rank."
         advice = "Start fewer ranks there, or raise its limit: TensorFlow alone takes 0.5 GiB."
         yield Finding(ranks, text, advice)
     shared = [{*link.ranks} for link in links if link.transport == "shm"]
-    if not any(own.native for own in facts) and len(ranks) > 1 and {*ranks} not in shared:
+    if not any(entry.native for entry in facts) and len(ranks) > 1 and {*ranks} not in shared:
         text = f"Ranks of {host} do not share memory: they use sockets."
         advice = "Unset RINGREDUCE_TRANSPORT=zmq; start them as one user, in one container."
         yield Finding(ranks, text, advice)

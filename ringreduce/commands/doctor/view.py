@@ -31,10 +31,10 @@ def show(printed: str, *, as_json: bool) -> int:
     # Each line begins with a label; programs that Python starts by itself may have printed, too.
     lines = [line.partition("] ")[2] for line in printed.splitlines()]
     records = [_RECORD.decode(line) for line in lines if line.startswith('{"type":')]
-    facts = [each for each in records if isinstance(each, HostFacts)]
-    links = [each for each in records if isinstance(each, Link)]
+    facts = [record for record in records if isinstance(record, HostFacts)]
+    links = [record for record in records if isinstance(record, Link)]
     findings = find(facts, links)
-    exit_code = int(any(each.is_problem for each in findings))
+    exit_code = int(any(finding.is_problem for finding in findings))
     if as_json:
         report = {"findings": findings, "ranks": facts, "links": links}
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
@@ -42,15 +42,15 @@ def show(printed: str, *, as_json: bool) -> int:
     console = Console(highlight=False, no_color=not color_wanted())
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, text_of in _ROWS.items():
-        for text, who in by_ranks({own.rank: text_of(own) for own in facts}).items():
+        for text, who in by_ranks({entry.rank: text_of(entry) for entry in facts}).items():
             table.add_row(label, Text(f"{who}: {text}" if who else text))
             label = ""
-    hosts = list(dict.fromkeys(own.host for own in facts))
+    hosts = list(dict.fromkeys(entry.host for entry in facts))
     for number, host in enumerate(hosts):
-        load = max(own.load for own in facts if own.host == host)
+        load = max(entry.load for entry in facts if entry.host == host)
         table.add_row("" if number else "load", Text(f"{load:.1f} on {host}"))
     for number, host in enumerate(hosts):
-        speed = SIZES[-1] / mean(own.copied_s for own in facts if own.host == host) / 1e9
+        speed = SIZES[-1] / mean(entry.copied_s for entry in facts if entry.host == host) / 1e9
         label = "" if number else "copying"
         table.add_row(label, Text(f"{speed:.1f} GB/s by each rank of {host} at once"))
     console.print(table)
@@ -60,11 +60,11 @@ def show(printed: str, *, as_json: bool) -> int:
     console.print()
     if not findings:
         console.print("Nothing to change.")
-    for each in findings:
-        kind = ("problem", "bold red") if each.is_problem else ("note", "bold")
-        who = f"{named('rank', each.ranks)}: " if len(each.ranks) < len(facts) else ""
-        console.print(Text.assemble(kind, f": {who}{each.text}"))
-        console.print(Text(f"  {each.advice}"))
+    for finding in findings:
+        kind = ("problem", "bold red") if finding.is_problem else ("note", "bold")
+        who = f"{named('rank', finding.ranks)}: " if len(finding.ranks) < len(facts) else ""
+        console.print(Text.assemble(kind, f": {who}{finding.text}"))
+        console.print(Text(f"  {finding.advice}"))
     return exit_code
 
 

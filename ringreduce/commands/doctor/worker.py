@@ -35,10 +35,10 @@ _DISTRIBUTIONS = ("TensorFlow", "TensorFlow-cpu", "Keras", "numpy", "numba", "py
 def main() -> None:
     """Form the ring, and print a line of JSON for each rank and link."""
     with init() as comm:
-        found = examine(comm)
+        records = examine(comm)
     if comm.rank == 0:
-        for each in found:
-            print(msgspec.json.encode(each).decode())
+        for record in records:
+            print(msgspec.json.encode(record).decode())
 
 
 def examine(comm: Communicator) -> list[Any]:
@@ -55,9 +55,10 @@ def examine(comm: Communicator) -> list[Any]:
                 arrays = [group.empty(size // 4) for size in SIZES]
                 for array in arrays:
                     array[:] = 0
-                seconds = tuple(_median(partial(group.all_reduce, each), group) for each in arrays)
+                calls = [partial(group.all_reduce, array) for array in arrays]
+                seconds = tuple(_median(call, group) for call in calls)
                 link = None if group.rank else Link(group.members, group.transport, seconds)
-        links += [each for each in comm.all_gather_object(link) if each is not None]
+        links += [measured for measured in comm.all_gather_object(link) if measured is not None]
     return comm.all_gather_object(_facts(comm, copied_s, load)) + links
 
 
@@ -106,22 +107,22 @@ def _limit(kind: int, which: int) -> int | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"ringreduce": __version__, "Python": platform.python_version()}
+    versions = {"ringreduce": __version__, "Python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name.removesuffix("-cpu")] = metadata.version(name)
-    return found | {"libzmq": libzmq.version()}
+            versions[name.removesuffix("-cpu")] = metadata.version(name)
+    return versions | {"libzmq": libzmq.version()}
 
 
 def _why_no_xla() -> str:
     """Say why XLA cannot be used, by TensorFlow's files alone: to import it takes seconds."""
     if native.library() is None:
         return "there is no native library"
-    found = importlib.util.find_spec("tensorflow")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("tensorflow")
+    if spec is None or spec.origin is None:
         return "TensorFlow is not installed"
     try:
-        native.xla_futures_at(str(Path(found.origin).with_name("include")))
+        native.xla_futures_at(str(Path(spec.origin).with_name("include")))
     except (OSError, ValueError) as error:
         return f"its headers do not say how ({error})"
     return ""

@@ -89,14 +89,14 @@ def interrupted(signal: str, raised: Mapping[int, Raised | None]) -> list[str]:
     in a handler that saves, is shown in full.
     """
     lines, ranks = [f"stopped by {signal}"], dict[tuple[str, ...], list[int]]()
-    for rank, each in sorted(raised.items()):
-        if each is None or not each.traceback:
+    for rank, ended_by in sorted(raised.items()):
+        if ended_by is None or not ended_by.traceback:
             continue
-        if each.kind == "KeyboardInterrupt" or each.kind in errors.__all__:
+        if ended_by.kind == "KeyboardInterrupt" or ended_by.kind in errors.__all__:
             # The first frame is in the program.
-            shown = [f"{each.exception} ({''.join(each.traceback[1:2]).strip()})"]
+            shown = [f"{ended_by.exception} ({''.join(ended_by.traceback[1:2]).strip()})"]
         else:
-            shown = ["", *_indented(each.traceback)]
+            shown = ["", *_indented(ended_by.traceback)]
         ranks.setdefault(tuple(shown), []).append(rank)
     for (first, *rest), them in ranks.items():
         lines += [f"{named('rank', them)}: {first}".rstrip(), *rest]

@@ -68,7 +68,7 @@ class Failure(NamedTuple):
             return "exit code 0, before it joined the ring for which others wait"
         if self.returncode >= 0:
             return f"exit code {self.returncode}"
-        name = next((each.name for each in signal.Signals if each == -self.returncode), "unknown")
+        name = next((s.name for s in signal.Signals if s == -self.returncode), "unknown")
         return f"killed by signal {-self.returncode} ({name})"
 
 
@@ -128,10 +128,10 @@ def find_repeated(failures: Sequence[Failure], *, by_text: bool) -> list[Failure
 
     Without `by_text` those of one class count as equal. An exit is no error, nor is a signal.
     """
-    own = {
+    texts = {
         failure.rank: f"{failure.raised.kind} {failure.returncode} {failure.exception * by_text}"
         for failure in failures
         if failure.raised is not None and failure.raised.kind not in {*errors.__all__, *_EXITS}
     }
-    ranks = Counter(own.values())
-    return [failure for failure in failures if ranks[own.get(failure.rank, "")] > 1]
+    ranks = Counter(texts.values())
+    return [failure for failure in failures if ranks[texts.get(failure.rank, "")] > 1]

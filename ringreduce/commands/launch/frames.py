@@ -66,13 +66,13 @@ class Records(Generic[_Record]):
     def feed(self, data: bytes) -> list[_Record]:
         """The records that `data` completes. Raises ConfigError for what is none."""
         if self._after:
-            before, found, data = (self._before + data).partition(self._after)
-            if not found:
+            before, mark, data = (self._before + data).partition(self._after)
+            if not mark:
                 self._before = before[-len(self._after) :]
                 return []
             self._after = b""
         frames = self._frames.feed(data)
         try:
-            return [self._decoder.decode(each) for each in frames]
+            return [self._decoder.decode(data) for data in frames]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigError(f"got a record that ringreduce does not send: {error}") from None

@@ -150,7 +150,7 @@ def _write(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...])
     """Write what `call.main` reads."""
     # Lines of code that is in no file, such as cells', for tracebacks.
     cached = linecache.cache.items()
-    sources = {name: one for name, one in cached if len(one) == 4 and one[1] is None}
+    sources = {name: source for name, source in cached if len(source) == 4 and source[1] is None}
     pickle.dump((sys.path, sys.argv, sources), file)
     try:
         _Pickler(file).dump((function, args))

@@ -62,9 +62,9 @@ def note_failure(error: RingReduceError) -> None:
 
 def described(error: BaseException) -> Raised:
     """Describe an exception that ends a program, or a function."""
-    ring = next((one for one in _chain(error) if isinstance(one, RingReduceError)), None)
+    ring = next((link for link in _chain(error) if isinstance(link, RingReduceError)), None)
     text = str(error)
-    ring = ring or next((one for one in _failures if one.is_quoted_in(text)), None)
+    ring = ring or next((failure for failure in _failures if failure.is_quoted_in(text)), None)
     fields = record_fields(ring or error)
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):  # Which says it all.
@@ -93,11 +93,11 @@ def _lines(error: BaseException, hides: str = "") -> list[str]:
     described = TracebackException(type(error), error, start)
     if hides and isinstance(error.__cause__, RingReduceError):
         described.__cause__ = None  # The same error, as it was raised first.
-    one: TracebackException | None = described
-    while hides and one is not None:
-        frames = [frame for frame in one.stack if not frame.filename.startswith(hides)]
-        one.stack = StackSummary.from_list(frames)
-        one = one.__cause__ or one.__context__
+    link: TracebackException | None = described
+    while hides and link is not None:
+        frames = [frame for frame in link.stack if not frame.filename.startswith(hides)]
+        link.stack = StackSummary.from_list(frames)
+        link = link.__cause__ or link.__context__
     return _text(described.format())
 
 

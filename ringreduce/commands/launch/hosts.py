@@ -67,10 +67,10 @@ def share_out(hosts: Sequence[Host], count: int | None) -> list[Share]:
         )
     shares, first = [], 0
     for host in hosts:
-        own = min(host.slots, count - first)
-        if own:
-            shares.append(Share(host, first, own))
-        first += own
+        ranks = min(host.slots, count - first)
+        if ranks:
+            shares.append(Share(host, first, ranks))
+        first += ranks
     return shares
 
 

@@ -140,8 +140,8 @@ class Job:
             plan.meeting.register(self._selector)
             for rank, host in enumerate(plan.meeting.hosts):
                 self._workers[rank] = Worker(rank, None, host)
-            own = msgspec.structs.replace(assignment, meeting_host=plan.meeting.node.host)
-            self._start_ranks(own, placed.port, plan.meeting.listener)
+            with_host = msgspec.structs.replace(assignment, meeting_host=plan.meeting.node.host)
+            self._start_ranks(with_host, placed.port, plan.meeting.listener)
         else:
             # Rank 0 inherits the listening socket, so that no other program can take the port, and
             # a rank that connects early waits instead of being refused.
@@ -163,7 +163,7 @@ class Job:
     def _reach(self, assignment: Assignment, spread: Spread) -> None:
         """Connect with an agent on each host; `_start_agents` goes on once all are ready."""
         for share in spread.shares:
-            own = msgspec.structs.replace(
+            part = msgspec.structs.replace(
                 assignment,
                 first_rank=share.first_rank,
                 count=share.count,
@@ -171,7 +171,7 @@ class Job:
                 meeting_port=spread.meeting_port,
                 is_reached_by_others=spread.is_wide,
             )
-            host = RemoteHost(share.host, own, spread, self._selector, self._guard, self._screen)
+            host = RemoteHost(share.host, part, spread, self._selector, self._guard, self._screen)
             self._hosts.append(host)
             self._agents.append(host)
             self._workers |= {rank: Worker(rank, host, host.name) for rank in host.ranks}
@@ -342,7 +342,7 @@ class Job:
         may_go_on = any(not worker.is_suspended for worker in self._alive())
         if may_go_on and not any(failure.is_final for failure in failures):
             return []
-        return [each for each in failures if each.is_final or each.rank in self._ring.members]
+        return [f for f in failures if f.is_final or f.rank in self._ring.members]
 
     def _is_doomed(self) -> bool:
         """Whether a worker has failed and the cause is known, or has had time to show."""
@@ -367,10 +367,10 @@ class Job:
         if worker.raised is None or worker.is_shown:
             return
         lines, alike = worker.raised.traceback, []
-        for each in self._workers.values():
-            if each.raised is not None and each.raised.traceback == lines:
-                each.is_shown = True
-                alike.append(each.rank)
+        for other in self._workers.values():
+            if other.raised is not None and other.raised.traceback == lines:
+                other.is_shown = True
+                alike.append(other.rank)
         more = [f"(the same on {named('rank', alike)})"] if lines and len(alike) > 1 else []
         self._display.show_error(worker.rank, [*lines, *more])
 

@@ -51,38 +51,38 @@ class LocalHost:
 
         Rank 0 inherits the `listener` of that port. For `stdin_rank`, `inherited` see `JobPlan`.
         """
-        given = self._assignment
-        asking = (signal.SIGUSR1,) if "log_dir" in given.choices else ()
-        for rank in given.ranks:
+        job = self._assignment
+        asking = (signal.SIGUSR1,) if "log_dir" in job.choices else ()
+        for rank in job.ranks:
             meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
-            own = inherited[rank] if inherited else ()
+            files = inherited[rank] if inherited else ()
             config = Config(
                 rank=rank,
-                size=given.size,
-                local_rank=rank - given.first_rank,
-                local_size=given.count,
-                rendezvous=address(given.meeting_host, port),
+                size=job.size,
+                local_rank=rank - job.first_rank,
+                local_size=job.count,
+                rendezvous=address(job.meeting_host, port),
                 rendezvous_fd=meeting[0] if meeting else None,
-                job_id=given.job_id,
-                restart=given.restart,
-                **given.choices,
+                job_id=job.job_id,
+                restart=job.restart,
+                **job.choices,
             )
             ours, theirs = os.pipe()
             take = partial(_told, rank, Records[WorkerRecord](WorkerRecord))
             self._pipes[rank] = [Pipe(os.fdopen(ours, "rb", 0), self._selector, take)]
             try:
                 process = Process(
-                    [sys.executable, start.__file__, str(theirs), *given.arguments, *map(str, own)],
+                    [sys.executable, start.__file__, str(theirs), *job.arguments, *map(str, files)],
                     worker_environment(
                         config,
-                        given.threads or default_threads(given.count),
-                        decided=given.choices,
-                        variables=given.variables,
-                        columns=given.columns,
+                        job.threads or default_threads(job.count),
+                        decided=job.choices,
+                        variables=job.variables,
+                        columns=job.columns,
                         skips_breakpoints=stdin_rank not in (None, rank),
                     ),
                     has_stdin=rank == stdin_rank,
-                    inherited=(*meeting, *own, theirs),
+                    inherited=(*meeting, *files, theirs),
                     asking=asking,
                 )
             finally:
@@ -158,16 +158,16 @@ def listen(
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = str(target[0])
-        if is_reached_by_others and is_loopback(found):
+        ip = str(target[0])
+        if is_reached_by_others and is_loopback(ip):
             raise ConfigError(
-                f"{host}, where the ranks are to meet, is {found} here, which other hosts cannot "
+                f"{host}, where the ranks are to meet, is {ip} here, which other hosts cannot "
                 "reach",
                 remedy=remedy,
             )
-        for each in [port] if port or ports is None else ports:
+        for tried in [port] if port or ports is None else ports:
             try:
-                made = socket.create_server((found, each), family=family, backlog=max(128, count))
+                made = socket.create_server((ip, tried), family=family, backlog=max(128, count))
                 made.setblocking(False)
                 return made
             except OSError as error:

@@ -95,7 +95,7 @@ class Meeting:
             self.listener.close()
 
     def _read(self, peer: Peer, selector: selectors.BaseSelector) -> list[messages.Event]:
-        events = [each for each in peer.read() if isinstance(each, messages.Event)]
+        events = [record for record in peer.read() if isinstance(record, messages.Event)]
         if peer.is_gone:
             selector.unregister(peer.end)
         for event in events:

@@ -93,7 +93,7 @@ class Channel:
                 return []
             self._keys = self._derive(self._begun[len(MAGIC) : length])
             data = self._begun[length:]
-        return [self._open(each) for each in self._frames.feed(data)]
+        return [self._open(frame) for frame in self._frames.feed(data)]
 
     def _derive(self, theirs: bytes) -> tuple[bytes, bytes]:
         nonces = self._nonce + theirs if self._is_first else theirs + self._nonce

@@ -56,9 +56,9 @@ def node_of(
     if node >= nodes:
         raise ConfigError(f"--node-rank is {node}; accepted: 0 to {nodes - 1}")
     host, port = host_and_port(rendezvous)
-    own = Join(__version__, nodes, max_restarts, node, count, socket.gethostname(), elastic)
+    join = Join(__version__, nodes, max_restarts, node, count, socket.gethostname(), elastic)
     secret = shared_secret(is_local=is_local(host))
-    return Node(own, host, port, secret, join_timeout(timeout_s))
+    return Node(join, host, port, secret, join_timeout(timeout_s))
 
 
 class Nodes:

@@ -37,11 +37,11 @@ class Records:
 
     def groups(self) -> list[Records]:
         """The same of each group that a record has, in the order in which they were formed."""
-        found = {membership_of(each) for dump in self.dumps.values() for each in dump.groups}
+        memberships = {membership_of(part) for dump in self.dumps.values() for part in dump.groups}
         groups = []
-        for group in sorted(found, key=lambda g: (g.epoch, g.group, g.members)):
-            own = [(rank, self.dumps[rank]) for rank in self.dumps if rank in group.members]
-            dumps = {rank: _in_group(dump, group) for rank, dump in own}
+        for group in sorted(memberships, key=lambda g: (g.epoch, g.group, g.members)):
+            members = [(rank, self.dumps[rank]) for rank in self.dumps if rank in group.members]
+            dumps = {rank: _in_group(dump, group) for rank, dump in members}
             groups.append(replace(self, dumps=dumps, group=group))
         return groups
 
@@ -53,7 +53,7 @@ def membership_of(group: Group) -> Membership:
 
 def _in_group(dump: Dump, group: Membership) -> Dump:
     """Reduce a rank's record to a group; in one that it has closed, it is in user code."""
-    part = next((each for each in dump.groups if membership_of(each) == group), None)
+    part = next((g for g in dump.groups if membership_of(g) == group), None)
     if part is None:
         return msgspec.structs.replace(
             dump, failure=None, groups=[], calls=0, operation=None, nbytes=0, entries=[]
@@ -75,9 +75,9 @@ def read_records(folder: Path) -> Records:
         except (OSError, ValueError) as error:
             skipped[path.name] = clean(str(error))
     if not dumps:
-        found = "".join(f"; {name}: {why}" for name, why in list(skipped.items())[:4])
+        why_skipped = "".join(f"; {name}: {why}" for name, why in list(skipped.items())[:4])
         raise ConfigError(
-            f"there is no flight record (flight-rank0.json and so on) in {folder}{found}",
+            f"there is no flight record (flight-rank0.json and so on) in {folder}{why_skipped}",
             remedy="Ranks write one when the ring breaks, or on SIGUSR1, with --log-dir.",
         )
     last = max(dumps, key=lambda dump: dump.when)

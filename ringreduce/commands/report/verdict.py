@@ -40,18 +40,18 @@ def _first_cause(records: Records) -> tuple[Records, Finding]:
     holds one up may be held up itself, in a call of another.
     """
     parts = [records, *records.groups()]
-    found = []
+    findings = []
     for part in parts:
         facts = [_facts_of(dump) for dump in part.dumps.values()]
-        found.append((part, find_culprit(facts, unknown=part.missing, still_s=_STILL_S)))
-    failed = [each for each in found if _failed_s(each[0]) < inf]
+        findings.append((part, find_culprit(facts, unknown=part.missing, still_s=_STILL_S)))
+    failed = [pair for pair in findings if _failed_s(pair[0]) < inf]
     if failed:
-        own = Reason.OWN_ERROR
-        return min(failed, key=lambda each: (each[1].reason is not own, _failed_s(each[0])))
-    found = [each for each in found if each[1].culprits] or found[:1]
-    dumps = (each for part in parts for each in part.dumps.items())
+        own_error = Reason.OWN_ERROR
+        return min(failed, key=lambda pair: (pair[1].reason is not own_error, _failed_s(pair[0])))
+    findings = [pair for pair in findings if pair[1].culprits] or findings[:1]
+    dumps = (item for part in parts for item in part.dumps.items())
     waiting = {rank for rank, dump in dumps if dump.operation is not None}
-    return next((each for each in found if not waiting & {*each[1].culprits}), found[0])
+    return next((pair for pair in findings if not waiting & {*pair[1].culprits}), findings[0])
 
 
 def _failed_s(records: Records) -> float:
@@ -235,8 +235,8 @@ def _was(dump: Dump) -> str:
 def _raised_at(dump: Dump) -> str:
     """``, at train.py:12``: the line of the user's program that raised a rank's error."""
     trace = dump.failure.trace if dump.failure is not None else []
-    own = [frame for frame in trace if not frame.library]
-    return _location(own[-1]) if own else _location_of(dump)
+    frames = [frame for frame in trace if not frame.library]
+    return _location(frames[-1]) if frames else _location_of(dump)
 
 
 def _said(dump: Dump) -> str:
@@ -269,17 +269,17 @@ def _source_of(dump: Dump) -> str:
 def _main_frame(dump: Dump) -> Frame | None:
     """The main thread's innermost frame in the user's program, or in any code if it has none."""
     frames = next((stack.frames for stack in dump.stacks if stack.main), [])
-    own = [frame for frame in frames if not frame.library]
-    return next(reversed(own or frames), None)
+    program_frames = [frame for frame in frames if not frame.library]
+    return next(reversed(program_frames or frames), None)
 
 
 def _location(frame: Frame | None) -> str:
     return f", at {clean(PurePath(frame.file).name)}:{frame.line}" if frame else ""
 
 
-def those(ranks: Sequence[int], several: str, one: str) -> str:
+def those(ranks: Sequence[int], several: str, single: str) -> str:
     """``ranks 0, 1, 5 wait``."""
-    return f"{named('rank', sorted(ranks))} {one if len(ranks) == 1 else several}"
+    return f"{named('rank', sorted(ranks))} {single if len(ranks) == 1 else several}"
 
 
 def _seconds(duration_s: float) -> str:

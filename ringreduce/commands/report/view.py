@@ -19,9 +19,9 @@ def show(records: Records, console: Console | None = None) -> None:
     console.print(Text(verdict.text))
     # The whole job, and the groups that say more than that they were at rest.
     parts = [
-        each
-        for each in records.groups()
-        if each == verdict.of or any(dump.failure or dump.operation for dump in each.dumps.values())
+        part
+        for part in records.groups()
+        if part == verdict.of or any(dump.failure or dump.operation for dump in part.dumps.values())
     ]
     for part in (records, *parts):
         console.print()

@@ -32,11 +32,11 @@ def kept_rates(model: Any) -> list[float]:
 def diverged(model: Any, rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
     """Which ranks, of whose `kept_rates` some differ, have other weights by now. Collective."""
     (first, ours), *others = zip(ring.members, rates, strict=True)
-    found = [(rank, theirs) for rank, theirs in others if theirs != ours]
-    trained = model.optimizer.equal_now(model.trainable_variables) if found else []
-    if not found or not differing(trained, ring):
+    unlike = [(rank, theirs) for rank, theirs in others if theirs != ours]
+    trained = model.optimizer.equal_now(model.trainable_variables) if unlike else []
+    if not unlike or not differing(trained, ring):
         return None  # A callback may have set them just now, at the end of the epoch.
-    rank, theirs = found[0]
+    rank, theirs = unlike[0]
     here, there = (", ".join(f"{rate:g}" for rate in one) for one in (ours, theirs))
     return Difference(
         rank,

@@ -116,9 +116,9 @@ class MetricAverage(keras.callbacks.Callback):
                 logs.update(anew)
             return self._combined(logs, training, validation, validated)
 
-        found = repeated(ring, together)
-        logs.update(found)
-        for name in [name for name, value in found.items() if value is None]:
+        combined = repeated(ring, together)
+        logs.update(combined)
+        for name in [name for name, value in combined.items() if value is None]:
             del logs[name]
         self._is_first = False
         self._latest = dict(logs)
@@ -130,30 +130,30 @@ class MetricAverage(keras.callbacks.Callback):
         ring = self._communicator or default_communicator()
         results = {**training.results, **_as_validation(validation.results)}
         is_telling = self._is_first and not self._is_global and not model_group(self.model.weights)
-        own = {
+        entry = {
             "entries": metric_states.entries_of(logs, results),
             "validated": validated,
             "rates": kept_rates(self.model),
             "digest": training.digest() if is_telling else "",
             "apart": names_apart(self.model),
         }
-        gathered = ring.all_gather_object(own)
+        gathered = ring.all_gather_object(entry)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
-        rates = [theirs["rates"] for theirs in gathered]
+        rates = [told["rates"] for told in gathered]
         refuse(ring, diverged(self.model, rates, ring), "comparison of learning rates")
         for wrapper in wrappers_in(self.model):
             require_equal(wrapper)
-        warn_of_same_rows([theirs["digest"] for theirs in gathered], ring)
+        warn_of_same_rows([told["digest"] for told in gathered], ring)
         together = metric_states.combined_results(self.model, training, ring)
-        if any(theirs["validated"] for theirs in gathered):
+        if any(told["validated"] for told in gathered):
             others = metric_states.combined_results(self.model, validation, ring)
             together.update(_as_validation(others))
-        apart = {name for theirs in gathered for name in theirs["apart"]}
+        apart = {name for told in gathered for name in told["apart"]}
         if self._is_first:
             warn_of_metrics(apart, ring)
-            warn_of_last_batches([_of_validation(theirs["entries"]) for theirs in gathered], ring)
-        found = metric_states.merged([theirs["entries"] for theirs in gathered], together)
-        return found | {n: None for n in {**logs, **found} if n.removeprefix(_VALIDATION) in apart}
+            warn_of_last_batches([_of_validation(told["entries"]) for told in gathered], ring)
+        means = metric_states.merged([told["entries"] for told in gathered], together)
+        return means | {n: None for n in {**logs, **means} if n.removeprefix(_VALIDATION) in apart}
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Replace the values here too: Keras passes those from before the last `on_epoch_end`."""
@@ -172,7 +172,7 @@ def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
 def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
     """Which ranks log under different names; of ranks without validation data in training only."""
     # 0 batches, not None: the rank validated, and had no data.
-    has_data = [theirs["validated"] != 0 for theirs in gathered]
+    has_data = [told["validated"] != 0 for told in gathered]
     first = has_data.index(True) if any(has_data) else 0
 
     def names(rank: int, *, validation: bool) -> list[str]:

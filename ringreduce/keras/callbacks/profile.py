@@ -71,9 +71,9 @@ class Profile(keras.callbacks.Callback):
         ended, first, ring = self._end(), self._after_first, self._ring()
         # None but the first is measured with it.
         is_all = first is None or first.steps >= ended.steps
-        own = ended.since(self._began if first is None or is_all else first)
-        gathered = repeated(ring, lambda: ring.all_gather_object(own))
-        ranks = [Measurement(*theirs) for theirs in gathered]
+        measured = ended.since(self._began if first is None or is_all else first)
+        gathered = repeated(ring, lambda: ring.all_gather_object(measured))
+        ranks = [Measurement(*fields) for fields in gathered]
         if logs is not None:
             logs.update(step_of(ranks).logs())
         if self._has_compiled:  # In the epoch before, in the only step.

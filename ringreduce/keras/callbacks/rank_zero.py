@@ -20,7 +20,7 @@ from ringreduce.vocabulary.errors import ConfigError
 
 # Keras's own; Orbax is optional in it.
 _NAMES = ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "OrbaxCheckpoint")
-WRITERS = tuple(one for name in _NAMES if (one := getattr(keras.callbacks, name, None)))
+WRITERS = tuple(writer for name in _NAMES if (writer := getattr(keras.callbacks, name, None)))
 # Packages whose callbacks record a run, print, or write. None is imported: a class is known by its
 # module, and so is a subclass of it.
 _RECORDERS = {
@@ -117,15 +117,15 @@ class OnRankZero(Forwarding):
 
     def _take_over(self) -> None:
         """Have it go on where that of the rank 0 that was lost has ended its last epoch."""
-        one = self.callback
-        one.set_params(self.params)
-        one.set_model(self.model)
-        if isinstance(one, keras.callbacks.CSVLogger):
-            one.append = True
-        if not isinstance(one, keras.callbacks.BackupAndRestore):  # Which would restore.
-            one.on_train_begin()
-        if not isinstance(one, keras.callbacks.CSVLogger):  # Whose file says all.
-            vars(one).update(self.state)
+        callback = self.callback
+        callback.set_params(self.params)
+        callback.set_model(self.model)
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True
+        if not isinstance(callback, keras.callbacks.BackupAndRestore):  # Which would restore.
+            callback.on_train_begin()
+        if not isinstance(callback, keras.callbacks.CSVLogger):  # Whose file says all.
+            vars(callback).update(self.state)
         self._has_missed = False
 
     def state_now(self) -> list[Any]:
@@ -137,12 +137,12 @@ class OnRankZero(Forwarding):
             self.callback.on_epoch_begin(self._epoch)
             self._ending()
             self._ending = None
-        own = {
+        attributes = {
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in vars(self.callback).items()
             if isinstance(value, (bool, int, float, str, np.generic, type(None)))
         }
-        return [type(self.callback).__name__, own]
+        return [type(self.callback).__name__, attributes]
 
 
 def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
@@ -150,7 +150,7 @@ def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
 
     def share() -> Any:
         return ring.broadcast_object(
-            [each.state_now() for each in members] if ring.rank == 0 else []
+            [member.state_now() for member in members] if ring.rank == 0 else []
         )
 
     for member, (kind, state) in zip(members, repeated(ring, share), strict=False):

@@ -63,26 +63,26 @@ class Record(keras.callbacks.Callback):
     def _run(self, memory: list[int], steps: Any) -> Run:
         model, shared = self.model, self._shared()
         sums, rows, _ = np.sum(steps, 0).T
-        own = type(model).train_step is not keras.Model.train_step
+        is_own_step = type(model).train_step is not keras.Model.train_step
         for wrapper in wrappers_in(model):
             rate = np.asarray(wrapper.learning_rate)
             self._settings[f"{wrapper.name}: learning_rate"] = f"{rate:g}"
-            for what, found, _ in wrapper.settings():
+            for what, texts, _ in wrapper.settings():
                 which = what.removeprefix("models: ").replace("optimizers", wrapper.name)
-                self._settings |= {f"{which}: {name}": text for name, text in found.items()}
-        seconds = [each[2] for each in self._steps]
+                self._settings |= {f"{which}: {name}": text for name, text in texts.items()}
+        seconds = [step[2] for step in self._steps]
         trained = {id(variable) for variable in model.trainable_variables}
         return Run(
             ranks=self._ring.size,
             losses=[float(a / b) if b else np.nan for a, b in zip(sums, rows, strict=True)],
             # A step of one's own may count no more than batches.
-            rows=0 if own else int(rows[0]),
+            rows=0 if is_own_step else int(rows[0]),
             step_s=statistics.median(seconds[1:] or seconds),
             threads=threads_in_use(),
             memory=memory,
             settings=self._settings,
-            names=[f"{path_of(each)} {tuple(each.shape)}" for each in shared],
-            trained=[id(each) in trained for each in shared],
+            names=[f"{path_of(variable)} {tuple(variable.shape)}" for variable in shared],
+            trained=[id(variable) in trained for variable in shared],
             is_half=any(layer.compute_dtype in _HALVES for layer in private.layers_of(model)),
             of_batches=differences(model),
             of_gradients=list(dict.fromkeys(_of_gradients(model))),

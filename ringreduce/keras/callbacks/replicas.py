@@ -42,7 +42,7 @@ class VerifyReplicas(keras.callbacks.Callback):
             self.on_train_end()
         elif self._batches == 1:
             wrappers = wrappers_in(self.model)
-            if wrappers and not any(int(one.iterations) for one in wrappers):
+            if wrappers and not any(int(wrapper.iterations) for wrapper in wrappers):
                 self.on_train_end()  # The step may have updated weights itself.
             else:
                 # Where a layer that needs all units has got this rank's, they differ at once.

@@ -85,9 +85,9 @@ class StopTogether(keras.callbacks.Callback):
     def _agree(self) -> None:
         ring = self._ring or default_communicator()
         if ring.size > 1:
-            own = int(bool(self.model.stop_training or self._wants))
+            stops = int(bool(self.model.stop_training or self._wants))
             wants = repeated(
-                ring, lambda: int(ring.all_reduce(np.array([own], np.int64), ReduceOp.MAX)[0])
+                ring, lambda: int(ring.all_reduce(np.array([stops], np.int64), ReduceOp.MAX)[0])
             )
             self._wants = False
             if wants:
@@ -147,8 +147,8 @@ class Together(Forwarding):
         super().__init__()
         self._communicator, self._check, self._has_trained = communicator, check, False
         self.callbacks = [checked(callback) for callback in keras.tree.flatten(callbacks)]
-        for one in backups(self.callbacks):
-            private.save_backups_by(one, save)
+        for backup in backups(self.callbacks):
+            private.save_backups_by(backup, save)
         profiles = [c for c in self.callbacks if isinstance(c, Profile)]
         is_group = communicator is not None and communicator.parent is not None
         if not profiles and (profile or (profile_wanted() and not is_group)):
@@ -206,14 +206,16 @@ class Together(Forwarding):
         ring = every_rank(self)
         agree_on_learning_rate(self.model, ring)
         if is_repeating(ring):
-            share_states([each for each in self.members if isinstance(each, OnRankZero)], ring)
+            forwarding = [member for member in self.members if isinstance(member, OnRankZero)]
+            share_states(forwarding, ring)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
         super().on_train_end(logs)
         ring = self._communicator or default_communicator()
-        rings = [one.communicator or default_communicator() for one in wrappers_in(self.model)]
-        is_shared = bool(rings) and all(one.members == ring.members for one in rings)
+        wrappers = wrappers_in(self.model)
+        rings = [wrapper.communicator or default_communicator() for wrapper in wrappers]
+        is_shared = bool(rings) and all(other.members == ring.members for other in rings)
         if self._check and self._has_trained and is_shared:
             verify_model(self.model, ring)
 
@@ -231,8 +233,8 @@ class Together(Forwarding):
             )
         may_restore = backs_up or any(isinstance(c, OnRankZero) for c in self.callbacks)
         # Rank 0 decides: others may have left out what acts on rank 0 only.
-        own = [bool(self.model.built)] + [ring.rank == 0 and x for x in (backs_up, may_restore)]
-        built, backs_up, may_restore = ring.all_reduce(np.array(own, np.int64), ReduceOp.SUM)
+        flags = [bool(self.model.built)] + [ring.rank == 0 and x for x in (backs_up, may_restore)]
+        built, backs_up, may_restore = ring.all_reduce(np.array(flags, np.int64), ReduceOp.SUM)
         if backs_up and built < ring.size:
             raise ConfigError(
                 f"cannot restore: the model is built on {built} ranks only",
@@ -245,9 +247,9 @@ class Together(Forwarding):
 
 def given_callbacks(callbacks: Any, backup_dir: Any = None) -> list[Any]:
     """The user's callbacks, also those already in a `Together`, and the backup."""
-    found: list[Any] = []
+    flat: list[Any] = []
     for callback in keras.tree.flatten([] if callbacks is None else callbacks):
-        found += callback.callbacks if isinstance(callback, Together) else [callback]
+        flat += callback.callbacks if isinstance(callback, Together) else [callback]
     if backup_dir is not None:
-        found.append(keras.callbacks.BackupAndRestore(backup_dir))
-    return found
+        flat.append(keras.callbacks.BackupAndRestore(backup_dir))
+    return flat

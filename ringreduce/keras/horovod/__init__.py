@@ -190,8 +190,8 @@ def reducescatter(
 ) -> Any:
     """Reduce as `allreduce`; each rank gets its rows; `ringreduce.keras.reduce_scatter`."""
     ring = process_set.communicator
-    own = _with_gradient_times(_scaled(tensor, prescale_factor), float(ring.size))
-    return _reduced(rr.reduce_scatter, own, reduce_op(op), postscale_factor, ring)
+    scaled = _with_gradient_times(_scaled(tensor, prescale_factor), float(ring.size))
+    return _reduced(rr.reduce_scatter, scaled, reduce_op(op), postscale_factor, ring)
 
 
 def broadcast_variables(
@@ -308,12 +308,12 @@ def _translated(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reduced(
-    collective: Callable[..., Any], own: Any, op: ReduceOp, factor: float, ring: Communicator
+    collective: Callable[..., Any], scaled: Any, op: ReduceOp, factor: float, ring: Communicator
 ) -> Any:
-    """`own` reduced by `collective`, times `factor`; a mean of integers is rounded once, to 0."""
-    if op is not Average or isinstance(own, tf.IndexedSlices) or own.dtype.is_floating:
-        return _scaled(collective(own, op, ring), factor)
-    total = collective(own, Sum, ring)
+    """Reduce `scaled`, times `factor`; a mean of integers is rounded once, to 0."""
+    if op is not Average or isinstance(scaled, tf.IndexedSlices) or scaled.dtype.is_floating:
+        return _scaled(collective(scaled, op, ring), factor)
+    total = collective(scaled, Sum, ring)
     if factor == 1.0:
         return tf.truncatediv(total, tf.cast(ring.size, total.dtype))
     return tf.cast(tf.cast(total, tf.float64) * factor / ring.size, total.dtype)

@@ -234,5 +234,5 @@ def _momenta_of(optimizer: Any) -> list[Any]:
         return []
     lists = private.lists_of_state(optimizer) if optimizer.built else {}
     # RMSprop has the second name; without momentum there are none.
-    found = lists.get("momentums") or lists.get("_momentums") or []
-    return [variable for variable in found if variable is not None]
+    momenta = lists.get("momentums") or lists.get("_momentums") or []
+    return [variable for variable in momenta if variable is not None]

@@ -24,11 +24,11 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        given = list(ranks)
-        self.ranks = sorted(given)
-        is_clean = all(isinstance(rank, int) and rank >= 0 for rank in given)
-        if not given or not is_clean or len(set(given)) < len(given):
-            text = f"got the ranks {given} for a ProcessSet"
+        listed = list(ranks)
+        self.ranks = sorted(listed)
+        is_clean = all(isinstance(rank, int) and rank >= 0 for rank in listed)
+        if not listed or not is_clean or len(set(listed)) < len(listed):
+            text = f"got the ranks {listed} for a ProcessSet"
             raise ConfigError(text, remedy="Pass a list of ranks of the job, each once.")
         self.process_set_id: int | None = None
         self._ring: Communicator | None = None
@@ -93,17 +93,17 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         MismatchError: the ranks pass different sets.
     """
     ring = default_communicator()
-    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     remedy = "Add the same ones on all ranks, in order."
-    require_same_settings([Settings("process sets", {"ranks": str(one.ranks)}, remedy)], ring)
-    if one.ranks[-1] >= ring.size:
-        text = f"cannot add {one}: ranks are 0 to {ring.size - 1}"
+    require_same_settings([Settings("process sets", {"ranks": str(added.ranks)}, remedy)], ring)
+    if added.ranks[-1] >= ring.size:
+        text = f"cannot add {added}: ranks are 0 to {ring.size - 1}"
         raise ConfigError(text, **ring.config.who, remedy="Add ranks of this job.")
-    one._group = ring.split(0 if ring.rank in one.ranks else None)
-    one._ring = ring
-    one.process_set_id = next(_numbers)
-    _added[one.process_set_id] = one
-    return one
+    added._group = ring.split(0 if ring.rank in added.ranks else None)
+    added._ring = ring
+    added.process_set_id = next(_numbers)
+    _added[added.process_set_id] = added
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

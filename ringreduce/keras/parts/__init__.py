@@ -36,8 +36,8 @@ def summary(model: Any) -> str:
         kept = 1
         if optimizer is not None and optimizer.built:
             kept += len(parts_in(state_for(optimizer, variable)))
-        each = kept * tf.as_dtype(variable.dtype).size / _MIB
-        sizes = [each * math.prod(shape) for shape in (part.own_shape, part.shape)]
+        unit = kept * tf.as_dtype(variable.dtype).size / _MIB
+        sizes = [unit * math.prod(shape) for shape in (part.own_shape, part.shape)]
         total = [a + b for a, b in zip(total, sizes, strict=True)]
         lengths = list(map(str, part.lengths))
         if len(lengths) > _SHOWN:

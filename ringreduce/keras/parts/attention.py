@@ -24,8 +24,8 @@ class _IntoHeads(SplitLayer, keras.layers.EinsumDense):
     def __init__(self, plain: Any, communicator: Communicator | None) -> None:
         # These very initializers: others would draw further seeds.
         drawing = ("kernel_initializer", "bias_initializer")
-        own = {name: getattr(plain, name) for name in drawing}
-        super().__init__(communicator=communicator, **{**plain.get_config(), **own})
+        attributes = {name: getattr(plain, name) for name in drawing}
+        super().__init__(communicator=communicator, **{**plain.get_config(), **attributes})
 
 
 class _OutOfHeads(_IntoHeads):
@@ -76,12 +76,12 @@ class _Attention(SplitLayer):
     # Keras passes the masks, and `training`, that it finds in the signature.
     @wraps(keras.layers.MultiHeadAttention.call)
     def call(self, *arguments: Any, **options: Any) -> Any:
-        given = signature(super().call).bind(*arguments, **options).arguments
-        self.refuse(return_attention_scores=given.get("return_attention_scores"))
+        bound = signature(super().call).bind(*arguments, **options).arguments
+        self.refuse(return_attention_scores=bound.get("return_attention_scores"))
         # What is given twice enters once, and its gradients are added up once.
-        names = [name for name in ("query", "value", "key") if given.get(name) is not None]
-        entered = {id(given[name]): entering(given[name], self.ring()) for name in names}
-        return super().call(**given | {name: entered[id(given[name])] for name in names})
+        names = [name for name in ("query", "value", "key") if bound.get(name) is not None]
+        entered = {id(bound[name]): entering(bound[name], self.ring()) for name in names}
+        return super().call(**bound | {name: entered[id(bound[name])] for name in names})
 
 
 class ParallelGroupQueryAttention(_Attention, keras.layers.GroupQueryAttention):

@@ -105,21 +105,21 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
         """The vectors of `inputs`, ids of any shape; with a combiner their sums. Collective."""
-        [found] = look_up({self: inputs}).values()
-        return found if self.combiner is None else self._combined(inputs, found, weights)
+        [vectors] = look_up({self: inputs}).values()
+        return vectors if self.combiner is None else self._combined(inputs, vectors, weights)
 
     def _combined(self, ids: Any, vectors: Any, weights: Any) -> Any:
         flat = _flat(ids)
-        own = tf.cast(tf.ones_like(flat) if weights is None else _flat(weights), vectors.dtype)
+        scale = tf.cast(tf.ones_like(flat) if weights is None else _flat(weights), vectors.dtype)
         if self.mask_zero:
-            own *= tf.cast(flat != 0, own.dtype)
+            scale *= tf.cast(flat != 0, scale.dtype)
         if isinstance(ids, tf.RaggedTensor):
-            own = ids.with_flat_values(own)
-        total = tf.reduce_sum(vectors * tf.expand_dims(own, -1), -2)
+            scale = ids.with_flat_values(scale)
+        total = tf.reduce_sum(vectors * tf.expand_dims(scale, -1), -2)
         if self.combiner == "sum":
             return total
         is_mean = self.combiner == "mean"
-        by = tf.reduce_sum(own, -1) if is_mean else tf.sqrt(tf.reduce_sum(own * own, -1))
+        by = tf.reduce_sum(scale, -1) if is_mean else tf.sqrt(tf.reduce_sum(scale * scale, -1))
         return tf.math.divide_no_nan(total, by[..., None])
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
@@ -169,12 +169,12 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
                 "different communicators or compute dtypes",
                 remedy="Look them up apart.",
             )
-    given = [tf.convert_to_tensor(_flat(each)) for each in ids.values()]
-    found = in_parts(lambda *own: rows_of_all(layers, own), *given, communicator=ring)
-    for place, own in enumerate(ids.values()):
-        if isinstance(own, tf.RaggedTensor):
-            found[place] = own.with_flat_values(found[place])
-    return dict(zip(layers, found, strict=True))
+    flat = [tf.convert_to_tensor(_flat(value)) for value in ids.values()]
+    vectors = in_parts(lambda *arrays: rows_of_all(layers, arrays), *flat, communicator=ring)
+    for place, value in enumerate(ids.values()):
+        if isinstance(value, tf.RaggedTensor):
+            vectors[place] = value.with_flat_values(vectors[place])
+    return dict(zip(layers, vectors, strict=True))
 
 
 def _flat(ids: Any) -> Any:
@@ -184,15 +184,15 @@ def _flat(ids: Any) -> Any:
 def _by_blocks(draw: Draw, part: Part, dtype: Any) -> Any:
     """Draw this rank's rows, of which never more than a block is whole."""
     size, rank, (count, *rest) = part.communicator.size, part.communicator.rank, part.shape
-    own = np.empty(part.own_shape, tf.as_dtype(dtype).as_numpy_dtype)
+    piece = np.empty(part.own_shape, tf.as_dtype(dtype).as_numpy_dtype)
     for first in range(0, count, _BLOCK):
         initializer, rows = draw(first // _BLOCK), min(_BLOCK, count - first)
         drawn = np.asarray(initializer((rows, *rest), dtype))
         drawn = drawn * _fan_ratio(initializer, rows, part.shape)
         skipped = (rank - first) % size
         at = (first + skipped) // size
-        own[at : at + len(drawn[skipped::size])] = drawn[skipped::size]
-    return own
+        piece[at : at + len(drawn[skipped::size])] = drawn[skipped::size]
+    return piece
 
 
 def _fan_ratio(initializer: Any, rows: int, shape: tuple[int, ...]) -> float:

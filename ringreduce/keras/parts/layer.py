@@ -83,8 +83,8 @@ class PartLayer(keras.layers.Layer):
             with tf.init_scope():  # In a function that Keras traces there are no values.
                 return draw_piece(draw, part, dtype)
 
-        own = super().add_weight(shape=part.own_shape, initializer=initialize, **options)
-        return mark(own, part)
+        piece = super().add_weight(shape=part.own_shape, initializer=initialize, **options)
+        return mark(piece, part)
 
     def save_own_variables(self, store: Any) -> None:
         """Save wholes, as Keras's layer saves its variables."""
@@ -122,16 +122,16 @@ def as_whole(draw: Draw, part: Part, dtype: Any) -> Any:
 
 def _seeded(initializer: Any, ring: Communicator) -> Draw:
     """Make `initializer` with another seed for each number; None: with its own. Collective."""
-    given = keras.initializers.get(initializer)
-    if not hasattr(given, "seed"):
-        return lambda _: given
+    chosen = keras.initializers.get(initializer)
+    if not hasattr(chosen, "seed"):
+        return lambda _: chosen
     # Keras draws one where none was given; a generator is used once.
-    seed = given.seed if isinstance(given.seed, int) else int(np.asarray(given.seed.next())[0])
+    seed = chosen.seed if isinstance(chosen.seed, int) else int(np.asarray(chosen.seed.next())[0])
     seed = ring.broadcast_object(seed) if ring.size > 1 else seed
 
     def numbered(number: int | None) -> Any:
-        own = seed if number is None else folded(seed, number)
-        return type(given).from_config({**given.get_config(), "seed": own})
+        folded_seed = seed if number is None else folded(seed, number)
+        return type(chosen).from_config({**chosen.get_config(), "seed": folded_seed})
 
     return numbered
 
@@ -146,7 +146,7 @@ def _of_wholes(regularizer: Any, ring: Communicator) -> Any:
         raise ConfigError(text, **ring.config.who, remedy=remedy)
 
     @tf.custom_gradient
-    def total(own: Any) -> Any:
-        return all_reduce(own, ring), lambda upstream: upstream
+    def total(part: Any) -> Any:
+        return all_reduce(part, ring), lambda upstream: upstream
 
     return lambda piece: total(regularizer(piece))

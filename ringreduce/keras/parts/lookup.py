@@ -42,23 +42,24 @@ def rows_of_all(layers: Sequence[Any], ids: Sequence[Any]) -> list[Any]:
             remedy="Compile the model with jit_compile=False.",
         )
     tables = [layer._embeddings.value for layer in layers]
-    once = [tf.unique(tf.reshape(tf.cast(each, tf.int64), [-1])) for each in ids]
-    *told, counts = _exchange_ids([each.y for each in once], layers, ring)
+    once = [tf.unique(tf.reshape(tf.cast(table_ids, tf.int64), [-1])) for table_ids in ids]
+    *told, counts = _exchange_ids([unique.y for unique in once], layers, ring)
     positions, places = told[: len(ids)], told[len(ids) :]
-    given = []
+    answers = []
     for table, place in zip(tables, places, strict=True):
-        given.append(tf.cast(tf.gather(table, place), dtype))
+        answers.append(tf.cast(tf.gather(table, place), dtype))
         # Else TensorFlow would copy the table with each later assignment (keras#15376). Where Keras
         # learns shapes before it makes variables, it gives values in their place.
         if isinstance(table, tf.Variable):
             tf.raw_ops.DisableCopyOnRead(resource=table.handle)
-    came = _exchange_rows(given, counts, ring)
-    found = []
-    for values, position, each, own, table in zip(came, positions, once, ids, tables, strict=True):
-        rows_of_own = _spread(values, tf.gather(position, each.idx))
-        whole = tf.reshape(rows_of_own, tf.concat([tf.shape(own), table.shape[1:]], 0))
-        found.append(tf.ensure_shape(whole, own.shape.concatenate(table.shape[1:])))
-    return found
+    came = _exchange_rows(answers, counts, ring)
+    results = []
+    by_table = zip(came, positions, once, ids, tables, strict=True)
+    for values, position, unique, table_ids, table in by_table:
+        rows_of_own = _spread(values, tf.gather(position, unique.idx))
+        vectors = tf.reshape(rows_of_own, tf.concat([tf.shape(table_ids), table.shape[1:]], 0))
+        results.append(tf.ensure_shape(vectors, table_ids.shape.concatenate(table.shape[1:])))
+    return results
 
 
 def _exchange_ids(ids: Sequence[Any], layers: Sequence[Any], ring: Communicator) -> list[Any]:
@@ -69,23 +70,23 @@ def _exchange_ids(ids: Sequence[Any], layers: Sequence[Any], ring: Communicator)
     size, tables = ring.size, len(ids)
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        owners = [own % size for own in arrays]
+        owners = [ids_here % size for ids_here in arrays]
         # The last two numbers are an id that is in no table, and which one lacks it.
         bad = [
-            [int(own[(own < 0) | (own >= layer.input_dim)][0]), number]
-            for number, (own, layer) in enumerate(zip(arrays, layers, strict=True))
-            if own.size and (own.min() < 0 or own.max() >= layer.input_dim)
+            [int(ids_here[(ids_here < 0) | (ids_here >= layer.input_dim)][0]), number]
+            for number, (ids_here, layer) in enumerate(zip(arrays, layers, strict=True))
+            if ids_here.size and (ids_here.min() < 0 or ids_here.max() >= layer.input_dim)
         ]
         told = np.zeros((size, size * tables + 2), np.int64)
-        asked = np.stack([np.bincount(each, minlength=size) for each in owners], 1)
+        asked = np.stack([np.bincount(owner, minlength=size) for owner in owners], 1)
         told[ring.rank, :-2] = asked.reshape(-1)
         told[ring.rank, -2:] = bad[0] if bad else (0, -1)
         # One meeting, where an all-gather takes two.
         ring.all_reduce(told)
         _refuse_bad(told[:, -2:], layers, ring)
         counts = told[:, :-2].reshape(size, size, tables)
-        orders = [np.argsort(each, kind="stable") for each in owners]
-        by_owner = [own[order] for own, order in zip(arrays, orders, strict=True)]
+        orders = [np.argsort(owner, kind="stable") for owner in owners]
+        by_owner = [ids_here[order] for ids_here, order in zip(arrays, orders, strict=True)]
         sent = _by_rank(by_owner, counts[ring.rank])
         came, _ = ring.all_to_all(sent, counts.sum(2))
         asked_of_us = _by_table(came, counts[:, ring.rank])
@@ -118,8 +119,8 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
             sent, came = elements[ring.rank], elements[:, ring.rank]
             by_rank = _by_rank(np.split(array, np.cumsum(sent.sum(0))[:-1]), sent)
             signature = sign("rows of tables", *widths.tolist())
-            found, _ = ring.all_to_all(by_rank, elements.sum(2), signature=signature)
-            by_table = _by_table(found, came)
+            received, _ = ring.all_to_all(by_rank, elements.sum(2), signature=signature)
+            by_table = _by_table(received, came)
             return by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
 
         def gradient(upstream: Any, number: Any) -> Any:
@@ -127,7 +128,7 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
 
         return collective(ring, "look up rows", run, gradient, flat, (None,), elements, of=of)
 
-    flat = tf.concat([tf.reshape(each, [-1]) for each in values], 0)
+    flat = tf.concat([tf.reshape(rows, [-1]) for rows in values], 0)
     # Those who were asked now send.
     came = exchange(flat, tf.transpose(counts, [1, 0, 2]) * widths, NONE)
     ends = tf.reduce_sum(counts[ring.rank], 0) * widths
@@ -139,7 +140,7 @@ def _by_rank(tables: Sequence[np.ndarray], counts: np.ndarray) -> np.ndarray:
     """Order elements by rank, then by table; `counts` of elements have shape (ranks, tables)."""
     if len(tables) == 1:
         return tables[0]
-    cut = [np.split(each, np.cumsum(counts[:-1, n])) for n, each in enumerate(tables)]
+    cut = [np.split(rows, np.cumsum(counts[:-1, n])) for n, rows in enumerate(tables)]
     return np.concatenate([parts[rank] for rank in range(len(counts)) for parts in cut])
 
 

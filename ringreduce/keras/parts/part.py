@@ -38,10 +38,10 @@ class Part:
         """Where the piece of a rank of the group is in the whole."""
         size, count = self.communicator.size, self.shape[self.axis]
         if self.is_dealt:
-            own = slice(rank, None, size)
+            rows = slice(rank, None, size)
         else:
-            own = slice(rank * (count // size), (rank + 1) * (count // size))
-        return (*(slice(None) for _ in range(self.axis)), own)
+            rows = slice(rank * (count // size), (rank + 1) * (count // size))
+        return (*(slice(None) for _ in range(self.axis)), rows)
 
     @property
     def lengths(self) -> list[int]:
@@ -62,10 +62,10 @@ class Part:
 
     def joined(self, rows: np.ndarray) -> np.ndarray:
         """The whole, of all ranks' pieces joined along their first dimension."""
-        whole = np.empty(self.shape, rows.dtype)
+        joined = np.empty(self.shape, rows.dtype)
         for rank, piece in enumerate(np.split(rows, np.cumsum(self.lengths)[:-1])):
-            whole[self.place(rank)] = np.moveaxis(piece, 0, self.axis)
-        return whole
+            joined[self.place(rank)] = np.moveaxis(piece, 0, self.axis)
+        return joined
 
     def require_divisible(self, what: str) -> None:
         """ConfigError unless each rank gets as much; `what` names the axis and whose it is."""
@@ -130,8 +130,8 @@ def mark(variable: Any, part: Part) -> Any:
 
 def part_of(variable: Any) -> Part | None:
     """How `variable` is divided; None: it is no part."""
-    found = getattr(variable, _NAME, None)
-    return None if found is None else found[0]
+    marks = getattr(variable, _NAME, None)
+    return None if marks is None else marks[0]
 
 
 def pieces_in(variables: Iterable[Any]) -> list[tuple[Any, Part]]:
@@ -222,8 +222,8 @@ def _assist(run: Callable[[Any, Part, int], object], request: Sequence[Any]) -> 
 
 def _gathered(variable: Any, part: Part, root: int) -> np.ndarray:
     """The whole on `root`; elsewhere nothing of use. Collective in the part's group."""
-    own = np.ascontiguousarray(np.moveaxis(np.asarray(variable), part.axis, 0))
-    rows: np.ndarray = part.communicator.gather(own, root)
+    piece = np.ascontiguousarray(np.moveaxis(np.asarray(variable), part.axis, 0))
+    rows: np.ndarray = part.communicator.gather(piece, root)
     return part.joined(rows) if part.communicator.rank == root else rows
 
 
@@ -233,8 +233,8 @@ def _scattered(variable: Any, part: Part, root: int, whole: Any = None) -> None:
     if ring.rank == root:
         pieces = [np.moveaxis(part.piece(whole, r), part.axis, 0) for r in range(ring.size)]
         rows = np.ascontiguousarray(np.concatenate(pieces), np.asarray(variable).dtype)
-    own = ring.scatter(rows, root, part.lengths)
-    variable.assign(np.moveaxis(own, 0, part.axis))
+    piece = ring.scatter(rows, root, part.lengths)
+    variable.assign(np.moveaxis(piece, 0, part.axis))
 
 
 assistants["gather a part"] = partial(_assist, _gathered)

@@ -34,8 +34,8 @@ def entering(value: Any, group: Communicator) -> Any:
     """`value`, equal on all ranks, whose gradient is the sum of theirs: each has a part of it."""
 
     @tf.custom_gradient
-    def enter(own: Any) -> Any:
-        return tf.identity(own), compiled_alike(lambda back: leaving(back, group, UNKNOWN))
+    def enter(tensor: Any) -> Any:
+        return tf.identity(tensor), compiled_alike(lambda back: leaving(back, group, UNKNOWN))
 
     return value if group.size == 1 else enter(tf.convert_to_tensor(value))
 
@@ -45,8 +45,8 @@ def leaving(value: Any, group: Communicator, of: Any = None) -> Any:
     named = {} if of is None else {"of": of}
 
     @tf.custom_gradient
-    def leave(own: Any) -> Any:
-        return all_reduce(own, group, **named), lambda back: entering(back, group)
+    def leave(tensor: Any) -> Any:
+        return all_reduce(tensor, group, **named), lambda back: entering(back, group)
 
     return value if group.size == 1 else leave(tf.convert_to_tensor(value))
 
@@ -56,12 +56,12 @@ def joined(value: Any, group: Communicator) -> Any:
     count, last = value.shape[-1], value.shape.rank - 1
 
     @tf.custom_gradient
-    def join(own: Any) -> Any:
-        rows = tf.transpose(own, [last, *range(last)])
-        whole = all_gather(rows, group, counts=[count] * group.size)
+    def join(piece: Any) -> Any:
+        rows = tf.transpose(piece, [last, *range(last)])
+        gathered = all_gather(rows, group, counts=[count] * group.size)
         begin = [0] * last + [group.rank * count]
         back = lambda upstream: tf.slice(upstream, begin, [-1] * last + [count])  # noqa: E731
-        return tf.transpose(whole, [*range(1, last + 1), 0]), back
+        return tf.transpose(gathered, [*range(1, last + 1), 0]), back
 
     return value if group.size == 1 else join(value)
 
@@ -86,8 +86,8 @@ class SplitLayer(PartLayer):
 
     def refuse(self, **options: Any) -> None:
         """ConfigError if one of `options` is set, which would need or see the whole layer."""
-        if given := [name for name, value in options.items() if value]:
-            text = f"got {', '.join(given)} for {self.name}, of which each rank has a piece"
+        if refused := [name for name, value in options.items() if value]:
+            text = f"got {', '.join(refused)} for {self.name}, of which each rank has a piece"
             raise ConfigError(text, remedy="Leave it out, or use Keras's layer.")
 
 
@@ -142,8 +142,8 @@ class ColumnParallelDense(_SplitDense):
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """That of the plain layer, or of this rank's units."""
-        own = self.units if self.gather_output else self.units // self.ring().size
-        return (*input_shape[:-1], own)
+        units = self.units if self.gather_output else self.units // self.ring().size
+        return (*input_shape[:-1], units)
 
 
 class RowParallelDense(_SplitDense):

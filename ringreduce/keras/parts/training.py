@@ -61,18 +61,18 @@ def joint(
     gradients = list(gradients)
     used = [number for number, gradient in enumerate(gradients) if gradient is not None]
     parts = {n: part for n in used if (part := part_of(variables[n])) is not None}
-    clips = [one for one in all_within(inner) if one.clipnorm or one.global_clipnorm]
+    clips = [held for held in all_within(inner) if held.clipnorm or held.global_clipnorm]
     kind = keras.optimizers.LossScaleOptimizer
-    scaled = [one for one in all_within(inner) if isinstance(one, kind)]
+    scaled = [optimizer for optimizer in all_within(inner) if isinstance(optimizer, kind)]
     if not parts or not (clips or scaled):
         apply(gradients, variables)
         return
     squares: list[Any] = [_square(g) if n in used else None for n, g in enumerate(gradients)]
     rings = {part.communicator: None for part in parts.values()}
     for ring in rings:
-        own = [number for number, part in parts.items() if part.communicator is ring]
-        sums = all_reduce(tf.stack([squares[number] for number in own]), ring)
-        squares = [sums[own.index(n)] if n in own else one for n, one in enumerate(squares)]
+        ours = [number for number, part in parts.items() if part.communicator is ring]
+        sums = all_reduce(tf.stack([squares[number] for number in ours]), ring)
+        squares = [sums[ours.index(n)] if n in ours else square for n, square in enumerate(squares)]
     # An infinity in one rank's piece makes this so on all ranks, which then skip the step alike.
     gone = tf.add_n([squares[number] * 0 for number in parts])
     if scaled:
@@ -80,8 +80,8 @@ def joint(
         gradients[first] = map_values(
             lambda values: values + tf.cast(gone, values.dtype), gradients[first]
         )
-    for one in clips:
-        gradients = _clipped(one, gradients, squares, scaled)
+    for optimizer in clips:
+        gradients = _clipped(optimizer, gradients, squares, scaled)
     with _unclipped(clips):
         apply(gradients, variables)
 
@@ -92,7 +92,7 @@ def _clipped(
     """`gradients`, with a loss scale in them, as `clips` would make them of wholes."""
     scale = tf.cast(scaled[0].dynamic_scale, tf.float32) if scaled else tf.constant(1.0)
     most = (clips.clipnorm or clips.global_clipnorm) * scale
-    total = None if clips.clipnorm else tf.add_n([each for each in squares if each is not None])
+    total = None if clips.clipnorm else tf.add_n([part for part in squares if part is not None])
 
     def clipped(gradient: Any, square: Any) -> Any:
         if gradient is None:
@@ -106,14 +106,14 @@ def _clipped(
 @contextmanager
 def _unclipped(clips: Sequence[Any]) -> Iterator[None]:
     """Within the block they do not clip: they would by the norm of this rank's pieces."""
-    before = [(one, one.clipnorm, one.global_clipnorm) for one in clips]
-    for one in clips:
-        one.clipnorm = one.global_clipnorm = None
+    before = [(optimizer, optimizer.clipnorm, optimizer.global_clipnorm) for optimizer in clips]
+    for optimizer in clips:
+        optimizer.clipnorm = optimizer.global_clipnorm = None
     try:
         yield
     finally:
-        for one, clipnorm, global_clipnorm in before:
-            one.clipnorm, one.global_clipnorm = clipnorm, global_clipnorm
+        for optimizer, clipnorm, global_clipnorm in before:
+            optimizer.clipnorm, optimizer.global_clipnorm = clipnorm, global_clipnorm
 
 
 def _square(gradient: Any) -> Any:

@@ -18,7 +18,7 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 def feeds_of(
-    given: Any,
+    options: Any,
     ring: Communicator,
     who: Training,
     shares: Shares,
@@ -26,72 +26,72 @@ def feeds_of(
     is_elastic: bool,
     may_count: bool,
 ) -> tuple[Feed, Feed | None]:
-    """Make the feeds of training and validation from `fit`'s arguments; None: no validation.
+    """Make the feeds of training and validation from `fit`'s options; None: no validation.
 
     With `may_count` parts of batches may carry the number of rows of the whole. Collective.
     """
-    whole, validation = (given.x, given.y, given.sample_weight), given.validation_data
-    if given.validation_split and validation is None:
-        whole, validation = _split_off(whole, given.validation_split)
-    if given.sharded:
-        training = _sharded_feed(given, ring)
+    data, validation = (options.x, options.y, options.sample_weight), options.validation_data
+    if options.validation_split and validation is None:
+        data, validation = _split_off(data, options.validation_split)
+    if options.sharded:
+        training = _sharded_feed(options, ring)
         # Steps of validation need no other rank.
-        own = None if validation is None else _own_feed(validation, "validation_data")
-        return training, own
+        validation_feed = None if validation is None else _own_feed(validation, "validation_data")
+        return training, validation_feed
     dividing = partial(
         Plan,
         ring,
-        at_once=given.model.steps_per_execution,
-        check=given.check,
+        at_once=options.model.steps_per_execution,
+        check=options.check,
         readers=who.everyone,
         is_elastic=is_elastic,
     )
     plan = dividing(
         "the data given to rr.fit",
-        batch_size=None if _is_batched(given.x, given.model) else given.batch_size,
-        steps=given.steps_per_epoch,
-        first=given.initial_epoch,
-        shuffle=given.shuffle,
-        seed=given.seed,
-        class_weight=given.class_weight,
+        batch_size=None if _is_batched(options.x, options.model) else options.batch_size,
+        steps=options.steps_per_epoch,
+        first=options.initial_epoch,
+        shuffle=options.shuffle,
+        seed=options.seed,
+        class_weight=options.class_weight,
         shares=shares,
         # Unchecked ranks may read other batches.
         counts=may_count
         and not is_elastic
         and ring.size > 1
-        and given.check
+        and options.check
         and not shares.is_measured,
     )
-    training = feed_of(whole, plan)
+    training = feed_of(data, plan)
     if validation is None:
         return training, None
     parts = validation if isinstance(validation, (tuple, list)) else (validation,)
-    rows = given.validation_batch_size or (given.batch_size if are_arrays(parts[0]) else None)
+    rows = options.validation_batch_size or (options.batch_size if are_arrays(parts[0]) else None)
     # Whole batches go to the ranks in turn.
     plan = dividing(
         "the validation data given to rr.fit",
-        batch_size=None if _is_batched(parts[0], given.model) else rows,
-        steps=given.validation_steps,
+        batch_size=None if _is_batched(parts[0], options.model) else rows,
+        steps=options.validation_steps,
         deal=True,
     )
     return training, feed_of(parts, plan)
 
 
-def _split_off(whole: Any, validation_split: float) -> tuple[Any, Any]:
+def _split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
     """Arrays without their last rows, and these, for validation."""
-    if not are_arrays(whole[0]):
+    if not are_arrays(data[0]):
         raise ConfigError(
-            f"cannot take a validation_split of {type(whole[0]).__name__}",
+            f"cannot take a validation_split of {type(data[0]).__name__}",
             remedy="Pass validation_data, such as dataset.take(n) and dataset.skip(n).",
         )
-    return split(whole, validation_split)
+    return split(data, validation_split)
 
 
-def _sharded_feed(given: Any, ring: Communicator) -> Feed:
+def _sharded_feed(options: Any, ring: Communicator) -> Feed:
     """This rank's own batches, of which ranks may have different numbers."""
     names = "y", "sample_weight", "batch_size", "batch_share", "steps_per_epoch"
-    of_batches = {name: getattr(given, name) for name in sorted(names)}
-    if given.batch_share == "equal":
+    of_batches = {name: getattr(options, name) for name in sorted(names)}
+    if options.batch_share == "equal":
         del of_batches["batch_share"]
     if unused := [name for name, value in of_batches.items() if value is not None]:
         raise ConfigError(
@@ -99,9 +99,9 @@ def _sharded_feed(given: Any, ring: Communicator) -> Feed:
             remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a "
             "slow rank by less: gradients count by rows. An epoch is one pass over it.",
         )
-    training = _own_feed(given.x, "x")
-    own = padded(training.dataset, given.model, ring)
-    training.dataset = passing(own, lambda _, batch: batch, None, training.note_first)
+    training = _own_feed(options.x, "x")
+    padded_batches = padded(training.dataset, options.model, ring)
+    training.dataset = passing(padded_batches, lambda _, batch: batch, None, training.note_first)
     return training
 
 

@@ -103,9 +103,9 @@ class Loop:
             logs = _results_or(model, self._pass(epoch))
             take_averages_of_rank_0(model, self._who.data)
             if validation is not None and model._should_eval(epoch, validation_freq):
-                given = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
-                found = model.evaluate(validation.dataset, **given)
-                logs.update({f"val_{name}": value for name, value in found.items()})
+                how = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
+                results = model.evaluate(validation.dataset, **how)
+                logs.update({f"val_{name}": value for name, value in results.items()})
             if self._elastic is not None:
                 self._elastic.begin_epoch(epoch + 1, self._passes.batches)
             callbacks.on_epoch_end(epoch, logs)
@@ -120,12 +120,12 @@ class Loop:
         model, feed = self._model, self._feed
         if self._elastic is not None:
             return self._elastic
-        found = model.train_function
+        steps = model.train_function
         ranks = None if self._exchanges else self._who.data.size if feed.is_counted else 0
         how = ranks, feed.may_be_empty
-        if not (isinstance(found, Steps) and found.are_for(*how)):
-            found = model.train_function = Steps(model, *how)
-        return found
+        if not (isinstance(steps, Steps) and steps.are_for(*how)):
+            steps = model.train_function = Steps(model, *how)
+        return steps
 
     def _agree_who_looks(self) -> list[str]:
         """The callbacks of any rank that look at single batches. Collective.
@@ -140,9 +140,9 @@ class Loop:
             gathered = ring.all_gather_object((looking, batches))
             self._require_equal([batches for _, batches in gathered])
             looking = list(dict.fromkeys(name for names, _ in gathered for name in names))
-        for one in every:
-            if hasattr(one, "meets_after_calls"):
-                one.meets_after_calls = bool(looking)
+        for callback in every:
+            if hasattr(callback, "meets_after_calls"):
+                callback.meets_after_calls = bool(looking)
         return looking
 
     def _require_equal(self, batches: list[int | None]) -> None:
@@ -171,12 +171,12 @@ class Loop:
         while most := passes.most(1 if is_stopping else self._suitable()):
             first = passes.place
             callbacks.on_train_batch_begin(first)
-            done, found = self._call(passes.iterator, most)
+            done, logs = self._call(passes.iterator, most)
             if not done:
                 passes.end()
                 break
-            self._logs = found
-            callbacks.on_train_batch_end(passes.pass_by(done), found)
+            self._logs = logs
+            callbacks.on_train_batch_end(passes.pass_by(done), logs)
             if model.stop_training and (
                 is_stopping or self._is_watched or self._who.everyone.size == 1
             ):

@@ -85,10 +85,10 @@ class Steps:
         made, logs = 0, None
         while made < most:
             left = tf.constant(most - made, tf.int64)
-            done, found, has_short, short, reading_s = self._several[key](iterator, left)
+            done, latest, has_short, short, reading_s = self._several[key](iterator, left)
             self.reading_s += float(reading_s)
             if int(done):
-                made, logs = made + int(done), found
+                made, logs = made + int(done), latest
             if not has_short:
                 break
             made, logs = made + 1, self._short(short.get_value())
@@ -137,8 +137,8 @@ class Steps:
 
     def _weight(self, element: Any) -> weighting.Weight:
         batch, rows = element
-        own = tf.cast(rows_in(batch), tf.float32)
-        return weighting.Weight(own, tf.cast(rows, tf.float32) / self._ranks)
+        rows_here = tf.cast(rows_in(batch), tf.float32)
+        return weighting.Weight(rows_here, tf.cast(rows, tf.float32) / self._ranks)
 
     def _traced(self, iterator: Any) -> Any:
         spec = iterator.element_spec
@@ -153,19 +153,19 @@ class Steps:
                 return tf.logical_and(done < most, due(element))
 
             def step(done: Any, _: Any, element: Any, reading_s: Any) -> Any:
-                found = self._one(element.get_value())
+                logs = self._one(element.get_value())
                 done += 1
-                with tf.control_dependencies(tf.nest.flatten(found)):
+                with tf.control_dependencies(tf.nest.flatten(logs)):
                     after, waited_s = tf.cond(done < most, read, lambda: (nothing, zero_s))
-                return done, found, after, reading_s + waited_s
+                return done, logs, after, reading_s + waited_s
 
             read = partial(_read, iterator)
             nothing, zero_s = tf.experimental.Optional.empty(spec), tf.constant(0.0, tf.float64)
             first, waited_s = read()
             state = tf.constant(0, tf.int64), _zeros(logs), first, waited_s
-            done, found, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
+            done, last, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
             is_short = tf.logical_and(done < most, short.has_value())
-            return done, found, is_short, kept(short), seconds
+            return done, last, is_short, kept(short), seconds
 
         def due(element: Any) -> Any:
             def has_rows() -> Any:

@@ -10,15 +10,16 @@ HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_bat
 
 def all_of(callbacks: Any) -> list[Any]:
     """`callbacks`, and those that they call."""
-    found: list[Any] = []
-    for one in keras.tree.flatten(callbacks):
-        found += [one, *all_of(getattr(one, "members", []))]
-    return found
+    flat: list[Any] = []
+    for callback in keras.tree.flatten(callbacks):
+        flat += [callback, *all_of(getattr(callback, "members", []))]
+    return flat
 
 
 def that_look(callbacks: Iterable[Any]) -> list[str]:
     """The names of the classes of those whose hooks must be called for each batch."""
-    return list(dict.fromkeys(type(one).__name__ for one in callbacks if _looks(one)))
+    names = (type(callback).__name__ for callback in callbacks if _looks(callback))
+    return list(dict.fromkeys(names))
 
 
 def _looks(callback: Any) -> bool:
