@@ -20,7 +20,7 @@ from ringreduce.keras.optimizer_state import StrategyState
 from ringreduce.vocabulary.errors import ConfigError
 
 
-def back_up(callbacks: Iterable[Any], model: Any, epoch: int, steps: int) -> str:
+def back_up(callbacks: Iterable[Any], model: keras.Model, epoch: int, steps: int) -> str:
     """Save what `callbacks` restore, after that many steps of `epoch`; return what to do then."""
     said = "Nothing was backed up: pass backup_dir to rr.fit for that."
     for backup in backups(callbacks):
@@ -29,7 +29,7 @@ def back_up(callbacks: Iterable[Any], model: Any, epoch: int, steps: int) -> str
     return said
 
 
-def save(backup: Any, model: Any, epoch: int, steps: int = 0) -> None:
+def save(backup: Any, model: keras.Model, epoch: int, steps: int = 0) -> None:
     """Replace what `backup` restores; at any moment a whole backup is there."""
     weights, place = private.files_of_backup(backup)
     tf.io.gfile.makedirs(backup.backup_dir)
@@ -46,7 +46,7 @@ def save(backup: Any, model: Any, epoch: int, steps: int = 0) -> None:
     tf.io.gfile.rename(f"{place}.new", place, overwrite=True)
 
 
-def restored(callbacks: Iterable[Any], model: Any, restore: Callable[[], None]) -> Any:
+def restored(callbacks: Iterable[Any], model: keras.Model, restore: Callable[[], None]) -> Any:
     """Call `restore`; then the epoch that training goes on with, and how many steps it has made."""
     loaded: dict[str, Any] = {}
     with _beside(model, StrategyState(dict, loaded.update)):
@@ -61,7 +61,7 @@ def restored(callbacks: Iterable[Any], model: Any, restore: Callable[[], None]) 
 
 
 @contextlib.contextmanager
-def _beside(model: Any, state: StrategyState) -> Iterator[None]:
+def _beside(model: keras.Model, state: StrategyState) -> Iterator[None]:
     """Have Keras save `state` with the weights of `model`, or load it."""
     vars(model)["_ringreduce_place"] = state
     try:

@@ -113,7 +113,7 @@ class _ArrayFeed(Feed):
 
 
 class _DatasetFeed(Feed):
-    def __init__(self, dataset: Any, plan: Plan) -> None:
+    def __init__(self, dataset: tf.data.Dataset, plan: Plan) -> None:
         if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise _endless(plan, "tf.data.Dataset")
         global_batches = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)

@@ -101,7 +101,7 @@ def _rows(array: Any, ring: Communicator, end: int) -> Any:
     return rows[ring.rank : end : ring.size]
 
 
-def _shard_dataset(dataset: Any, ring: Communicator, even: bool) -> Any:
+def _shard_dataset(dataset: tf.data.Dataset, ring: Communicator, even: bool) -> Any:
     size, rank, cardinality = ring.size, ring.rank, int(dataset.cardinality())
     if even and cardinality == tf.data.UNKNOWN_CARDINALITY:
         # Whole rounds only.

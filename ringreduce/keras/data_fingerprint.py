@@ -67,7 +67,7 @@ def fingerprinted(dataset: Any, what: str, remedy: str, ring: Communicator) -> A
 
 
 def passing(
-    dataset: Any,
+    dataset: tf.data.Dataset,
     then: Callable[[Any, Any], Any],
     passes: "FingerprintedPasses | None" = None,
     first: Callable[[Any], None] | None = None,
@@ -123,7 +123,7 @@ def _compared_before(total: int, is_first: bool) -> int:
     return before // _PERIOD * _PERIOD or (1 << before.bit_length() >> 1)
 
 
-def _group_length(dataset: Any) -> int:
+def _group_length(dataset: tf.data.Dataset) -> int:
     """How many elements to handle at a time: 1 where their shapes may differ."""
     nbytes = 1
     for spec in tf.nest.flatten(dataset.element_spec):
@@ -220,7 +220,7 @@ class Reads:
         # For each pass and batch its `numbers_of`.
         self._passes: list[list[Any]] = []
 
-    def noted(self, dataset: Any) -> Any:
+    def noted(self, dataset: tf.data.Dataset) -> Any:
         """`dataset` with the same elements, of which each is noted as it is read."""
 
         def step(number: Any, element: Any) -> Any:

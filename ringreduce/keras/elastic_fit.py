@@ -54,7 +54,7 @@ class Elastic:
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         ring: Communicator,
         minimum: int,
         batches: Any,

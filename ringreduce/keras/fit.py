@@ -271,7 +271,7 @@ def _callbacks_of(
     return callbacks, recording
 
 
-def _make_ready(model: Any, who: Training, training: Feed, *, weighs: bool) -> None:
+def _make_ready(model: keras.Model, who: Training, training: Feed, *, weighs: bool) -> None:
     """Make alike, and compare, what ranks begin with; with `weighs` they exchange their rows."""
     ring = who.data
     make_alike(model.weights, who.alike)
@@ -290,7 +290,7 @@ def _make_ready(model: Any, who: Training, training: Feed, *, weighs: bool) -> N
         weigh_steps(model, ring, is_counted)
 
 
-def _validate(model: Any, validation: Feed) -> dict[str, Any]:
+def _validate(model: keras.Model, validation: Feed) -> dict[str, Any]:
     """Validate once more, with what is this rank's now; the logs, none without any batch."""
     validation.begin(0)
     logs: dict[str, Any] = {}
@@ -301,7 +301,7 @@ def _validate(model: Any, validation: Feed) -> dict[str, Any]:
 
 
 def fit_on(
-    model: Any,
+    model: keras.Model,
     training: Feed,
     validation: Feed | None,
     who: Training | None,

@@ -107,7 +107,7 @@ def joined(dataset: Any, *, communicator: Communicator | None = None) -> Iterato
             yield filled(empty if count == 0 else batch), count
 
 
-def _without_names(dataset: Any) -> Any:
+def _without_names(dataset: tf.data.Dataset) -> Any:
     """`dataset` whose tensors have no names, such as Ray Data's: concatenate compares them."""
     spec = dataset.element_spec
     if not any(part.name for part in tf.nest.flatten(spec)):
@@ -179,7 +179,7 @@ def build(model: Any, spec: Any) -> None:
     wrappable.build_optimizer_here(model)
 
 
-def _build_by_tracing(model: Any, spec: Any, is_callable: bool) -> None:
+def _build_by_tracing(model: keras.Model, spec: Any, is_callable: bool) -> None:
     def call(data: Any) -> Any:
         return model(keras.utils.unpack_x_y_sample_weight(data)[0], training=False)
 
@@ -202,7 +202,7 @@ def _build_by_tracing(model: Any, spec: Any, is_callable: bool) -> None:
     return None
 
 
-def _trace(model: Any, step: Step, spec: Any) -> None:
+def _trace(model: keras.Model, step: Step, spec: Any) -> None:
     """Create what `step` does when it is traced; what optimizers do at first waits for training."""
     with contextlib.ExitStack() as stack:
         held = [(w, stack.enter_context(w.deferred())) for w in wrappable.wrappers_in(model)]
@@ -242,7 +242,7 @@ def weigh_steps(model: Any, ring: Communicator, is_counted: bool = True, mean: A
     put_around(model, WEIGHTED, _followed_step)
 
 
-def _followed_step(model: Any, step: Step, data: Any) -> Any:
+def _followed_step(model: keras.Model, step: Step, data: Any) -> Any:
     how, rows = kept(model, _Weighed), tf.cast(rows_in(data), tf.float32)
     if how.mean is None:
         weight = weighting.exchanged(rows, how.ring)
@@ -254,7 +254,7 @@ def _followed_step(model: Any, step: Step, data: Any) -> Any:
         return weighed(model, step, data, weight)
 
 
-def weighed(model: Any, step: Step, data: Any, weight: weighting.Weight) -> Any:
+def weighed(model: keras.Model, step: Step, data: Any, weight: weighting.Weight) -> Any:
     """`step` with that weight; without data it changes nothing, and returns the latest logs."""
     has_data = rows_in(data) > 0
     with weighting.using(weight):
@@ -263,7 +263,7 @@ def weighed(model: Any, step: Step, data: Any, weight: weighting.Weight) -> Any:
         return _restore(model, before, has_data, logs)
 
 
-def _passing(model: Any) -> list[Any]:
+def _passing(model: keras.Model) -> list[Any]:
     """Metrics and moving averages of this rank's own batches, not those of all ranks'."""
     # A frozen weight that changes follows trained ones, as a moving average of weights does.
     layers = private.layers_of(model)
@@ -276,12 +276,12 @@ def _passing(model: Any) -> list[Any]:
     return list(unique.values())
 
 
-def changed_by_steps(model: Any) -> list[Any]:
+def changed_by_steps(model: keras.Model) -> list[Any]:
     """List what a step changes on this rank besides weights and their optimizer's state."""
     return [*_passing(model), *filter(is_seed_state, model.non_trainable_variables)]
 
 
-def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:
+def _restore(model: keras.Model, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:
     """Undo an empty step; return the logs: for an empty step those of the last real one.
 
     So the loss of a sample of zeros is not shown, and a NaN in it does not end training. Metrics
@@ -311,7 +311,7 @@ def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any
     return tf.nest.pack_sequence_as(logs, tf.cond(has_data, keep, put_back)) if values else logs
 
 
-def _latest(model: Any, place: int, value: Any) -> Any:
+def _latest(model: keras.Model, place: int, value: Any) -> Any:
     """A variable for the last real value at an index of the logs, first 0; None: no fixed shape."""
     if not value.shape.is_fully_defined():
         return None

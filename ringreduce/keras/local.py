@@ -14,7 +14,7 @@ from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 
-def joint_in(optimizer: Any) -> str | None:
+def joint_in(optimizer: keras.Optimizer) -> str | None:
     """Name what uses all gradients together, such as ``sgd with a loss scale``; None: nothing."""
     for member in all_within(optimizer):
         if isinstance(member, keras.optimizers.LossScaleOptimizer):
@@ -48,7 +48,7 @@ class LocalVariables:
             raise ConfigError(f"got {type(variable).__name__} as a local variable", remedy=remedy)
         self._variables[id(plain_variable(variable))] = variable
 
-    def check(self, inner: Any) -> None:
+    def check(self, inner: keras.Optimizer) -> None:
         """ConfigError if `inner`, a built optimizer, uses all gradients together, or lacks one."""
         if not self._variables:
             return
@@ -66,7 +66,7 @@ class LocalVariables:
                 remedy = "Register variables of the model that this optimizer is applied to."
                 raise ConfigError(text, remedy=remedy)
 
-    def others_of(self, variables: Sequence[Any], inner: Any) -> list[Any]:
+    def others_of(self, variables: Sequence[Any], inner: keras.Optimizer) -> list[Any]:
         """`variables` (the model's or those of `inner`) without these, own pieces, their state."""
         states = {id(state) for v in self._variables.values() for state in state_for(inner, v)}
         return [v for v in variables if not (v in self or id(v) in states or is_own_piece(v))]

@@ -65,7 +65,7 @@ class LocalSGD(Strategy):
         if not 0 <= self.overlap <= most:
             raise ConfigError(f"overlap is {self.overlap}; accepted: 0 to every - 1, {most}")
 
-    def check(self, inner: Any) -> None:
+    def check(self, inner: keras.Optimizer) -> None:
         """Refuse what needs equal gradients on all ranks."""
         name = type(self).__name__
         for part in all_within(inner):

@@ -440,7 +440,7 @@ class DistributedOptimizer(Wrapper):
         further = {} if custom_objects is None else {"custom_objects": custom_objects}
         return DistributedOptimizer(cls._inner_class.from_config(config, **further))
 
-    def around(self, inner: Any) -> DistributedOptimizer:
+    def around(self, inner: keras.Optimizer) -> DistributedOptimizer:
         """Another wrapper around `inner` with the same options and local variables."""
         other = DistributedOptimizer(inner, self.communicator, **self._options)
         # The same object, since the first wrapper may still register more.
@@ -473,7 +473,7 @@ class DistributedOptimizer(Wrapper):
 
 
 def _copy(
-    inner: Any, config: Any, communicator: Communicator | None, options: dict[str, Any]
+    inner: keras.Optimizer, config: Any, communicator: Communicator | None, options: dict[str, Any]
 ) -> DistributedOptimizer:
     """A wrapped optimizer from its description; pickles refer to this function."""
     return DistributedOptimizer(inner.from_config(config), communicator, **options)

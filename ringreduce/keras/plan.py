@@ -158,7 +158,7 @@ class Plan:
             raise ConfigError(text, **ring.config.who, remedy=remedy)
 
 
-def counted(dataset: Any, count: Callable[[], int]) -> Any:
+def counted(dataset: tf.data.Dataset, count: Callable[[], int]) -> Any:
     """`dataset`, for which Keras expects `count` batches; it begins anew where there are fewer."""
     dataset.cardinality = lambda: tf.constant(count(), tf.int64)
     return dataset

@@ -91,7 +91,7 @@ def set_path(variable: Any, path: str) -> None:
     variable._path = path
 
 
-def unbuild(optimizer: Any) -> None:
+def unbuild(optimizer: keras.Optimizer) -> None:
     """Have `optimizer`, which is built, forget its state but for the step and the rate."""
     kept = optimizer._iterations, optimizer._learning_rate
     optimizer._variables[:] = [v for v in optimizer._variables if any(v is k for k in kept)]
@@ -99,19 +99,19 @@ def unbuild(optimizer: Any) -> None:
     optimizer.built = False
 
 
-def decay_alike(optimizer: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+def decay_alike(optimizer: keras.Optimizer, pairs: Iterable[tuple[Any, Any]]) -> None:
     """Have `optimizer` decay the second of each pair of variables if it would the first."""
     for variable, other in pairs if getattr(optimizer, "weight_decay", None) else ():
         is_decayed = optimizer._use_weight_decay(variable)
         optimizer._exclude_from_weight_decay_cache[key_of(optimizer, other)] = is_decayed
 
 
-def key_of(optimizer: Any, variable: Any) -> Any:
+def key_of(optimizer: keras.Optimizer, variable: Any) -> Any:
     """The key by which a built optimizer finds its state for `variable`."""
     return optimizer._var_key(variable)
 
 
-def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
+def lists_of_state(optimizer: keras.Optimizer) -> dict[str, list[Any]]:
     """List a built optimizer's states of its trained variables, or None, by attribute."""
     ids = {id(state) for state in optimizer.variables}
     return {
@@ -124,7 +124,7 @@ def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
     }
 
 
-def has_plain_fit(model: Any) -> bool:
+def has_plain_fit(model: keras.Model) -> bool:
     """Whether `model.fit` and what that calls are Keras's own, replaced neither there nor here."""
     names = "fit", "evaluate", "make_train_function"
     methods = [getattr(model, name) for name in names]
@@ -138,26 +138,26 @@ def is_of_keras(what: Any) -> bool:
     return str(getattr(what, "__module__", "")).startswith(("keras.", "ringreduce."))
 
 
-def learning_rate_of(optimizer: Any) -> Any:
+def learning_rate_of(optimizer: keras.Optimizer) -> Any:
     """The learning rate as given: a variable, schedule or function; None where it has none."""
     return getattr(optimizer, "_learning_rate", None)
 
 
-def layers_of(model: Any) -> list[Any]:
+def layers_of(model: keras.Model) -> list[Any]:
     """All layers in `model`, those within others included, without itself."""
     return model._flatten_layers(include_self=False)  # type: ignore[no-any-return]
 
 
-def has_layers(layer: Any) -> bool:
+def has_layers(layer: keras.Layer) -> bool:
     """Whether other layers are within it."""
     return bool(layer._layers)
 
 
-def save_as(layer: Any, plain: Any) -> None:
+def save_as(layer: keras.Layer, plain: Any) -> None:
     """Have Keras write the name and module of `plain` for a class with its configuration."""
     layer.__name__, layer.__module__ = plain.__name__, plain.__module__
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Have `fit` begin with that epoch, or where its caller says."""
     model._initial_epoch = epoch

@@ -95,7 +95,7 @@ def settings_in(value: Any, name: str = "") -> dict[str, str]:
     return texts
 
 
-def settings_of_optimizer(optimizer: Any) -> dict[str, str]:
+def settings_of_optimizer(optimizer: keras.Optimizer) -> dict[str, str]:
     """Describe a Keras optimizer, without a constant learning rate, which ranks copy."""
     if isfunction(private.learning_rate_of(optimizer)):
         return {"optimizer": type(optimizer).__name__}  # Keras warns where a lambda is described.
@@ -104,7 +104,7 @@ def settings_of_optimizer(optimizer: Any) -> dict[str, str]:
     return {name.removeprefix("optimizer."): text for name, text in kept}
 
 
-def settings_of_model(model: Any) -> list[Settings]:
+def settings_of_model(model: keras.Model) -> list[Settings]:
     """Describe a built model's configuration, layer by layer: by their order, not their names.
 
     Of a layer whose `get_config` does not work there is the class alone. Seeds are left out:
@@ -115,7 +115,7 @@ def settings_of_model(model: Any) -> list[Settings]:
     return [_settings_of_layer(layer) for layer in sorted(layers, key=private.has_layers)]
 
 
-def _settings_of_layer(layer: Any) -> Settings:
+def _settings_of_layer(layer: keras.Layer) -> Settings:
     texts = {"class": type(layer).__name__}
     if not any(map(_is_unwieldy, (layer, *private.layers_of(layer)))):
         with contextlib.suppress(Exception):  # A user's class may have none that works.
@@ -125,7 +125,7 @@ def _settings_of_layer(layer: Any) -> Settings:
     return Settings(f"models: layer {layer.name!r}", kept, _SAME_MODEL)
 
 
-def saved_beside_weights(layer: Any, *, by_keras: bool) -> dict[str, str]:
+def saved_beside_weights(layer: keras.Layer, *, by_keras: bool) -> dict[str, str]:
     """A hash of each file and array that `layer` saves and that is no variable, by name.
 
     Such as an adapted vocabulary. Of Keras's own layers, where it must be equal, or of others.
@@ -148,7 +148,7 @@ def saved_beside_weights(layer: Any, *, by_keras: bool) -> dict[str, str]:
     return {name: f"{len(data)} bytes ({signature_of(data):x})" for name, data in store.items()}
 
 
-def _is_unwieldy(layer: Any) -> bool:
+def _is_unwieldy(layer: keras.Layer) -> bool:
     """Whether its configuration lists a table of initial values, or has a lambda."""
     # Of which Keras warns. To ignore that would make Python repeat others that it shows once.
     parts, constant = vars(layer).values(), keras.initializers.Constant

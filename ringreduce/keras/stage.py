@@ -287,7 +287,7 @@ def _model_of(made: Any, arrives: Spec | None) -> Any:
     return made
 
 
-def _spec_left_by(model: Any) -> Spec:
+def _spec_left_by(model: keras.Model) -> Spec:
     if len(model.outputs) != 1:
         raise ValueError(f"gives {len(model.outputs)} tensors to the next stage, which takes one")
     [output] = model.outputs

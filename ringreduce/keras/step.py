@@ -13,7 +13,7 @@ _WRAPS = "_ringreduce_wraps"
 PLAIN, WEIGHTED = 0, 1
 
 
-def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) -> None:
+def put_around(model: keras.Model, place: int, around: Callable[[Any, Step, Any], Any]) -> None:
     """Have `around` called for `model`'s training step, with the model, the step and data; once."""
     step = model.train_step
     inner, wraps = getattr(step, _WRAPS, (step, {}))
@@ -28,7 +28,7 @@ def put_around(model: Any, place: int, around: Callable[[Any, Step, Any], Any]) 
     model.train_function = None
 
 
-def step_without(model: Any, place: int) -> Step:
+def step_without(model: keras.Model, place: int) -> Step:
     """`model`'s training step without the wrapper at `place`."""
     step, wraps = getattr(model.train_step, _WRAPS, (model.train_step, {}))
     for position in sorted(wraps.keys() - {place}):
@@ -36,7 +36,7 @@ def step_without(model: Any, place: int) -> Step:
     return step  # type: ignore[no-any-return]
 
 
-def own_step(model: Any) -> Step | None:
+def own_step(model: keras.Model) -> Step | None:
     """The innermost training step of `model`, if it is not Keras's."""
     step = getattr(model.train_step, _WRAPS, (model.train_step, {}))[0]
     return None if getattr(step, "__func__", None) is keras.Model.train_step else step

@@ -53,7 +53,7 @@ def refuse_unusable(inner: Any, compression: Any) -> None:
         raise ConfigError(text, remedy="Use one or the other; a ringreduce worker is one replica.")
 
 
-def refuse_wrapped(inner: Any) -> None:
+def refuse_wrapped(inner: keras.Optimizer) -> None:
     """ConfigError if `inner` is distributed, or something that it or one in it has."""
     for held in (inner, *itertools.chain(*map(_held_by, all_within(inner)))):
         if isinstance(held, Wrapper):
@@ -79,7 +79,7 @@ def all_within(optimizer: Any) -> list[Any]:
     return [optimizer, *inner]
 
 
-def state_for(optimizer: Any, variable: Any) -> list[Any]:
+def state_for(optimizer: keras.Optimizer, variable: Any) -> list[Any]:
     """List the state that a built optimizer, or one in it, has for `variable`."""
     states_of = []
     for member in all_within(optimizer):
@@ -90,13 +90,13 @@ def state_for(optimizer: Any, variable: Any) -> list[Any]:
     return states_of
 
 
-def own_step_in(optimizer: Any) -> str | None:
+def own_step_in(optimizer: keras.Optimizer) -> str | None:
     """The method of the user's own, if there is one, that sees all of a step's gradients."""
     names = (n for n in _STEPS_OF_ALL if not private.is_of_keras(getattr(optimizer, n)))
     return next(names, None)
 
 
-def require_elementwise(inner: Any, what: str, other: str = "", **who: Any) -> None:
+def require_elementwise(inner: keras.Optimizer, what: str, other: str = "", **who: Any) -> None:
     """ConfigError, of `what` with {}, unless each element's step is known to need no other's."""
     for optimizer in all_within(inner):
         # A LossScaleOptimizer does what the one in it does.
@@ -126,7 +126,7 @@ def require_equal(wrapper: Any) -> None:
         )
 
 
-def build_optimizer_here(model: Any) -> None:
+def build_optimizer_here(model: keras.Model) -> None:
     """Give the optimizer of a built model its variables, on this rank alone."""
     optimizer = model.optimizer
     if optimizer is not None and not optimizer.built:
@@ -134,19 +134,19 @@ def build_optimizer_here(model: Any) -> None:
         getattr(optimizer, "build_inner", optimizer.build)(model.trainable_variables)
 
 
-def settle(model: Any) -> None:
+def settle(model: keras.Model) -> None:
     """Make weights equal on all ranks where they step alone between meetings. Collective."""
     for wrapper in wrappers_in(model):
         wrapper.settle()
 
 
-def is_alone(model: Any) -> bool:
+def is_alone(model: keras.Model) -> bool:
     """Whether `model` has optimizers, none of which needs other ranks in each step."""
     wrappers = wrappers_in(model)
     return bool(wrappers) and all(wrapper.is_alone for wrapper in wrappers)
 
 
-def wrappers_in(model: Any) -> list[Any]:
+def wrappers_in(model: keras.Model) -> list[Any]:
     """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
     every = (getattr(model, "optimizer", None), *_held_by(model))
     return list({id(part): part for part in every if isinstance(part, Wrapper)}.values())
@@ -160,7 +160,7 @@ def _held_by(owner: Any) -> list[Any]:
     return [*held, *itertools.chain(*parts)]
 
 
-def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:
+def refuse_other_ring(model: keras.Model, where: str, ring: Communicator) -> None:
     """ConfigError if `where` got a group, and an optimizer or layer uses the whole job."""
     # What has a communicator of its own may have another one on purpose.
     if not is_initialized() or ring is default_communicator():
@@ -177,7 +177,7 @@ def refuse_other_ring(model: Any, where: str, ring: Communicator) -> None:
             )
 
 
-def refuse_other_optimizer(model: Any, ring: Communicator) -> None:
+def refuse_other_optimizer(model: keras.Model, ring: Communicator) -> None:
     """ConfigError if an optimizer averages over other ranks than `rr.fit` compares in the end."""
     for wrapper in wrappers_in(model):
         group = wrapper.communicator
@@ -191,7 +191,7 @@ def refuse_other_optimizer(model: Any, ring: Communicator) -> None:
             )
 
 
-def warn_of_plain_optimizer(model: Any, where: str, ring: Communicator) -> None:
+def warn_of_plain_optimizer(model: keras.Model, where: str, ring: Communicator) -> None:
     """Log a warning if nothing seems to average the gradients of `model`."""
     optimizer = model.optimizer
     if ring.size == 1 or optimizer is None or wrappers_in(model):
@@ -203,7 +203,7 @@ def warn_of_plain_optimizer(model: Any, where: str, ring: Communicator) -> None:
     )
 
 
-def require_compiled(model: Any, more: str = "") -> None:
+def require_compiled(model: keras.Model, more: str = "") -> None:
     """Return if `model` is a model that was compiled; ConfigError, which ends with `more`."""
     require_model(model, "fit")
     if not model.compiled:
@@ -219,7 +219,7 @@ def require_model(model: Any, method: str) -> None:
         raise ConfigError(f"got {model!r}, which is no keras.Model", remedy=remedy)
 
 
-def require_distributed(model: Any, ring: Communicator) -> None:
+def require_distributed(model: keras.Model, ring: Communicator) -> None:
     """ConfigError unless `model` averages gradients, or may do so in a `train_step` of its own."""
     if wrappers_in(model):
         return

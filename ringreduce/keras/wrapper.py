@@ -35,7 +35,7 @@ class Wrapper(keras.optimizers.Optimizer):
             cls = _named_after(type(inner), cls)  # type: ignore[arg-type]
         return super().__new__(cls)
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: keras.Optimizer) -> None:
         # Not the base's: variables and options are those of `inner`.
         self._inner = inner
 

@@ -118,7 +118,7 @@ def _check_first(owner: Any, name: str, check: Callable[[Any], None]) -> None:
 # --- Training -----------------------------------------------------------------------------------
 
 
-def _fit(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+def _fit(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> Any:
     if not model.compiled:
         return original(model, *arguments, **options)  # Raises Keras's own error.
     bound = inspect.signature(original).bind(model, *arguments, **options).arguments
@@ -138,7 +138,7 @@ def _note_seed(original: Any, seed: Any) -> None:
     original(seed)
 
 
-def _evaluate(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+def _evaluate(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> Any:
     if not model.compiled:
         return original(model, *arguments, **options)
     bound = inspect.signature(original).bind(model, *arguments, **options).arguments
@@ -150,7 +150,7 @@ def _evaluate(original: Any, model: Any, *arguments: Any, **options: Any) -> Any
         return evaluate(model, **given, communicator=ring)
 
 
-def _predict(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+def _predict(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> Any:
     bound = inspect.signature(original).bind(model, *arguments, **options).arguments
     if bound.pop("callbacks", None) is not None:
         return original(model, *arguments, **options)
@@ -166,7 +166,7 @@ def _predict(original: Any, model: Any, *arguments: Any, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _own_method(model: Any, name: str, original: Any) -> Iterator[None]:
+def _own_method(model: keras.Model, name: str, original: Any) -> Iterator[None]:
     """Within the block ``model.name`` is Keras's: one of the program's has called this by super."""
     before = {name: vars(model)[name]} if name in vars(model) else {}
     vars(model)[name] = types.MethodType(original, model)
@@ -177,7 +177,7 @@ def _own_method(model: Any, name: str, original: Any) -> Iterator[None]:
         vars(model).update(before)
 
 
-def _distribute(model: Any) -> None:
+def _distribute(model: keras.Model) -> None:
     """Have all optimizers of `model` average gradients: attributes, and in lists and tables."""
     made: dict[int, Any] = {}
 

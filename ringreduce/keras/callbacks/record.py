@@ -108,7 +108,7 @@ class Record(keras.callbacks.Callback):
             np.savez(self._folder / name, *values)
 
 
-def _of_gradients(model: Any) -> Iterator[str]:
+def _of_gradients(model: keras.Model) -> Iterator[str]:
     """Say what ranks do differently from one process with gradients, as far as it is known."""
     step = type(model).train_step
     if step is not keras.Model.train_step:

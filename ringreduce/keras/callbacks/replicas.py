@@ -52,7 +52,7 @@ class VerifyReplicas(keras.callbacks.Callback):
         verify_model(self.model, self._communicator or default_communicator())
 
 
-def verify_model(model: Any, ring: Communicator) -> None:
+def verify_model(model: keras.Model, ring: Communicator) -> None:
     """Verify the model now, as `VerifyReplicas` does. Collective."""
     state = shared_state(model, model.trainable_variables)
     equal_now = getattr(model.optimizer, "equal_now", lambda every: every)
@@ -60,14 +60,14 @@ def verify_model(model: Any, ring: Communicator) -> None:
     _verify_group(model)
 
 
-def _verify_group(model: Any) -> None:
+def _verify_group(model: keras.Model) -> None:
     state = shared_state(model, model.trainable_variables)
     if (group := model_group(state)) is not None:
         verify_replicas(alike(state), group)
 
 
 def broadcast_state(
-    model: Any, root: int, communicator: Communicator, local: Sequence[Any] = ()
+    model: keras.Model, root: int, communicator: Communicator, local: Sequence[Any] = ()
 ) -> None:
     """Give `model` and its optimizer, without local variables, rank `root`'s values. Collective."""
     kept = {id(plain_variable(variable)) for variable in local}
@@ -80,7 +80,7 @@ def broadcast_state(
         wrapper.broadcast_state(root)
 
 
-def shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
+def shared_state(model: keras.Model, weights: Sequence[Any]) -> list[Any]:
     """All variables of the optimizer of `model`, then `weights`, without local ones.
 
     Where a learning rate differs weights do too, and the first one is named.

@@ -104,7 +104,7 @@ class PartLayer(keras.layers.Layer):
         return super()._trackable_children(*arguments, **options)
 
 
-def _own_variables(layer: Any) -> list[Any]:
+def _own_variables(layer: keras.Layer) -> list[Any]:
     """The variables that Keras's layers save themselves, in its order."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 

@@ -118,7 +118,7 @@ def _own_feed(data: Any, name: str) -> Feed:
     return feed
 
 
-def _is_batched(data: Any, model: Any) -> bool:
+def _is_batched(data: Any, model: keras.Model) -> bool:
     """Whether `data` is a tf.data.Dataset of batches: its inputs have the rank of the model's."""
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
     if not isinstance(data, tf.data.Dataset) or not inputs:

@@ -38,7 +38,7 @@ class Loop:
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         feed: Feed,
         who: Training,
         *,
@@ -289,7 +289,7 @@ class _Passes:
             self.iterator = self.iterator if self.steps is None else after
 
 
-def _repeated(dataset: Any) -> Any:
+def _repeated(dataset: tf.data.Dataset) -> Any:
     """`dataset` without an end, which begins a pass when its first element is asked for."""
     lazy = tf.data.Options()
     lazy.experimental_optimization.inject_prefetch = False
@@ -317,7 +317,7 @@ def _limited(epochs: int, steps: int | None) -> tuple[int, int | None]:
     return epochs, steps
 
 
-def _results_or(model: Any, logs: Any) -> Any:
+def _results_or(model: keras.Model, logs: Any) -> Any:
     """The results of the metrics, unless a step of one's own logs under other names."""
     results = model.get_metrics_result()
     return dict(results if isinstance(logs, dict) and logs.keys() == results.keys() else logs)

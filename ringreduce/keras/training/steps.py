@@ -37,7 +37,7 @@ class Steps:
         may_be_empty: whether this rank's part may have no rows; for pairs.
     """
 
-    def __init__(self, model: Any, ranks: int | None, may_be_empty: bool) -> None:
+    def __init__(self, model: keras.Model, ranks: int | None, may_be_empty: bool) -> None:
         before = model.train_function
         self._of_keras: Any = before._of_keras if isinstance(before, Steps) else before
         self._model, self._ranks = model, ranks
