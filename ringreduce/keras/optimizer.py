@@ -244,7 +244,8 @@ class DistributedOptimizer(Wrapper):
             super().build_inner(variables)
         refuse_wrapped(self._inner)  # A MultiOptimizer may make those in it only now.
         mark_state(self._inner)
-        self._say_what_is_kept()
+        if self._sharding is not None and self._ring().rank == 0:
+            print(f"ringreduce: {self._sharding.describe(self._inner)}", flush=True)
 
     @property
     def trained(self) -> list[Any]:
@@ -262,10 +263,6 @@ class DistributedOptimizer(Wrapper):
         is_sharded = [kind is Averaging.MEAN and part_of(v) is None for kind, v in pairs]
         how = self._ring(), self._options
         self._sharding = Sharding(self._inner, variables, is_sharded, *how)
-
-    def _say_what_is_kept(self) -> None:
-        if self._sharding is not None and self._ring().rank == 0:
-            print(f"ringreduce: {self._sharding.describe(self._inner)}", flush=True)
 
     def _shard_if_due(self) -> None:
         """Divide the state of an inner optimizer that was built before it was wrapped."""

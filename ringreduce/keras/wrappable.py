@@ -203,11 +203,11 @@ def warn_of_plain_optimizer(model: keras.Model, where: str, ring: Communicator) 
     )
 
 
-def require_compiled(model: keras.Model, more: str = "") -> None:
-    """Return if `model` is a model that was compiled; ConfigError, which ends with `more`."""
+def require_compiled(model: keras.Model) -> None:
+    """ConfigError if `model` is no model that was compiled."""
     require_model(model, "fit")
     if not model.compiled:
-        remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first." + more
+        remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first."
         raise ConfigError(f"got {model!r}, which is no compiled model", remedy=remedy)
 
 
