@@ -33,7 +33,7 @@ class Members:
         self._config, self._own = config, own
         self._hellos = {own.rank: own}
         self._refused: list[str] = []
-        # Those ranks by the socket's names for them, to answer them.
+        # The ranks by the socket's names for them, to answer them.
         self.identities: dict[bytes, int] = {}
 
     def admit(self, identity: bytes, hello: Hello) -> Refusal | None:

@@ -185,7 +185,7 @@ class Rendezvous:
                 )
         return table
 
-    # What fails within, the others miss in `exchange`, or find in the first call.
+    # If the block raises, others miss this rank in `exchange`, or find out in the first call.
     guarded = contextlib.nullcontext
 
     def exchange(self, failed: Sequence[tuple[int, str, str]]) -> dict[int, list[tuple[Any, ...]]]:

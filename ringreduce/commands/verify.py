@@ -49,7 +49,7 @@ def verify(
             if number:
                 compared.append(compare(recorded[0], recorded[-1]))
             if number < len(counts) and not as_json:
-                # As they come, since each takes seconds.
+                # Row by row, since each takes seconds.
                 lines = ([] if number else [HEADER]) + [row(recorded[-1].run, *compared[-1:])]
                 print(*lines, sep="\n", flush=True)
     again = compared.pop() if len(compared) == len(counts) else None

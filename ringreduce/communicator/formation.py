@@ -59,13 +59,13 @@ class Job:
     # bind, routes: where this rank listens, and at which addresses it reaches the others.
     bind: Bind
     routes: Routes
-    # What this rank knows of the choice of the next ring's ranks; kept by attempts that fail.
+    # This rank's state in choosing the next ring's ranks; kept by attempts that fail.
     agreement: Agreement
     has_left_out: bool = False  # ranks that may be alive, and are told so when they wake
     # Whether the training that its ring is formed anew for has ended here; None: there was none.
     has_ended: bool | None = None
     highest_group: int = 0  # of the groups that this rank has taken part in forming
-    # By rank of this host that shares memory: which process it is, by its number and its start.
+    # The processes of ranks that share this host's memory: number and start.
     processes: dict[int, tuple[int, int]] = field(default_factory=dict)
     # This rank's flight record; None until the job's session has it.
     flight: FlightFile | None = None

@@ -15,7 +15,7 @@ from ringreduce.vocabulary.errors import ArrayError, WorkerError
 
 _Result = TypeVar("_Result")
 
-# What ranks do that wait while rank 0's function needs them, by name.
+# Functions by name, which waiting ranks run when rank 0's function needs them.
 assistants: dict[str, Callable[[Any], None]] = {}
 _asking = threading.local()
 

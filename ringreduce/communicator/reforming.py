@@ -142,8 +142,8 @@ class Survivors:
         self._visits = job.visits()
         self._deadline = math.inf  # until the ranks are agreed on
         self._dead: frozenset[int] = frozenset()
-        # By rank: when it last took part, or said that it is in user code; its last values. What
-        # this one passes on; when.
+        # By rank: when it last took part, or said that it is in user code; its last values. The
+        # values that this one passes on; when.
         self._heard: dict[int, float] = {}
         self._busy: dict[int, float] = {}
         self._told: dict[int, tuple[Any, ...]] = {}

@@ -47,7 +47,7 @@ class _Direction:
         # The thread for calls in the background, once there was one.
         self.executor: Executor | None = None
         self.was_used = False  # arrays went this way before, one at a time
-        # What runs calls in C, once it was used; None where there is none.
+        # Runs calls in C, once it was used; None where there is none.
         self.end: ShmEnd | None = None
         self._pairs, self._place = session.collectives.pairs_with(group_rank)
         self._pass = self._pairs.send if sends else self._pairs.recv

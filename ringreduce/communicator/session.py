@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 FORMED_ANEW = "the ring is formed anew"  # why a step ends whose ring is formed anew meanwhile
 
-# Of this process, to be closed when Python ends.
+# Sessions of this process, to be closed when Python ends.
 _opened: weakref.WeakSet[Session] = weakref.WeakSet()
 # Those with sockets live until closed: libzmq's context, as garbage, would wait for them forever.
 _formed: set[Session] = set()
@@ -244,7 +244,7 @@ class Session:
         """Record the first error; return False if another came first."""
         hosts, peer = () if self.job is None else self.job.hosts, error.peer
         if peer is not None and len(set(hosts)) > 1:
-            # What another rank has sent may say so itself.
+            # An error that another rank has sent may say so itself.
             is_said = f"Rank {peer} is on {hosts[peer]}" in error.message
             error.host = None if is_said else hosts[peer]
         is_first = self._life.fail(error)

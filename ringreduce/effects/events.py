@@ -39,8 +39,8 @@ class Events:
     def __init__(self) -> None:
         self._memory = bytearray(spans.EVENTS_BYTES)
         self._pinned = (ctypes.c_char * spans.EVENTS_BYTES).from_buffer(self._memory)
-        # Of its memory, an ``rr_events`` of native/include/ringreduce.h, for native code that makes
-        # calls itself; valid while this object lives.
+        # The address of its memory, an ``rr_events`` of native/include/ringreduce.h, for native
+        # code that makes calls itself; valid while this object lives.
         self.address = ctypes.addressof(self._pinned)
         self._errors: dict[int, str] = {}
         self._formed_s = 0.0

@@ -23,7 +23,7 @@ ABI = 16  # RR_ABI of native/include/ringreduce.h
 _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 
 
-# As ctypes names C's types.
+# ctypes's names of C's types.
 pointer, integer = ctypes.c_void_p, ctypes.c_int
 u32, u64, i64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
 

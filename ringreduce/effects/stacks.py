@@ -14,7 +14,7 @@ from types import FrameType
 from ringreduce.pure.flight import FRAMES_MAX, NAME_MAX, THREADS_MAX, Frame, Stack, cut
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# Of Python and of installed packages, on any system.
+# Parts of paths of Python and of installed packages, on any system.
 _LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")
 
 

@@ -9,12 +9,12 @@ _PAGE = "docs/from-horovod.md has the whole table"
 _GROUPS = "use communicator.split(color), and pass communicator="
 _TIMELINE = "use ringreduce run --trace DIR, and ringreduce trace DIR"
 
-# What Horovod may be built with, and ringreduce never is.
+# Libraries that Horovod may be built with, and ringreduce never is.
 _TRANSPORTS = ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
 ABSENT = {f"{transport}_{state}" for transport in _TRANSPORTS for state in ("built", "enabled")}
 ABSENT.add("mpi_threads_supported")
 
-# What `ringreduce.keras.horovod` has.
+# Names that `ringreduce.keras.horovod` has.
 _PROVIDED = {
     **dict.fromkeys(("ProcessSet", "add_process_set", "process_set_included_op"), _GROUPS),
     **{name: f'write op="{name.lower()}"' for name in ("Max", "Min", "Product", "Sum")},
@@ -61,7 +61,7 @@ _CALLBACKS = {
     **{f"LearningRate{suffix}Callback": _KEPT for suffix in ("Schedule", "Warmup")},
 }
 _MODULES = {"ringreduce.keras": _NAMES, "ringreduce.keras.callbacks": _CALLBACKS}
-# Of its DistributedOptimizer.
+# Options of its DistributedOptimizer.
 OPTIONS = {
     "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
     "backward_passes_per_step": "use accumulate_steps; it is always the mean of the steps",

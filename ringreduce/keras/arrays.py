@@ -22,7 +22,7 @@ FORMS = (
 # Arrays up to this size are compared whole, others by as many evenly spaced rows.
 _WHOLE_BYTES = 64 << 20
 _ROWS = 1024
-# Of batches that are copied together.
+# Bytes of batches that are copied together.
 _GROUP_BYTES = 1 << 20
 
 
@@ -53,11 +53,11 @@ class Arrays:
         elif keras.tree.is_nested(y) and hasattr(sample_weight, "shape"):
             # One array, for all outputs.
             sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
-        # As Keras does, which takes no weights without targets.
+        # Keras takes no weights without targets.
         passed = [part for part in (x, y, None if y is None else sample_weight) if part is not None]
         as_tuples = keras.tree.lists_to_tuples(passed)
         parts = keras.tree.map_structure(lambda array: Rows(_as_numpy(array)), as_tuples)
-        # As Keras does: a list of inputs without y must not look like x and y.
+        # A list of inputs without y must not look like x and y.
         is_tuple = len(parts) > 1 or isinstance(parts[0], tuple)
         # x, (x, y) or (x, y, sample_weight), in tuples and dicts, as `Rows`.
         self.parts: Any = tuple(parts) if is_tuple else parts[0]

@@ -49,7 +49,7 @@ class Elastic:
     looking: Sequence[str] = ()
     # Seconds in steps, and in waiting for data; of all so far.
     called_s = reading_s = 0.0
-    # Of the present epoch those that have been made, or read and skipped.
+    # Batches of the present epoch that have been made, or read and skipped.
     made = 0
 
     def __init__(
@@ -92,7 +92,7 @@ class Elastic:
         scalars = [variable for variable in self._optimizer.variables if not variable.shape]
         self._changed = [*changed_by_steps(model), *scalars]
         self._begun = [tf.Variable(each.value, trainable=False) for each in self._changed]
-        # Of equally many rows on each rank, gradients need no weights.
+        # With equally many rows on each rank, gradients need no weights.
         self._even, self._uneven = map(self._keeping, (self._plain, model.train_step))
         model.train_function = self
         kept(self._ring, Repeating).by = self._meeting

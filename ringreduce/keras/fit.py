@@ -169,7 +169,7 @@ def fit(
         if recording is not None:
             around.append(Record(*recording, arguments.found, who.everyone))
         if steps is not None and verbose:
-            # Of Keras's own, another rank could not go on with it.
+            # Another rank could not go on with Keras's own bar.
             around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))
         return fit_on(
             model,
@@ -265,7 +265,7 @@ def _callbacks_of(
     """Select the callbacks that act, and what `ringreduce verify` wants recorded, if anything."""
     recording = recording_wanted(takes=True) if ring.parent is None else None
     if recording is not None:
-        # What is only tried out leaves no files, and begins with none.
+        # A trial leaves no files, and begins with none.
         writers = [c for c in callbacks if acts_once(c) or isinstance(c, OnRankZero)]
         callbacks = [c for c in callbacks if c not in writers]
     return callbacks, recording

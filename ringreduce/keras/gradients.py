@@ -26,7 +26,7 @@ class Reducer:
     communicator: Communicator
     op: ReduceOp
     scale_local: bool = False
-    # What divides the update among ranks: of its variables MEAN gradients become pieces, flat.
+    # Divides the update among ranks: MEAN gradients of its variables become pieces, flat.
     sharding: Any = None
 
     def reduce(

@@ -39,7 +39,7 @@ from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-# What is reduced at a time: the engine may do other work in between.
+# Elements reduced at a time: the engine may do other work in between.
 _CHUNK = 1 << 20
 
 
@@ -116,7 +116,7 @@ class _Alone(Running):
             raise ConfigError(text, remedy="Use compression='int8' or 'bf16' for meetings.")
         # One optimizer may be applied to several sets of variables, each with its own meetings.
         self._rounds: dict[tuple[int, ...], _Round] = {}
-        # Of rounds that have not begun.
+        # State of rounds that have not begun.
         self._loaded: dict[str, np.ndarray] = {}
 
     @property

@@ -205,7 +205,7 @@ def differences(model: Any) -> list[str]:
             texts.append(f"the loss {loss.name}: {how}")
     masks = [isinstance(v, keras.layers.Masking) or getattr(v, "mask_zero", False) for v in layers]
     outputs = getattr(model, "outputs", None)
-    # Of a subclassed model it is not known whether an output has a mask.
+    # A subclassed model does not tell whether an output has a mask.
     is_masked = outputs is None or any(getattr(v, "_keras_mask", None) is not None for v in outputs)
     if is_masked and (names := _named(itertools.compress(layers, masks))):
         texts.append(f"{names}: if the mask reaches the loss, that is a mean over what it leaves")

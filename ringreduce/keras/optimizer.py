@@ -107,7 +107,7 @@ class DistributedOptimizer(Wrapper):
         TypeError: there is no such argument; for one of Horovod's, it names the one to use.
     """
 
-    # As it was given; None for the process's.
+    # The one given; None for the process's.
     communicator: Communicator | None = None
     # Where all updates of a step begin; set by what repeats a step that a lost rank has broken.
     commit_point: CommitPoint | None = None
@@ -199,7 +199,7 @@ class DistributedOptimizer(Wrapper):
             self._deferred.append(variables)
             return
         if not self.built and variables is not None:
-            # As the inner `apply` would, so that variables get the same names.
+            # The inner `apply` does so: variables get the same names.
             with keras.name_scope(self._inner.name, caller=self._inner):
                 self.build_inner(variables)
         self._shard_if_due()
@@ -280,7 +280,7 @@ class DistributedOptimizer(Wrapper):
             wholes, self._wholes = self._wholes, None
             take_wholes(self._inner, wholes, self._ring())
 
-    # What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's; or None.
+    # State of the strategy and of `PowerSGD` for Keras to save; or None.
     strategy_state = property(attrgetter("_state.saved"))
 
     @property
@@ -294,7 +294,7 @@ class DistributedOptimizer(Wrapper):
         """Give all ranks what rank `root` has of the strategy and `PowerSGD`. Collective."""
         self._state.broadcast(self._ring(), root)
 
-    # As the strategy at work has them (`Running`).
+    # Those of the strategy at work (`Running`).
     is_settled = property(attrgetter("_running.is_settled"))
     has_met = property(attrgetter("_running.has_met"))
     is_alone = property(attrgetter("_running.is_alone"))

@@ -28,7 +28,7 @@ class StrategyState(private.KerasSaveable):
         self._get, self._put = get, put
 
     def _obj_type(self) -> str:
-        # By which Keras knows attributes that it need not look at.
+        # Keras does not look at attributes of this kind.
         return "Loss"
 
     def save_own_variables(self, store: Any) -> None:

@@ -350,7 +350,7 @@ class _WholeLogs(keras.callbacks.Callback):
         logs.update(self._latest)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # Of an epoch they are means over all copies.
+        # An epoch's logs are means over all copies.
         self.on_train_batch_end(0, logs)
 
     def on_train_end(self, logs: Any = None) -> None:

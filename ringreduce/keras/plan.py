@@ -35,7 +35,7 @@ class Feed:
     can_repeat = False
     # A tf.data.Dataset as it was given, if it may be shuffled: each iterator takes a seed of it.
     source: Any = None
-    # What the user's generator or PyDataset raised; TensorFlow shows only its text.
+    # The exception of the user's generator or PyDataset; TensorFlow shows only its text.
     failure: Exception | None = None
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so
     # The first rows of all data, or the first batch; of a tf.data.Dataset once it was read.

@@ -21,7 +21,7 @@ def _missing(name: str) -> ConfigError:
 
 
 _DATA_ADAPTERS = "keras.src.trainers.data_adapters"
-# By class, the name under which a user has registered it.
+# Names under which a user has registered classes.
 registered_names = named("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES", _missing)
 # The `tf.TensorSpec` of a list of batches, with any number of rows.
 spec_of_batches = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec", _missing)
@@ -29,7 +29,7 @@ spec_of_batches = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec
 with_class_weights = named(
     f"{_DATA_ADAPTERS}.tf_dataset_adapter", "make_class_weight_map_fn", _missing
 )
-# What Keras saves as a group of its own.
+# A base of objects that Keras saves as a group of their own.
 KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missing)
 # Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
 adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
@@ -44,7 +44,7 @@ def _has(owner: type, name: str) -> bool:
 
 for _owner, _names in (
     (keras.optimizers.Optimizer, ("_trainable_variables", "_iterations", "_learning_rate")),
-    # Of what TensorFlow's checkpoints save.
+    # For TensorFlow's checkpoints.
     (keras.optimizers.Optimizer, ("_lookup_dependency", "_trackable_children")),
     (keras.optimizers.Optimizer, ("_maybe_initialize_trackable",)),
     (keras.optimizers.Optimizer, ("_var_key", "_trainable_variables_indices", "_variables")),
@@ -66,9 +66,9 @@ for _owner, _names in (
             raise _missing(f"{_owner.__name__}.{_name}")
 
 
-# What a built optimizer is built for.
+# The variables that a built optimizer is built for.
 trained_variables: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")
-# By a variable's key, its place in each of `lists_of_state` of a built optimizer.
+# A variable's place, by its key, in each of `lists_of_state` of a built optimizer.
 places_in_lists: Callable[[Any], dict[Any, int]] = attrgetter("_trainable_variables_indices")
 # A layer's variables that were trainable when they were made, and may be frozen now.
 made_to_be_trained: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")

@@ -21,7 +21,7 @@ from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 
-# What fails so often is not made once more, unless training has gone on meanwhile.
+# A step that fails so often is not repeated, unless training has gone on meanwhile.
 REPEATS_MAX = 8
 
 

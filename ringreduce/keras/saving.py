@@ -25,7 +25,7 @@ from ringreduce.keras.strategies import Accumulate, EveryStep
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.vocabulary.errors import ConfigError
 
-# What options may be, besides numbers and texts, that a file can restore.
+# Classes of options, besides numbers and texts, that a file can restore.
 _CLASSES = {kind.__name__: kind for kind in (Accumulate, EveryStep, DiLoCo, LocalSGD, PowerSGD)}
 
 
@@ -99,7 +99,7 @@ def _weights_in(path: str) -> Iterator[Mapping[str, Any]]:
     """Open the weights in the file of a saved model; empty where it is none."""
     file: Mapping[str, Any] = {}
     with contextlib.ExitStack() as opened:
-        # Of an error on the way Keras says what is wrong.
+        # Keras says what is wrong after an error on the way.
         with contextlib.suppress(KeyError, OSError, zipfile.BadZipFile, tf.errors.OpError):
             weights: Any = f"{path}/model.weights.h5"
             if not tf.io.gfile.isdir(path):
@@ -141,7 +141,7 @@ class _Loading:
     def __init__(
         self, replaced: Mapping[Any, Any], ring: Communicator | None, options: Mapping[str, Any]
     ) -> None:
-        # By name or class: a class, and options for it.
+        # A class and options for it, by name or class.
         self._replaced = {
             key: (maker.func, maker.keywords) if isinstance(maker, partial) else (maker, {})
             for key, maker in replaced.items()

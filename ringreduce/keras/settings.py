@@ -23,7 +23,7 @@ _OF_NO_EFFECT = {
     *("build_input_shape", "inbound_nodes", "input_layers", "output_layers"),
 }
 _SHOWN = 3
-# Of a longer list, such as a vocabulary, only a hash is compared.
+# For a longer list, such as a vocabulary, only a hash is compared.
 _LISTED_MAX = 64
 _SAME = "Pass the same on every rank."
 _SAME_MODEL = (
@@ -66,7 +66,7 @@ def _difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | N
 
 def settings_in(value: Any, name: str = "") -> dict[str, str]:
     """The numbers and texts in `value`, as text, by where they are: ``{"momentum": "0.9"}``."""
-    # Of what is nested, or has a `get_config`, all of it; of other objects only the name or type.
+    # All of what is nested, or has a `get_config`; only the name or type of other objects.
     if value is None or isinstance(value, (bool, int, float, str, np.generic)):
         plain = value.item() if isinstance(value, np.generic) else value
         return {name: repr(plain)}
@@ -150,7 +150,7 @@ def saved_beside_weights(layer: keras.Layer, *, by_keras: bool) -> dict[str, str
 
 def _is_unwieldy(layer: keras.Layer) -> bool:
     """Whether its configuration lists a table of initial values, or has a lambda."""
-    # Of which Keras warns. To ignore that would make Python repeat others that it shows once.
+    # Keras would warn of them. To ignore that would make Python repeat others that it shows once.
     parts, constant = vars(layer).values(), keras.initializers.Constant
     tables = [part for part in parts if isinstance(part, constant)]
     has_lambda = any(isfunction(part) and part.__name__ == "<lambda>" for part in parts)

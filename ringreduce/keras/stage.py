@@ -19,7 +19,7 @@ from ringreduce.pure.pipeline import schedule
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_named
 
-# What travels between two stages: the shape of a row, and the name of the dtype.
+# A tensor between two stages: the shape of a row, and the name of the dtype.
 Spec = tuple[tuple[int, ...], str]
 
 
@@ -69,7 +69,7 @@ class Stage:
 
         def forward(inputs: Any, training: bool) -> Any:
             outputs = model(inputs, training=training)
-            # Of regularizers, say; what is shown as the loss is the sum over all stages.
+            # Losses of regularizers, say; the loss that is shown is the sum over all stages.
             penalty = tf.add_n(model.losses) if model.losses else tf.constant(0.0)
             tracker.update_state(penalty, sample_weight=count_of(outputs))
             return outputs, penalty
@@ -107,7 +107,7 @@ class Stage:
         size = rows // count
         activations = _Incoming(self._chain, self.number - 1, self._arrives, size, count)
         upstream = _Incoming(self._chain, self.number + 1, self._leaves, size, count)
-        # By micro-batch, what its backward pass needs.
+        # State for the backward pass, by micro-batch.
         left: dict[int, Any] = {}
         totals = self._totals
         logs = None

@@ -210,7 +210,7 @@ class _Sum:
     def __init__(self, variable: Any, has_rows: bool) -> None:
         self._dtype = variable.dtype
         self._total = lasting(tf.zeros(variable.shape, wide(variable)))
-        # Of a table, which rows had a gradient; the sum is 0 in all others.
+        # Rows of a table that had a gradient; the sum is 0 in all others.
         self._rows = lasting(tf.zeros(variable.shape[0], tf.bool)) if has_rows else None
 
     def add(self, gradient: Any, weight: Any) -> None:

@@ -154,5 +154,5 @@ class _Shared:
 
     def __init__(self) -> None:
         self.initial = InitialValues()
-        # By their options; they keep the plans that ranks agreed on.
+        # Keyed by their options; they keep the plans that ranks agreed on.
         self.bridges: dict[tuple[Any, ...], GradientBridge] = {}

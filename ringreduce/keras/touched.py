@@ -154,7 +154,7 @@ class _Rows:
         self._variable, self._ids = plain_variable(variable), ids
         self.dtype, self.name = self._variable.dtype, self._variable.name
         self.shape = tf.TensorShape([ids.shape[0], *self._variable.shape[1:]])
-        # By this Keras finds what it keeps for a variable.
+        # Keras finds by this what it keeps for a variable.
         self._unique_id = key
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
@@ -178,7 +178,7 @@ def _of_values(operator: str) -> Any:
     return lambda rows, other: getattr(tf.Tensor, operator)(tf.convert_to_tensor(rows), other)
 
 
-# What optimizers calculate with a variable.
+# Operators that optimizers use on a variable.
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     for _operator in (f"__{_name}__", f"__r{_name}__"):
         setattr(_Rows, _operator, _of_values(_operator))

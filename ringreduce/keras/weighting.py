@@ -35,7 +35,7 @@ class Averaging(enum.Enum):
     MEAN = enum.auto()
     # This rank's own, not shared.
     LOCAL = enum.auto()
-    # Of a piece of a variable that all ranks' rows use: what arrives is of all ranks' mean loss.
+    # The gradient of a piece, which all ranks' rows use: it is that of all ranks' mean loss.
     PART = enum.auto()
 
 

@@ -64,7 +64,7 @@ def refuse_wrapped(inner: keras.Optimizer) -> None:
 def refuse_scales(variables: Sequence[Any], ring: Communicator) -> None:
     """ConfigError on several ranks for scales of 8-bit floats, which have no gradients."""
     for variable in variables if ring.size > 1 else ():
-        # What Keras gives for one is its new value, from the largest number that a rank has seen.
+        # Keras gives its new value as gradient, from the largest number that a rank has seen.
         if getattr(variable, "overwrite_with_gradient", False):
             text = f"trains {path_of(variable)}, a scale of 8-bit floats, of which there is no mean"
             raise ConfigError(text, **ring.config.who, remedy="Train with mixed_bfloat16.")
@@ -72,7 +72,7 @@ def refuse_scales(variables: Sequence[Any], ring: Communicator) -> None:
 
 def all_within(optimizer: Any) -> list[Any]:
     """An optimizer and those that it wraps."""
-    # What a wrapper calls `inner_optimizer` is within its own, where that is a LossScaleOptimizer.
+    # A wrapper's `inner_optimizer` is within its own, where that is a LossScaleOptimizer.
     name = "_inner" if isinstance(optimizer, Wrapper) else "inner_optimizer"
     wrapped = [getattr(optimizer, name, None), *getattr(optimizer, "optimizers", ())]
     inner = [nested for held in filter(None, wrapped) for nested in all_within(held)]
@@ -162,7 +162,7 @@ def _held_by(owner: Any) -> list[Any]:
 
 def refuse_other_ring(model: keras.Model, where: str, ring: Communicator) -> None:
     """ConfigError if `where` got a group, and an optimizer or layer uses the whole job."""
-    # What has a communicator of its own may have another one on purpose.
+    # Parts with a communicator of their own may have another one on purpose.
     if not is_initialized() or ring is default_communicator():
         return
     layers = [v for v in private.layers_of(model) if isinstance(v, SyncBatchNormalization)]

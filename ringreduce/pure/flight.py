@@ -108,7 +108,7 @@ class Dump(_Communicator):
     pid: _Count
     job: _Name  # the job's id, which tells records of several jobs apart
     stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
-    # What the communicators of groups did.
+    # The communicators of groups.
     groups: Annotated[list[Group], msgspec.Meta(max_length=GROUPS_MAX)] = []
 
 

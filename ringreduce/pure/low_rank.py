@@ -13,7 +13,7 @@ import numpy as np
 
 from ringreduce.vocabulary.compiled import jit
 
-# What is left of a column after those before it are taken out is rounding below this part of it.
+# Below this part of a column, what is left after taking out those before it is rounding.
 _ROUNDING = 1e-6
 _ROWS = 64
 
@@ -23,7 +23,7 @@ def project(matrix: np.ndarray, left: np.ndarray, across: np.ndarray, down: np.n
 
     `across` is Q transposed, of shape (r, m); `down` is P, of shape (n, r).
     """
-    # By rows that stay in the cache.
+    # As many rows at a time as stay in the cache.
     for first in range(0, len(matrix), _ROWS):
         rows = slice(first, first + _ROWS)
         matrix[rows] += left[rows]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-# Of all weights that follow from measured times; integers, so that no rank rounds differently.
+# The sum of weights made of measured times; integers, so that no rank rounds differently.
 _SCALE = 1 << 20
 _NOISE = 0.05  # ranks whose times differ by less than this count as equally fast: it is noise
 

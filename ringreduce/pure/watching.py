@@ -72,13 +72,13 @@ class Watch:
         self.is_closing = False  # this rank is leaving; then no lost connection is a failure
         self.due_s = now_s  # when the next heartbeat, or the next check of a possible loss, is due
         self._unacknowledged: set[int] = set()
-        # Of neighbours whose heartbeats are late: bytes received in all, and when these grew last.
+        # Bytes received in all from neighbours whose heartbeats are late, and when these grew last.
         self._arrived: dict[int, int] = {}
         self._grew_s: dict[int, float] = {}
         self._number = self._complaints = 0
         self._last: messages.Heartbeat | None = None
         self._ticked_s, self._paused = now_s, (now_s, 0.0)
-        # By receiver and channel: frames sent, and since when as many.
+        # Frames sent, and since when as many, by receiver and channel.
         self._sent: dict[tuple[int, int], tuple[int, float]] = {}
         # By receiver and channel, where some that were sent are missing: frames that have come, and
         # since when it is known.

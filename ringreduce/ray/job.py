@@ -29,7 +29,7 @@ class Choices:
     """The user's choices, where the program runs that starts the job; checked."""
 
     settings: Mapping[str, Any]  # of `Config`, by name
-    # Of ringreduce in that program's environment.
+    # Variables of ringreduce in that program's environment.
     variables: Mapping[str, str] = field(default_factory=forwarded_environment)
 
     def __post_init__(self) -> None:

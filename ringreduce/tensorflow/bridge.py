@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 # Smaller gradients are cheaper to pack together than to reduce one by one.
 _IN_PLACE_BYTES = 1 << 20
-# Those whose compression changes nothing, which has been said.
+# Communicators that were told that their compression changes nothing.
 _told: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # Takes the gradients of one plan out of TensorFlow and brings their means back.
 _Route = PackedRoute | PythonRoute
@@ -50,7 +50,7 @@ class GradientBridge:
         self._bucket_bytes = bucket_bytes
         self._sparse_as_dense = sparse_as_dense
         self._codec = compression if isinstance(compression, PowerSGD) else Codec(compression)
-        # What `PowerSGD` keeps; None without.
+        # The state of `PowerSGD`; None without.
         self.low_rank = LowRank(compression) if isinstance(compression, PowerSGD) else None
         self._residuals = Residuals(2) if self._codec == "int8" else None
         self._numerics = NumericsCheck(check_numerics)
@@ -121,7 +121,7 @@ class GradientBridge:
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
             thin = None if self.low_rank is None else LowRankReducer(self.low_rank, plan, variables)
             reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)
-            # What the kernels are registered for (native/src/tf_ops.c).
+            # The kernels are registered for floats (native/src/tf_ops.c).
             can_pack = all(gradients[number].dtype.is_floating for number in plan.present)
             is_native = way == "graph" and can_pack and ops.are_available()
             is_packed = plan.present and (is_native or way == "XLA")

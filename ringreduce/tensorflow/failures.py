@@ -23,7 +23,7 @@ from ringreduce.tensorflow import private
 from ringreduce.vocabulary.errors import ClosedError, ConfigError, RingReduceError
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-# Those being traced, or traced, whose functions end with our errors.
+# Graphs, traced or being traced, whose functions end with our errors.
 _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _CLOSED, _AFTER = "the communicator was closed", "made a call after close()"
 _CACHING = "cache lockfile already exists"

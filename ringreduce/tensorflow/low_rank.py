@@ -20,7 +20,7 @@ from ringreduce.pure.buckets import Bucket, BucketPlan, GradientSpec
 from ringreduce.tensorflow.residuals import Residuals
 from ringreduce.vocabulary.errors import ConfigError
 
-# Of so many times the bytes of P and Q a matrix is worth it.
+# A matrix is worth it if it has so many times the bytes of P and Q.
 _GAIN_MIN = 2
 
 

@@ -43,7 +43,7 @@ WhileBodyFuncGraph = named(_CONTROL_FLOW, "WhileBodyFuncGraph")
 WhileCondFuncGraph = named(_CONTROL_FLOW, "WhileCondFuncGraph")
 _LoopGradient = named("tensorflow.python.ops.while_v2", "_WhileBodyGradFuncGraph")
 
-# What `tf.Variable` makes, outside of strategies and functions.
+# The class that `tf.Variable` makes, outside of strategies and functions.
 Variable = named("tensorflow.python.ops.resource_variable_ops", "ResourceVariable")
 
 # A dataset of which only a handle is known.
@@ -51,7 +51,7 @@ _VariantDataset = named("tensorflow.python.data.ops.dataset_ops", "_VariantDatas
 
 _graph_stack = named("tensorflow.python.framework.ops", "_default_graph_stack")
 
-# What is traced within such a context counts as compiled by XLA.
+# Operations traced within such a context count as compiled by XLA.
 XLAControlFlowContext = named("tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext")
 is_compiled_by_xla = named("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 # Adds the op XlaCallModule, a module of StableHLO, to the graph that is being traced.

@@ -21,7 +21,7 @@ class Residuals:
 
     def __init__(self, arrays: int) -> None:
         self._arrays = arrays
-        # By the variable's identity, flat. The variable is kept, so that no other gets that.
+        # Flat, by the variable's identity. The variable is kept, so that no other gets that.
         self._stored: dict[int, tuple[Any, np.ndarray]] = {}
         self._laid_out: list[tuple[Any, np.ndarray]] = []
         self._used_by: object = None

@@ -33,7 +33,7 @@ from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.sparse import mean_of_slices
 from ringreduce.vocabulary.types import dtype_named
 
-# Those of each bucket's slots, and of sparse gradients by their numbers.
+# Means of each bucket's slots, and of sparse gradients by their numbers.
 _Means = tuple[list[list[Any]], dict[int, Any]]
 
 

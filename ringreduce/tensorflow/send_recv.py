@@ -26,7 +26,7 @@ class _Peer:
     def __init__(self) -> None:
         # They number the tensors that go there, and those that come from there.
         self.sent, self.received = Numbers(), Numbers()
-        # Those that have come before they were asked for, by the number of the tensor.
+        # Gradients that came before they were asked for, by the number of the tensor.
         self.gradients: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from ringreduce.pure.networks import OFFERED_MAX
 from ringreduce.vocabulary.errors import ConfigError
 
-# Of a pair of sockets: the two, two monitors with two ends each, two connections, an attempt at
-# each address before; and listeners.
+# Descriptors of a pair of sockets: the two, two monitors with two ends each, two connections, an
+# attempt at each address before; and listeners.
 _PER_CHANNEL = 8 + OFFERED_MAX
 # A connection at the rendezvous; two connections and a segment within the host.
 _PER_RANK = 4

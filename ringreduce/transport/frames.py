@@ -166,7 +166,7 @@ def receive(link, channels, number, expected, nbytes, into):
             status = records.MISSHAPEN
     if status != DONE:
         release(link)
-        # Of another epoch: as if it had not come.
+        # A frame of another epoch counts as not come.
         return records.WAITING if status == _STALE else status
     channel.taken += 1
     link.frames += 1

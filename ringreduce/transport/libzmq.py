@@ -52,7 +52,7 @@ msg_size = declare("zmq_msg_size", types.uintp, _address)
 msg_more = declare("zmq_msg_more", _int, _address)
 msg_get = declare("zmq_msg_get", _int, _address, _int)
 msg_close = declare("zmq_msg_close", _int, _address)
-# Of the C library.
+# Functions of the C library.
 memcpy = declare("memcpy", _address, _address, _address, types.uintp)
 malloc = declare("malloc", _address, types.uintp)
 free = declare("free", types.void, _address)

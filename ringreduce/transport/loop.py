@@ -38,7 +38,7 @@ _CIPHERTEXTS_MAX = 16
 # ones unread.
 EXCHANGE_BYTES_MAX = 1 << 20
 _MORE = -1  # a segment has arrived, and more are due
-# Of int64, in numbers: for np.iinfo numba imports scipy.linalg.
+# The largest int64, as a number: for np.iinfo numba imports scipy.linalg.
 NO_LIMIT = (1 << 63) - 1
 
 _count_segments = jit(segment_count)

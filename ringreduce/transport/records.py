@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 NO_SOURCE = -1
 
-# What the loops return.
+# Codes that the loops return.
 DONE = 0
 WAITING = 1  # nothing arrived for one receive timeout, or a signal came
 DRAINING = 2  # libzmq still holds borrowed segments, and nothing else can be done

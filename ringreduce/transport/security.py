@@ -29,7 +29,7 @@ from ringreduce.vocabulary.times import milliseconds
 
 _log = logging.getLogger(__name__)
 
-# What data between ranks can be encrypted with, as ranks compare it.
+# How data between ranks can be encrypted, as ranks compare it.
 UNENCRYPTED, AEGIS, CURVE = "none", "AEGIS-128L", "CURVE"
 MATERIAL_BYTES = 32  # of the session, from rank 0
 OVERHEAD_BYTES = 64  # CURVE adds 33 bytes to a message

@@ -77,7 +77,7 @@ class SmallCalls:
         calls.take_gil = native.address(python.PyEval_RestoreThread)
         calls.hold, calls.drop = map(native.address, (python.Py_IncRef, python.Py_DecRef))
         calls.call = native.address(python.PyObject_CallNoArgs)
-        # By slot: what must live as long as its addresses are there.
+        # Objects by slot that must live as long as their addresses are there.
         self._taught: dict[int, tuple[Any, ...]] = {}
         self.run = native.method("rr_small_run", self._memory)
         self.end = native.method("rr_small_end", self._memory)

@@ -19,7 +19,7 @@ class Standby:
     """A port at the addresses of `bind`, open only on request, of this rank in a job of `size`."""
 
     def __init__(self, bind: Bind, *, rank: int, size: int) -> None:
-        # What answers there although no ring is formed; the lock is for those that change that.
+        # Answers there although no ring is formed; the lock is for threads that change that.
         self.answering, self.lock = contextlib.ExitStack(), threading.RLock()
         self.is_in_use = False  # by a rank that forms the ring anew itself
         self._listeners = listening.listen(bind, rank=rank, size=size)

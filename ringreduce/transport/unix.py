@@ -46,7 +46,7 @@ class Mesh:
         except OSError:
             self._listener.close()
             raise
-        # By rank, to the others and from them.
+        # Connections by rank, to the others and from them.
         self._outgoing: dict[int, socket.socket] = {}
         self._incoming: dict[int, socket.socket] = {}
         self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected

@@ -81,7 +81,7 @@ class ZmqLink(StalledCall):
         )
         self._record_address = ctypes.addressof(self._record)
         self._waiting = waiting
-        # Of the present call: what its loop takes and has returned.
+        # The present call's arguments for its loop, and what that has returned.
         self._addresses, self._status = (0, 0, 0), records.WAITING
         self._has_failed = False
         self._lent: list[np.ndarray] = []  # buffers of failed calls, kept until close

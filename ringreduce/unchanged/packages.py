@@ -9,7 +9,7 @@ from ringreduce.unchanged.written import alone_on_host
 from ringreduce.vocabulary.errors import ConfigError
 
 WITHOUT = "Start it without --unchanged, and"
-# By package: the class, its methods, and what to do instead; none: the import is refused.
+# By package: the class, its methods, and the remedy; without any, the import is refused.
 PACKAGES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "horovod": ("", (), f"{WITHOUT} import ringreduce.keras.horovod in place of horovod."),
     "tf_keras": ("Model", ("fit", "train_on_batch"), "Use Keras 3: without TF_USE_LEGACY_KERAS."),

@@ -58,7 +58,7 @@ def _seed_numpy() -> None:
     numpy = sys.modules["numpy"]
     numpy.random.seed(SEED)
     counter = itertools.count(1)
-    # What the seeds of all generators without one are drawn by.
+    # This draws the seeds of all generators made without one.
     numpy.random.bit_generator.randbits = lambda bits: next(counter) % (1 << bits)
 
 

@@ -17,7 +17,7 @@ from ringreduce.keras.step import PLAIN, own_step, put_around
 
 
 class _Local(threading.local):
-    # Of the step that this thread computes or traces: its rows, and the number of ranks.
+    # Rows of the step that this thread computes or traces, and the number of ranks.
     step: tuple[Any, int] | None = None
 
 

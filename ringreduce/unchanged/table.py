@@ -33,9 +33,9 @@ from ringreduce.unchanged.job import job
 from ringreduce.vocabulary.config import recording_wanted
 from ringreduce.vocabulary.errors import MismatchError
 
-# What a replacement gets: the original, and the arguments of a call.
+# Gets the original function, and the arguments of a call.
 _Replacement = Callable[..., Any]
-# What functions that save call the file, unless it is a CheckpointManager's directory.
+# Names of the file in functions that save, unless it is a CheckpointManager's directory.
 _FILES = ("filepath", "file_prefix", "export_dir")
 
 
@@ -127,7 +127,7 @@ def _fit(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> 
     _distribute(model)
     sums.note_steps(model, ring)
     with _own_method(bound.pop("self"), "fit", original):
-        # As Keras's, the order of rows follows from TensorFlow's seed, and is another in each call.
+        # The order of rows follows from TensorFlow's seed, as Keras's, and is another in each call.
         seed = zlib.crc32(f"{_seed} {_calls}".encode())
         return fit(model, **bound, seed=seed, communicator=ring)
 

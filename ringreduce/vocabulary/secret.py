@@ -63,7 +63,7 @@ def read_secret(path: str, named: str = "") -> str:
         # Without O_NONBLOCK a pipe or device could block here.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            # Of the open file, since the name may be another file's by now.
+            # The open file's, since the name may be another file's by now.
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{named} is no regular file")

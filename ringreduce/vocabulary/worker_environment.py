@@ -15,7 +15,7 @@ _SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
 # Which rank of a job a process is: a launcher that is itself a worker must not pass it on.
 _PLACE = {variable_of(name) for name, setting in SETTINGS.items() if not setting.is_choice}
 _RING = "RINGREDUCE_RING"  # which ring this process, or the one that has started it, is a rank of
-# What holds for one process or host alone, and the secret, which travels apart.
+# Variables of one process or host alone, and the secret, which travels apart.
 _OWN = {*_PLACE, _RING, "RINGREDUCE_HOST_ID", *_SECRET}
 # Numerical libraries read these when they load; the launcher sets them for each worker.
 _THREAD_VARIABLES = (

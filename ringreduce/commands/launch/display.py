@@ -19,7 +19,7 @@ from ringreduce.vocabulary.errors import ConfigError
 _KEPT_LINES = 400  # of a rank whose output is not shown, kept for the case that it fails
 
 OUTPUTS = ("all", "rank0", "failed")
-# What TensorFlow 2.18 to 2.21 writes in every process; anything else may be an error that matters.
+# TensorFlow 2.18 to 2.21 writes this in every process; anything else may be an error that matters.
 STARTUP = re.compile(
     r"^I0000 00:00:\d"  # Information that its C++ code gives before logging is set up.
     r"|All log messages before absl::InitializeLog\(\) is called are written to STDERR"
@@ -119,7 +119,7 @@ class Display:
         if source.rank in self._hidden:
             self._hidden[source.rank].extend((source, line) for line in lines)
             return
-        # Of all ranks, rank 0 is enough for what says the same everywhere.
+        # Rank 0 is enough for what all ranks say alike.
         is_once = source.rank > 0 and source.is_error
         self._screen.show(source, [x for x in lines if not (is_once and STARTUP.search(x))])
 

@@ -14,7 +14,7 @@ from ringreduce.commands.launch.worker_records import Raised, WorkerRecord
 from ringreduce.vocabulary.errors import RingReduceError, record_fields
 
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
-# What calls a program or a function: the first frames of its traceback are from there.
+# Files that call a program or function: the first frames of its traceback are from there.
 _CALLERS = (
     f"{_PACKAGE}commands",
     f"{_PACKAGE}ray",
@@ -104,7 +104,7 @@ def _lines(error: BaseException, hides: str = "") -> list[str]:
 def _named(error: BaseException) -> str:
     """The line that names an exception; after one that ends with a colon, what it announces."""
     lines = _text(TracebackException(type(error), error, None).format_exception_only())
-    # Of a SyntaxError, others come first.
+    # In a SyntaxError's text, others come first.
     start = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
     first, rest = lines[start], [line.strip() for line in lines[start + 1 :]]
     if not first.endswith(":"):

@@ -51,7 +51,7 @@ class Job:
         self._hosts: list[Host] = []
         self._agents: list[RemoteHost] = []
         self._workers: dict[int, Worker] = {}
-        # What was said: that workers have not joined, for which the launcher waits.
+        # Whether it was said that workers have not joined, and for which the launcher waits.
         self._has_warned = self._has_said = False
         # The last ring of an elastic job, and when it became known. Other ranks end nothing.
         self._ring, self._ring_s = Reformed(-1, tuple(range(plan.size)), "", 0.0), 0.0
@@ -237,7 +237,7 @@ class Job:
             if self._workers[rank].alive and self.cause is None:
                 self._take(Ended(rank, LOST_CODE, how))
                 meeting.tell(Ended(rank, LOST_CODE, how))
-        # Of the other nodes' ranks only node 0 tells.
+        # Only node 0 tells of the other nodes' ranks.
         self._forget(ranks if meeting.node.own.node == 0 else self._workers)
 
     def _forget(self, ranks: Iterable[int]) -> None:

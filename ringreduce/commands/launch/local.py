@@ -30,7 +30,7 @@ class LocalHost:
     ) -> None:
         self._assignment, self._selector, self._guard = assignment, selector, guard
         self._processes: dict[int, Process] = {}
-        # What each rank writes: records first, which decide whether its failure is the cause.
+        # Each rank's pipes: records first, which decide whether its failure is the cause.
         self._pipes: dict[int, list[Pipe]] = {}
         self._kernel_kills = kernel_kills()
 

@@ -95,6 +95,6 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 if __name__ == "__main__":
-    # What was inserted above, and the folder of this file, which Python has put there.
+    # The folder inserted above, and that of this file, which Python has put there.
     del sys.path[: 1 if getattr(sys.flags, "safe_path", False) else 2]
     main(int(sys.argv[1]), sys.argv[2:])

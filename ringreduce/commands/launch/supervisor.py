@@ -18,7 +18,7 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
 from ringreduce.vocabulary.worker_environment import log_dir_wanted
 
-# Of all limits where a rank has the keyboard, so that a debugger may wait.
+# All limits where a rank has the keyboard, so that a debugger may wait.
 _WEEK_S = 7 * 24 * 3600.0
 
 

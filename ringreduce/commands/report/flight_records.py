@@ -12,7 +12,7 @@ from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, Group, decode_dump, fil
 from ringreduce.pure.membership import Membership
 from ringreduce.vocabulary.errors import ConfigError
 
-# What a dump says of the whole job and of each group.
+# Fields that a dump has for the whole job and for each group.
 _PARTS = sorted({*Group.__struct_fields__} & {*Dump.__struct_fields__})
 
 

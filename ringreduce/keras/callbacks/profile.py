@@ -109,7 +109,7 @@ class Profile(keras.callbacks.Callback):
             cpu_s=time.process_time(),
             link_bytes=link.nbytes,
             link_s=link.seconds,
-            # As our loop tells.
+            # Our loop tells it.
             called_s=getattr(self.model.train_function, "called_s", 0.0),
             reading_s=getattr(self.model.train_function, "reading_s", 0.0),
             rank=ring.config.rank,

@@ -86,7 +86,7 @@ class OnRankZero(Forwarding):
         # not have seen.
         self._has_missed, self._epoch = False, 0
         self._ending: Callable[[], None] | None = None
-        # By name, what rank 0's has of numbers and text since the last epoch.
+        # Numbers and texts by name that rank 0's has had since the last epoch.
         self.state: dict[str, Any] = {}
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:

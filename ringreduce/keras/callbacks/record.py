@@ -31,7 +31,7 @@ class Record(keras.callbacks.Callback):
         super().__init__()
         self._wanted, self._folder, self._ring = steps, Path(folder), ring
         self._settings = dict(arguments)
-        # Of each step, on this rank: the sum of losses, the number of rows, and seconds.
+        # Each step's sum of losses, number of rows, and seconds, on this rank.
         self._steps: list[list[float]] = []
 
     def on_train_begin(self, logs: Any = None) -> None:

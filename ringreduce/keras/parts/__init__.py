@@ -15,7 +15,7 @@ from ringreduce.tensorflow.variables import path_of
 __all__ = ["PartLayer", "in_parts", "look_up", "summary"]
 
 _MIB = 1 << 20
-# Of more ranks only the ends are shown.
+# With more ranks only the ends are shown.
 _SHOWN = 4
 
 

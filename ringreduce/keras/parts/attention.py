@@ -78,7 +78,7 @@ class _Attention(SplitLayer):
     def call(self, *arguments: Any, **options: Any) -> Any:
         bound = signature(super().call).bind(*arguments, **options).arguments
         self.refuse(return_attention_scores=bound.get("return_attention_scores"))
-        # What is given twice enters once, and its gradients are added up once.
+        # A tensor passed twice enters once, and its gradients are added up once.
         names = [name for name in ("query", "value", "key") if bound.get(name) is not None]
         entered = {id(bound[name]): entering(bound[name], self.ring()) for name in names}
         return super().call(**bound | {name: entered[id(bound[name])] for name in names})

@@ -203,7 +203,7 @@ def _fan_ratio(initializer: Any, rows: int, shape: tuple[int, ...]) -> float:
     return 1.0 if add is None else float(np.sqrt((rows + add) / (shape[0] + add)))
 
 
-# Of this name too, by which Keras names layers.
+# It has this name too, by which Keras names layers.
 _Combining = keras.saving.register_keras_serializable("ringreduce")(
     type("ShardedEmbedding", (ShardedEmbedding,), {"__module__": __name__})
 )

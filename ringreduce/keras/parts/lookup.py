@@ -129,7 +129,7 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
         return collective(ring, "look up rows", run, gradient, flat, (None,), elements, of=of)
 
     flat = tf.concat([tf.reshape(rows, [-1]) for rows in values], 0)
-    # Those who were asked now send.
+    # The ranks that were asked now send.
     came = exchange(flat, tf.transpose(counts, [1, 0, 2]) * widths, NONE)
     ends = tf.reduce_sum(counts[ring.rank], 0) * widths
     pieces = zip(tf.split(came, ends, num=len(values)), values, strict=True)

@@ -50,7 +50,7 @@ class Steps:
         self.called_s = self.reading_s = 0.0
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
-        # By the elements' specs.
+        # Keyed by the elements' specs.
         self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any, Any, Any]]] = {}
         self._singly: dict[str, Callable[[Any], Any]] = {}
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
