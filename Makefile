@@ -107,7 +107,7 @@ $(LOWEST)/.installed: $(SOURCES)
 # Everything works without the native library, over sockets and Python.
 PYTHON_ALONE := tests/tensorflow/test_bridge.py tests/tensorflow/test_bridge_failures.py tests/engine \
     tests/collectives tests/communicator/test_communicator.py tests/communicator/test_failures.py \
-    tests/communicator/test_disagreement.py tests/communicator/test_open_ring.py \
+    tests/communicator/test_disagreement.py tests/transport/test_strangers.py \
     tests/keras/test_steps.py tests/keras/test_keras.py
 
 check-without-native: $(VENV)/.installed

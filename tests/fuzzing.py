@@ -17,9 +17,9 @@ import psutil
 import zmq
 
 from ringreduce.pure import wire
-from tests.rings import Ring
+from tests.proxy import LONG, command, greeting, ready, wrap
 
-__all__ = ["STRANGERS", "blast", "bounded_memory", "mutate_bytes", "mutate_frame", "pids"]
+__all__ = ["STRANGERS", "blast", "bounded_memory", "mutate_bytes", "mutate_frame"]
 
 # Numbers at which lengths, ranks and offsets turn over.
 EDGES = (0, 1, 2, 255, 1 << 15, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63)
@@ -38,10 +38,6 @@ def bounded_memory(*pids: int) -> Iterator[None]:
     for pid in pids:
         grown = psutil.Process(pid).memory_info().rss - before[pid]
         assert grown < _GROWTH_BYTES, f"process {pid} grew by {grown >> 20} MiB"
-
-
-def pids(ring: Ring) -> list[int]:
-    return [worker.pid for worker in ring.workers]
 
 
 def mutate_frame(
@@ -118,30 +114,6 @@ def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
 
 
 # --- Strangers that speak TCP ---------------------------------------------------------------
-
-
-def greeting(mechanism: bytes = b"NULL", version: bytes = b"\x03\x01", is_server: int = 0) -> bytes:
-    """The first 64 bytes of ZMTP 3."""
-    signature = b"\xff" + bytes(8) + b"\x7f"
-    return signature + version + mechanism.ljust(20, b"\0")[:20] + bytes([is_server]) + bytes(31)
-
-
-def command(name: bytes, body: bytes = b"") -> bytes:
-    """A command frame of ZMTP 3."""
-    content = bytes([len(name)]) + name + body
-    if len(content) < 256:
-        return b"\x04" + bytes([len(content)]) + content
-    return b"\x06" + struct.pack(">Q", len(content)) + content
-
-
-def ready(kind: bytes = b"PUSH") -> bytes:
-    """NULL's READY command."""
-    return command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind)
-
-
-def message(data: bytes) -> bytes:
-    """A long message frame of ZMTP 3."""
-    return b"\x02" + struct.pack(">Q", len(data)) + data
 
 
 def blast(port: int, *pieces: bytes, is_read: bool = True) -> bytes:
@@ -283,10 +255,10 @@ STRANGERS: dict[str, Callable[[int], object]] = {
     "unknown mechanism": _blasting(greeting(b"\xff" * 20)),
     "GSSAPI": _blasting(greeting(b"GSSAPI"), command(b"INITIATE", bytes(100))),
     "two servers": _blasting(greeting(b"CURVE", is_server=1), command(b"WELCOME", bytes(160))),
-    "NULL and a frame": _blasting(greeting(), ready(), message(bytes(64))),
+    "NULL and a frame": _blasting(greeting(), ready(), wrap(bytes(64), LONG)),
     "NULL and 2^63 bytes": _blasting(greeting(), ready(), b"\x02" + b"\x80" + bytes(7) + b"x"),
     "NULL and -1 bytes": _blasting(greeting(), ready(), b"\x02" + b"\xff" * 8 + b"x"),
-    "NULL and 64 MiB": _blasting(greeting(), ready(), message(bytes(64 << 20))),
+    "NULL and 64 MiB": _blasting(greeting(), ready(), wrap(bytes(64 << 20))),
     "NULL, metadata of 2^31": _blasting(greeting(), command(b"READY", b"\x01X" + b"\x80\0\0\0")),
     "NULL, READY twice": _blasting(greeting(), ready() * 2),
     "NULL, reserved flags": _blasting(greeting(), ready(), b"\xf8\x01x"),

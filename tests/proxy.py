@@ -1,37 +1,33 @@
-"""A TCP proxy that does to connections what bad networks do; a process of its own.
+"""A TCP proxy that does to connections what bad networks and bad people do, and a reader of ZMTP.
 
-A **way** leads from a port of the proxy's to a target, ``host:port``, and has a name. What
-is done to the bytes on a way is set and cleared while they flow, for each direction:
-``forward`` is from whoever connected to the target, ``back`` the other. Ways are addressed
-by a pattern of their names, as in a shell: ``1>*`` is all ways that rank 1 uses, if they
-are named so.
+A **way** leads from a port of the proxy's to a target, ``host:port``, and has a name. What is done
+to the bytes on a way is set and cleared while they flow, for each direction: ``forward`` is from
+the visitor to the target, ``back`` the other.
 
-It is one process with one thread, apart from the rings that run through it: stopping or
-killing a rank does nothing to the proxy. Memory is bounded: at most `_QUEUE_BYTES_MAX` for
-each direction of a connection, after which it stops reading, as a slow network does.
-
-Run as a program it prints its control port as JSON, takes one JSON object per line on
-connections to it, and ends when its standard input does. `Proxy` does all that.
+`Proxy` is a process of its own, apart from the rings that run through it: stopping or killing a
+rank does nothing to it. It addresses ways by a pattern of their names, as in a shell: ``1>*`` is
+all ways that rank 1 uses, if they are named so. `ways_here` has ways in a thread of this process,
+whose bytes a function may change.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fnmatch
 import json
-import os
-import selectors
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections import deque
+from collections.abc import AsyncIterable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DIRECTIONS", "Proxy", "ask"]
+__all__ = ["DIRECTIONS", "Change", "Frames", "Proxy", "Way", "ask", "command", "ways_here", "wrap"]
 
 DIRECTIONS = ("forward", "back")
 # What `set` takes, and what each is when nothing is set.
@@ -40,309 +36,219 @@ HARMLESS: dict[str, Any] = {
     "bytes_per_s": 0,  # at most so many leave per second; 0: as many as can
     "drop": False,  # bytes are taken and go nowhere
     "half_open": False,  # nothing is taken or given, both ends stay connected
-    "flip_after": -1,  # one bit is turned around in the byte after so many; then -1 again
 }
-_READ_BYTES = 1 << 18
-# Of a direction with a delay, and of one without, whose bytes leave at once or wait for the target.
-_QUEUE_BYTES_MAX, _QUEUE_BYTES = 64 << 20, 1 << 19
-# With a rate, what may leave at once: so much time's worth.
+_READ_BYTES = 1 << 16
+# How many reads wait in a direction with a delay, and in one without: then no more is read.
+_QUEUED_MAX, _QUEUED = 1024, 8
+# With a rate, what leaves at once: so much time's worth.
 _BURST_S = 0.02
-_CONNECT_TIMEOUT_S = 5.0
 _REPLY_TIMEOUT_S = 15.0
 # A packet filter that keeps nothing: struct sock_fprog with the one instruction "return 0". What
 # it turns away, TCP has never seen and does not confirm.
 _KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
 _FILTER = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_SO_ATTACH_FILTER = 26
+
+# What is sent on instead of some bytes of a connection, in pieces; after an EOFError nothing is.
+Change = Callable[[bytes], AsyncIterable[bytes]]
 
 
-class _Direction:
-    """One direction of a way: its faults, and what has passed."""
+class Way:
+    """A port that leads to `target`, what is done to each direction, and its connections.
 
-    def __init__(self) -> None:
-        self.faults = dict(HARMLESS)
-        self.nbytes = self.flipped = 0
+    `change`, if any, makes the change of what each connection brings.
+    """
 
-    def take(self, data: bytearray) -> bytearray:
-        """`data` as it goes on from here."""
-        after = self.faults["flip_after"]
-        if after >= 0:
-            if after < len(data):
-                data[after] ^= 1
-                self.flipped += 1
-            self.faults["flip_after"] = after - len(data) if after >= len(data) else -1
-        self.nbytes += len(data)
-        return bytearray() if self.faults["drop"] else data
+    def __init__(
+        self, name: str, target: tuple[str, int], change: Callable[[], Change] | None = None
+    ) -> None:
+        self.name, self._target, self._change = name, target, change
+        self.faults = {direction: dict(HARMLESS) for direction in DIRECTIONS}
+        self.nbytes = dict.fromkeys(DIRECTIONS, 0)
+        self.connections: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
+        self._flows = {direction: asyncio.Event() for direction in DIRECTIONS}
+        self.set()
 
+    async def open(self) -> int:
+        """Listen; return the port."""
+        self._server = await asyncio.start_server(self._visit, "127.0.0.1", 0, backlog=128)
+        return int(self._server.sockets[0].getsockname()[1])
 
-class _Stream:
-    """One direction of one connection: what was read and has not been written."""
+    def set(self, directions: tuple[str, ...] = DIRECTIONS, **faults: Any) -> None:
+        for direction in directions:
+            self.faults[direction].update(faults)
+            is_open = self.faults[direction]["half_open"]
+            (self._flows[direction].clear if is_open else self._flows[direction].set)()
 
-    def __init__(self, direction: _Direction, source: socket.socket, target: socket.socket) -> None:
-        self.direction, self.source, self.target = direction, source, target
-        self._queue: deque[tuple[float, memoryview]] = deque()
-        self._queued = 0
-        self._allowance, self._allowed_s = 0.0, time.monotonic()
-        self.has_ended = self.is_done = False  # nothing more to read; told the target so
+    def reset(self) -> int:
+        """End all connections with RST on both sides; return how many."""
+        for end in sum(self.connections, ()):
+            _reset(end)
+        return len(self.connections)
 
-    @property
-    def wants_read(self) -> bool:
-        faults = self.direction.faults
-        limit = _QUEUE_BYTES_MAX if faults["delay_s"] else _QUEUE_BYTES
-        return not (self.has_ended or faults["half_open"]) and self._queued < limit
+    def cut(self) -> int:
+        """Lose all packets of the connections; return how many."""
+        for end in sum(self.connections, ()):
+            end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER)
+        return len(self.connections)
 
-    def read(self, now: float) -> None:
-        data = bytearray(self.source.recv(_READ_BYTES))
-        if not data:
-            self.has_ended = True
-        elif passed := self.direction.take(data):
-            self._queue.append((now + self.direction.faults["delay_s"], memoryview(passed)))
-            self._queued += len(passed)
+    def close(self) -> None:
+        self._server.close()
+        self.reset()
 
-    def due_s(self, now: float) -> float | None:
-        """In how many seconds there is something to write; None when that is not foreseen."""
-        if self.direction.faults["half_open"] or self.is_done:
-            return None
-        if not self._queue:
-            return 0.0 if self.has_ended else None
-        wait_s = self._queue[0][0] - now
-        if (rate := self.direction.faults["bytes_per_s"]) and self._refill(now) < 1:
-            wait_s = max(wait_s, (1 - self._allowance) / rate, _BURST_S / 4)
-        return max(0.0, wait_s)
-
-    def _refill(self, now: float) -> float:
-        """Bytes that the rate lets through now."""
-        rate = self.direction.faults["bytes_per_s"]
-        most = max(1.0, rate * _BURST_S)
-        self._allowance = min(most, self._allowance + rate * (now - self._allowed_s))
-        self._allowed_s = now
-        return self._allowance
-
-    def write(self, now: float) -> None:
-        """Write what is due; after the last byte, tell the target that it was."""
-        while self._queue and self._queue[0][0] <= now:
-            piece = self._queue[0][1]
-            if self.direction.faults["bytes_per_s"]:
-                piece = piece[: int(self._refill(now))]
-                if not piece:
-                    return
-            sent = self.target.send(piece)
-            self._queued -= sent
-            if self.direction.faults["bytes_per_s"]:
-                self._allowance -= sent  # What left before there was a rate is no debt.
-            if sent == len(self._queue[0][1]):
-                self._queue.popleft()
-            else:
-                self._queue[0] = (self._queue[0][0], self._queue[0][1][sent:])
-        if self.has_ended and not self._queue and not self.is_done:
-            self.is_done = True
-            self.target.shutdown(socket.SHUT_WR)
-
-
-def _reset(end: socket.socket) -> None:
-    """Close with RST instead of FIN."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    end.close()
-
-
-class _Connection:
-    """Somebody who came, and the target on the other side."""
-
-    def __init__(self, way: _Way, visitor: socket.socket, target: socket.socket) -> None:
-        self.way, self.sockets = way, (visitor, target)
-        self.streams = (
-            _Stream(way.directions["forward"], visitor, target),
-            _Stream(way.directions["back"], target, visitor),
-        )
-        self.blocked: set[socket.socket] = set()  # cannot be written to for now
-
-
-class _Way:
-    def __init__(self, name: str, target: tuple[str, int]) -> None:
-        self.name, self.target = name, target
-        self.directions = {direction: _Direction() for direction in DIRECTIONS}
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.connections: list[_Connection] = []
-
-
-class _Server:
-    """All ways, and the loop."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._control = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self._ways: list[_Way] = []
-        self._interest: dict[socket.socket, int] = {}
-        self._ended = False
-
-    def serve(self) -> None:
-        print(json.dumps({"port": self._control.getsockname()[1]}), flush=True)
-        self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
-        self._selector.register(self._control, selectors.EVENT_READ, self._accept_control)
-        while not self._ended:
-            ready = self._selector.select(self._plan())
-            for key, events in ready:
-                if callable(key.data):
-                    key.data()
-                else:
-                    self._move(key.data, key.fileobj, events)
-
-    def _end(self) -> None:
-        self._ended = not os.read(sys.stdin.fileno(), 4096)
-
-    def _plan(self) -> float | None:
-        """Write what is due, say what to look for, and return how long at most to wait."""
-        now, soonest = time.monotonic(), None
-        for way in self._ways:
-            for connection in list(way.connections):
-                wanted = dict.fromkeys(connection.sockets, 0)
-                try:
-                    for stream in connection.streams:
-                        wait_s = stream.due_s(now)
-                        if wait_s == 0.0 and stream.target not in connection.blocked:
-                            try:
-                                stream.write(now)
-                            except BlockingIOError:
-                                connection.blocked.add(stream.target)
-                            wait_s = stream.due_s(now)
-                        if stream.target in connection.blocked:
-                            if wait_s is not None:
-                                wanted[stream.target] |= selectors.EVENT_WRITE
-                        elif wait_s is not None:
-                            soonest = wait_s if soonest is None else min(soonest, wait_s)
-                        if stream.wants_read:
-                            wanted[stream.source] |= selectors.EVENT_READ
-                except OSError:
-                    self._drop(connection, reset=True)
-                    continue
-                if all(stream.is_done for stream in connection.streams):
-                    self._drop(connection, reset=False)
-                    continue
-                for end, events in wanted.items():
-                    self._watch(end, events, connection)
-        return soonest
-
-    def _watch(self, end: socket.socket, events: int, connection: _Connection) -> None:
-        before = self._interest.get(end, 0)
-        if events and not before:
-            self._selector.register(end, events, connection)
-        elif not events and before:
-            # Else epoll would tell of the other side's reset, which a half-open way does not see.
-            self._selector.unregister(end)
-        elif events != before:
-            self._selector.modify(end, events, connection)
-        self._interest[end] = events
-
-    def _move(self, connection: _Connection, end: Any, events: int) -> None:
-        if connection not in connection.way.connections:
-            return
-        if events & selectors.EVENT_WRITE:
-            connection.blocked.discard(end)
-        if events & selectors.EVENT_READ:
-            try:
-                for stream in connection.streams:
-                    if stream.source is end and stream.wants_read:
-                        stream.read(time.monotonic())
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._drop(connection, reset=True)
-
-    def _drop(self, connection: _Connection, *, reset: bool) -> None:
-        """Close both sides, with RST instead of FIN if `reset`."""
-        connection.way.connections.remove(connection)
-        for end in connection.sockets:
-            self._watch(end, 0, connection)
-            del self._interest[end]
-            if reset:
-                _reset(end)
-            else:
-                end.close()
-
-    def _accept(self, way: _Way) -> None:
-        visitor, _ = way.listener.accept()
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            target = socket.create_connection(way.target, timeout=_CONNECT_TIMEOUT_S)
+            far_reader, far_writer = await asyncio.open_connection(*self._target)
         except OSError:
             # Refused, or reset as soon as it stood: to the visitor that is a reset as well.
-            _reset(visitor)
+            _reset(writer)
             return
-        for end in (visitor, target):
-            end.setblocking(False)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        way.connections.append(_Connection(way, visitor, target))
+        ends = writer, far_writer
+        self.connections.append(ends)
+        tasks = []
+        for direction, source, sink in zip(
+            DIRECTIONS, (reader, far_reader), (far_writer, writer), strict=True
+        ):
+            queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+            tasks += [self._take(direction, source, queue), self._give(direction, queue, sink)]
+        running = [asyncio.ensure_future(task) for task in tasks]
+        try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            has_failed = any(task.done() and task.exception() for task in running)
+            for end in ends:
+                _reset(end) if has_failed else end.close()
+        finally:
+            for task in running:
+                task.cancel()
+            self.connections.remove(ends)
 
-    def _accept_control(self) -> None:
-        connection, _ = self._control.accept()
-        file = connection.makefile("rwb", buffering=0)
-        connection.close()  # The file keeps it.
-
-        def answer() -> None:
-            line = file.readline()
-            if not line:
-                self._selector.unregister(file)
-                file.close()
-                return
+    async def _take(
+        self, direction: str, source: asyncio.StreamReader, queue: asyncio.Queue[Any]
+    ) -> None:
+        faults, flows = self.faults[direction], self._flows[direction]
+        change = self._change() if self._change and direction == "forward" else _nothing
+        data = b"?"
+        while data:
             try:
-                reply = self._obey(json.loads(line))
-            except (KeyError, ValueError, TypeError, OSError) as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
-            with contextlib.suppress(OSError):  # It may not wait for the answer.
-                file.write(json.dumps(reply).encode() + b"\n")
+                data = await source.read(_READ_BYTES)
+            except OSError:
+                await flows.wait()
+                raise
+            await flows.wait()
+            self.nbytes[direction] += len(data)
+            try:
+                async for piece in change(data):
+                    if piece and not faults["drop"]:
+                        queue.put_nowait((time.monotonic() + faults["delay_s"], piece))
+            except EOFError:
+                data = b""
+            while queue.qsize() > (_QUEUED_MAX if faults["delay_s"] else _QUEUED):
+                await asyncio.sleep(0.005)
+        queue.put_nowait((time.monotonic() + faults["delay_s"], b""))
 
-        self._selector.register(file, selectors.EVENT_READ, answer)
+    async def _give(
+        self, direction: str, queue: asyncio.Queue[Any], sink: asyncio.StreamWriter
+    ) -> None:
+        faults, data = self.faults[direction], b"?"
+        while data:
+            due_s, data = await queue.get()
+            await asyncio.sleep(due_s - time.monotonic())
+            left = data
+            while left:
+                await self._flows[direction].wait()
+                rate = faults["bytes_per_s"]
+                piece = left[: max(1, int(rate * _BURST_S))] if rate else left
+                sink.write(piece)
+                await sink.drain()
+                if rate:
+                    await asyncio.sleep(len(piece) / rate)
+                left = left[len(piece) :]
+        sink.write_eof()
 
-    def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        match order.pop("do"):
-            case "open":
-                host, _, port = order["target"].rpartition(":")
-                way = _Way(order["name"], (host.strip("[]"), int(port)))
-                self._ways.append(way)
-                self._selector.register(
-                    way.listener, selectors.EVENT_READ, lambda: self._accept(way)
-                )
-                return {"port": way.listener.getsockname()[1]}
-            case "set":
-                ways = self._matching(order.pop("ways"))
-                directions = order.pop("directions")
-                faults = order.pop("faults")
-                if unknown := set(faults) - set(HARMLESS) | set(order):
-                    raise ValueError(f"unknown: {sorted(unknown)}")
-                for way in ways:
-                    for direction in directions:
-                        way.directions[direction].faults.update(faults)
-                return {"ways": len(ways)}
-            case "reset":
-                found = [c for way in self._matching(order["ways"]) for c in way.connections]
-                for connection in found:
-                    self._drop(connection, reset=True)
-                return {"connections": len(found)}
-            case "cut":
-                found = [c for way in self._matching(order["ways"]) for c in way.connections]
-                for connection in found:
-                    for end in connection.sockets:
-                        end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER)
-                return {"connections": len(found)}
-            case "mend":
-                found = [c for way in self._matching(order["ways"]) for c in way.connections]
-                for connection in found:
-                    for end in connection.sockets:
-                        end.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-                return {"connections": len(found)}
-            case "status":
-                return {
-                    way.name: {
-                        "connections": len(way.connections),
-                        **{name: d.nbytes for name, d in way.directions.items()},
-                        "flipped": sum(d.flipped for d in way.directions.values()),
-                    }
-                    for way in self._ways
-                }
-            case other:
-                raise ValueError(f"cannot {other!r}")
 
-    def _matching(self, pattern: str) -> list[_Way]:
-        return [way for way in self._ways if fnmatch.fnmatchcase(way.name, pattern)]
+async def _nothing(data: bytes) -> AsyncIterable[bytes]:
+    yield data
+
+
+def _reset(end: asyncio.StreamWriter) -> None:
+    """Close with RST instead of FIN."""
+    with contextlib.suppress(OSError):  # It has ended.
+        linger = struct.pack("ii", 1, 0)
+        end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    end.transport.abort()
+
+
+@contextlib.contextmanager
+def ways_here() -> Iterator[Callable[[str, Callable[[], Change]], int]]:
+    """A function that opens a way to a target with a change, and returns its port."""
+    loop, ways = asyncio.new_event_loop(), []
+
+    async def open_way(target: str, change: Callable[[], Change]) -> int:
+        ways.append(Way(target, _address(target), change))
+        return await ways[-1].open()
+
+    async def end() -> None:
+        for way in ways:
+            way.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def run(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(_REPLY_TIMEOUT_S)
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield lambda target, change: run(open_way(target, change))
+    finally:
+        run(end())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def _address(target: str) -> tuple[str, int]:
+    host, _, port = target.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+# --- A process of its own -------------------------------------------------------------------
+
+
+async def _serve() -> None:
+    """Print the control port as JSON, take a JSON object on each connection; end as stdin does."""
+    ways: list[Way] = []
+
+    async def obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            reply = await _obey(ways, json.loads(await reader.readline()))
+        except (KeyError, ValueError, TypeError, OSError) as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        writer.write(json.dumps(reply).encode() + b"\n")
+        writer.close()
+
+    server = await asyncio.start_server(obey, "127.0.0.1", 0, backlog=128)
+    print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+async def _obey(ways: list[Way], order: dict[str, Any]) -> dict[str, Any]:
+    do = order["do"]
+    if do == "open":
+        ways.append(Way(order["name"], _address(order["target"])))
+        return {"port": await ways[-1].open()}
+    if do == "status":
+        return {way.name: {"connections": len(way.connections), **way.nbytes} for way in ways}
+    matching = [way for way in ways if fnmatch.fnmatchcase(way.name, order["ways"])]
+    if do == "set":
+        if unknown := set(order["faults"]) - set(HARMLESS):
+            raise ValueError(f"unknown: {sorted(unknown)}")
+        for way in matching:
+            way.set(order["directions"], **order["faults"])
+        return {"count": len(matching)}
+    return {"count": sum({"reset": way.reset, "cut": way.cut}[do]() for way in matching)}
 
 
 def ask(port: int, **order: Any) -> dict[str, Any]:
@@ -366,9 +272,7 @@ class Proxy:
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._popen.stdout is not None
         self.pid = self._popen.pid
@@ -381,7 +285,7 @@ class Proxy:
     def set(self, ways: str = "*", directions: tuple[str, ...] = DIRECTIONS, **faults: Any) -> int:
         """Change `faults` (see `HARMLESS`) of the ways that match; return how many do."""
         reply = ask(self.port, do="set", ways=ways, directions=directions, faults=faults)
-        return int(reply["ways"])
+        return int(reply["count"])
 
     def clear(self, ways: str = "*") -> None:
         """End all faults of the ways that match."""
@@ -389,7 +293,7 @@ class Proxy:
 
     def reset(self, ways: str = "*") -> int:
         """End the connections of these ways with RST on both sides; return how many."""
-        return int(ask(self.port, do="reset", ways=ways)["connections"])
+        return int(ask(self.port, do="reset", ways=ways)["count"])
 
     def cut(self, ways: str = "*") -> int:
         """Lose every packet of these connections, confirmations too; Linux. Return how many.
@@ -398,15 +302,10 @@ class Proxy:
         confirms what it gets, as that of a stopped process does.
         """
         self.set(ways, half_open=True)
-        return int(ask(self.port, do="cut", ways=ways)["connections"])
-
-    def mend(self, ways: str = "*") -> int:
-        """End a `cut`; packets that were lost are sent again by their senders."""
-        self.set(ways, half_open=False)
-        return int(ask(self.port, do="mend", ways=ways)["connections"])
+        return int(ask(self.port, do="cut", ways=ways)["count"])
 
     def status(self) -> dict[str, Any]:
-        """Of each way: its connections, the bytes taken each way, and those flipped."""
+        """Of each way: its connections, and the bytes taken each way."""
         return ask(self.port, do="status")
 
     def __enter__(self) -> Proxy:
@@ -424,5 +323,56 @@ class Proxy:
             self._popen.stdout.close()
 
 
+# --- ZMTP 3.1 -------------------------------------------------------------------------------
+
+MORE, LONG, COMMAND = 1, 2, 4
+_GREETING_BYTES = 64
+
+
+def wrap(body: bytes, flags: int = 0) -> bytes:
+    """`body` as a frame."""
+    if len(body) > 255 or flags & LONG:
+        return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body
+    return bytes([flags, len(body)]) + body
+
+
+def greeting(mechanism: bytes = b"NULL", version: bytes = b"\x03\x01", is_server: int = 0) -> bytes:
+    """The first 64 bytes."""
+    signature = b"\xff" + bytes(8) + b"\x7f"
+    return signature + version + mechanism.ljust(20, b"\0")[:20] + bytes([is_server]) + bytes(31)
+
+
+def command(name: bytes, body: bytes = b"") -> bytes:
+    return wrap(bytes([len(name)]) + name + body, COMMAND)
+
+
+def ready(kind: bytes = b"PUSH") -> bytes:
+    """NULL's READY command."""
+    return command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind)
+
+
+class Frames:
+    """Splits a connection into its greeting, and then its frames: (flags, content, raw bytes)."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._greeting_bytes = _GREETING_BYTES  # that are still to come
+
+    def split(self, data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+        """What is complete now. Pieces of the greeting count as commands; each end awaits them."""
+        piece, self._rest = data[: self._greeting_bytes], self._rest + data[self._greeting_bytes :]
+        if piece:
+            self._greeting_bytes -= len(piece)
+            yield COMMAND, b"", piece
+        while len(self._rest) >= 2:
+            flags = self._rest[0]
+            start = 9 if flags & LONG else 2
+            end = start + int.from_bytes(self._rest[1:start], "big")
+            if len(self._rest) < max(start, end):
+                return
+            raw, self._rest = self._rest[:end], self._rest[end:]
+            yield flags, raw[start:], raw
+
+
 if __name__ == "__main__":
-    _Server().serve()
+    asyncio.run(_serve())

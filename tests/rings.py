@@ -9,22 +9,28 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from ringreduce.bootstrap.hello import Table
 from ringreduce.bootstrap.rendezvous import Rendezvous
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects import native
 from ringreduce.pure.watcher_messages import Listening
+from ringreduce.testing import ring_of_threads
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import TIMES, Config
+from ringreduce.vocabulary.errors import RingReduceError
 from tests.processes import Process, clean_environment, wait_until
 from tests.proxy import Proxy, ask
 
@@ -35,7 +41,8 @@ __all__ = [
     "TIMEOUT_S",
     "Ring",
     "assert_lost",
-    "go_through_proxy",
+    "outcome",
+    "outcomes",
 ]
 
 # Far below the workers' own time limit, so that a failure is seen because it was noticed.
@@ -91,6 +98,11 @@ RANK, SIZE = CONFIGS[0]["rank"], CONFIGS[0]["size"]
 class Ring:
     """Workers that run `program`, each with its place in `rings` rings to form in turn.
 
+    Args:
+        hosts: of each rank, where they are to take themselves for several.
+        transport: the setting, or "hosts" for the hosts a, b and a.
+        settings: others of the ranks.
+
     Attributes:
         proxy: with `proxied`, what all connections over TCP go through once the ranks have met;
             the way that rank 1 uses to the second port of rank 2 is ``1>2/address/1``.
@@ -103,18 +115,19 @@ class Ring:
         program: str,
         *,
         rings: int = 1,
-        timeout_s: float = TIMEOUT_S,
-        busy_timeout_s: float = Config.busy_timeout_s,
-        link_timeout_s: float = TIMES.link_warning_s,
         transport: str = "zmq",
         hosts: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        streams: int = 1,
-        join_timeout_s: float = 60.0,
         proxied: bool = False,
         secret: str = "",
-        encryption: str = "auto",
+        **settings: Any,
     ) -> None:
+        if transport in ("shm", "hosts") and native.library() is None:
+            pytest.skip(native.why_missing())
+        if transport == "hosts":
+            transport, hosts = "auto", "aba"[:size]
+        limits = {"timeout_s": TIMEOUT_S, "link_timeout_s": TIMES.link_warning_s}
+        settings = {**limits, "join_timeout_s": 60.0, "transport": transport, **settings}
         self.size = size
         path = directory / "worker.py"
         path.write_text(PREAMBLE + textwrap.dedent(program))
@@ -126,16 +139,15 @@ class Ring:
             ]
             more: list[str] = []
             variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+            variables["PYTHONPATH"] = str(Path(__file__).parent.parent)
             if secret:
                 variables["RINGREDUCE_SECRET"] = secret
             if proxied:
                 self.proxy = self._stack.enter_context(Proxy())
                 more.append(str(self.proxy.port))
-                variables["PYTHONPATH"] = str(Path(__file__).parent.parent)
             jobs = [secrets.token_hex(8) for _ in range(rings)]
             self.workers: list[Process] = []
             for rank in range(size):
-                inherited = tuple(listener.fileno() for listener in listeners) if not rank else ()
                 configs = [
                     Config(
                         rank=rank,
@@ -143,14 +155,8 @@ class Ring:
                         rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
                         rendezvous_fd=None if rank else listener.fileno(),
                         job_id=job,
-                        timeout_s=timeout_s,
-                        busy_timeout_s=busy_timeout_s,
-                        link_timeout_s=link_timeout_s,
-                        streams=streams,
-                        join_timeout_s=join_timeout_s,
-                        transport=transport,
                         host_id=hosts[rank] if hosts else "",
-                        encryption=encryption,
+                        **settings,
                     )
                     for listener, job in zip(listeners, jobs, strict=True)
                 ]
@@ -162,7 +168,7 @@ class Ring:
                     directory,
                     name=f"rank{rank}",
                     environment=clean_environment(**variables),
-                    pass_fds=inherited,
+                    pass_fds=() if rank else tuple(each.fileno() for each in listeners),
                     stdin=subprocess.PIPE,
                     worker=True,
                 )
@@ -205,48 +211,48 @@ class Ring:
     def others(self, rank: int) -> list[int]:
         return [other for other in range(self.size) if other != rank]
 
+    def tell(self, *ranks: int) -> None:
+        """Give these ranks a line to read; all, if none is named."""
+        for rank in ranks or range(self.size):
+            self.workers[rank].stdin.write(b"\n")
+            self.workers[rank].stdin.flush()
+
+    def kill(self, rank: int) -> None:
+        self.workers[rank].signal(signal.SIGKILL)
+
     def release(self) -> None:
         """Let workers that `hold` go on; all must then end well."""
         for worker in self.workers:
             worker.stdin.close()
-        for worker in self.workers:
-            assert worker.wait(10) == 0, worker.stderr
+        self.assert_ended(*range(self.size))
 
-    def end_well(self) -> None:
-        """Have workers that read a line end; they have raised nothing."""
-        for worker in self.workers:
-            worker.stdin.write(b"\n")
-            worker.stdin.flush()
-        for fact in self.wait("result"):
-            assert fact["kind"] == "", fact
-        for worker in self.workers:
-            assert worker.wait(10) == 0, worker.stderr
-
-    def assert_unhurt(self) -> None:
-        """The ring has completed further rounds since the call, and raised nothing."""
-        ranks = range(self.size)
-        before = max(len(self.said(rank, "rounds")) for rank in ranks)
-        wait_until(
-            lambda: (
-                all(len(self.said(rank, "rounds")) >= before + 2 for rank in ranks)
-                or any(self.said(rank, "result") for rank in ranks)
-            ),
-            "further rounds",
-        )
-        assert not [self.said(rank, "result") for rank in ranks if self.said(rank, "result")]
-
-    def port(self, rank: int) -> int:
-        """The port on which this rank receives in its latest ring; said with ``ready``."""
-        return int(self.said(rank, "ready")[-1]["address"].rpartition(":")[2])
+    def assert_ended(self, *ranks: int) -> None:
+        """These ranks end, and well."""
+        for rank in ranks:
+            assert self.workers[rank].wait(10) == 0, self.workers[rank].stderr
 
 
-def assert_lost(facts: list[dict[str, Any]], peer: int) -> None:
-    """Each has raised PeerLostError about `peer`, soon."""
-    assert [fact["kind"] for fact in facts] == ["PeerLostError"] * len(facts), facts
-    assert [fact["peer"] for fact in facts] == [peer] * len(facts), facts
+def outcome(call: Callable[[], Any]) -> Any:
+    """What `call` returns, or the error of ours that it raises."""
+    try:
+        return call()
+    except RingReduceError as error:
+        return error
+
+
+def outcomes(size: int, work: Callable[[Communicator], Any], **settings: Any) -> list[Any]:
+    """Each rank's `outcome` of `work` in a ring of threads."""
+    return ring_of_threads(size, lambda comm: outcome(lambda: work(comm)), **settings)
+
+
+def assert_lost(
+    facts: list[dict[str, Any]], peer: int, kind: str = "PeerLostError", within_s: float = SOON_S
+) -> None:
+    """Each has raised an error of this kind about `peer`, soon."""
     for fact in facts:
+        assert (fact["kind"], fact["peer"]) == (kind, peer), facts
         assert f"rank {peer}" in fact["text"]
-        assert fact["seconds"] < SOON_S
+        assert fact["seconds"] < within_s, fact
 
 
 def go_through_proxy(port: int) -> None:

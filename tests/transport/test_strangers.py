@@ -1,96 +1,136 @@
-"""Bytes from strangers without the key, at a ring that runs and at one that still forms.
+"""Bytes from strangers, at a ring that runs, with a secret or without, and at one that still forms.
 
-Nothing may crash, hang, take memory beyond its limits or change a result.
+Nothing may crash, hang, take memory beyond its limits or change a result. Only a ring without a
+secret may end, with an error that names the stranger's frame.
 """
 
 from __future__ import annotations
 
-import random
+import os
 import resource
 import secrets
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import zmq
 
-from tests.communicator.test_open_ring import ROUNDS
-from tests.fuzzing import (
-    STRANGERS,
-    blast,
-    bounded_memory,
-    frame,
-    greeting,
-    message,
-    mutate_bytes,
-    mutate_frame,
-    pids,
-    ready,
-)
+from ringreduce import ProtocolError
+from ringreduce.pure import wire
+from ringreduce.transport import listening
+from tests.fuzzing import STRANGERS, blast, bounded_memory, frame, mutate_bytes, mutate_frame
 from tests.processes import clean_environment, wait_until
-from tests.rings import Ring
+from tests.proxy import LONG, greeting, ready, wrap
+from tests.rings import Ring, outcomes
 from tests.scope import in_full
 
 SECRET = secrets.token_hex(32)
-# How often the tests of streams do what they do.
-TIMES = (1, pytest.param(10, marks=pytest.mark.full))
+# Rounds of a sum until the test lets a rank stop them; every result is checked. Ports stay open, as
+# they do where the kernel cannot shut them.
+ROUNDS = """
+from ringreduce.transport import listening
+listening.shut = lambda listener: False
+over = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.readline(), over.set()), daemon=True).start()
+def rounds():
+    for number in range(1 << 62):
+        data = np.full(50_000, ring.rank + 1.0)
+        ring.all_reduce(data)
+        assert (data == sum(range(1, SIZE + 1))).all()
+        if number % 20 == 0:
+            say("rounds")
+        if ring.all_reduce(np.array([int(over.is_set())]), "max")[0]:
+            return
+ring = join()
+say("ready", address=ring._session.collectives._link.address)
+attempt("result", rounds)
+ring.close()
+"""
+# Of those below, what a ring without a secret takes for a member's.
+TAKEN = {"random bytes", "ZMTP 1", "ZMTP 2", "NULL and a frame", "NULL, reserved flags"}
+TAKEN |= {"a PUSH socket"}
 
 
-@pytest.fixture(scope="class", params=["off", "on"], ids=["PLAIN", "CURVE"])
-def open_ring(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ring]:
-    """A running ring with a secret whose ports stay open; it must end well.
+def port(ring: Ring) -> int:
+    """The port at which rank 1 receives."""
+    return int(ring.wait("ready", [1])[0]["address"].rpartition(":")[2])
+
+
+def pids(ring: Ring) -> list[int]:
+    return [worker.pid for worker in ring.workers]
+
+
+def assert_unhurt(ring: Ring) -> None:
+    """The ring completes further rounds, and has raised nothing."""
+    rounds = max(len(ring.said(rank, "rounds")) for rank in range(ring.size))
+    ring.wait("rounds", times=rounds + 2)
+    assert not any(ring.said(rank, "result") for rank in range(ring.size))
+
+
+def end_well(ring: Ring) -> None:
+    ring.tell()
+    assert [fact["kind"] for fact in ring.wait("result")] == ["", ""]
+    ring.release()
+
+
+@pytest.fixture(scope="class", params=["", "off", "on"], ids=["open", "PLAIN", "CURVE"])
+def open_ring(request, tmp_path_factory):
+    """A running ring whose ports stay open; it must end well.
 
     It takes all processors, so it is not there for other tests.
     """
-    directory = tmp_path_factory.mktemp("open")
-    with Ring(directory, 2, ROUNDS, secret=SECRET, encryption=request.param) as ring:
+    settings = {"secret": SECRET, "encryption": request.param} if request.param else {}
+    with Ring(tmp_path_factory.mktemp("open"), 2, ROUNDS, **settings) as ring:
         ring.wait("rounds")
+        ring.has_secret = bool(request.param)
         yield ring
-        ring.end_well()
+        end_well(ring)
 
 
 class TestRunningRing:
-    def test_no_stranger_hurts_a_running_ring(self, open_ring: Ring) -> None:
+    def test_no_stranger_hurts_a_running_ring(self, open_ring):
         """Every named attempt, a few at a time; refusals take time."""
-        port = open_ring.port(1)
+        attempts = [
+            STRANGERS[name] for name in STRANGERS if open_ring.has_secret or name not in TAKEN
+        ]
         with bounded_memory(*pids(open_ring)), ThreadPoolExecutor(8) as pool:
-            for attempt in [pool.submit(work, port) for work in STRANGERS.values()]:
+            for attempt in [pool.submit(work, port(open_ring)) for work in attempts]:
                 attempt.result(60)
-        assert len(STRANGERS) >= 40
-        open_ring.assert_unhurt()
+        assert len(attempts) >= 40
+        with socket.create_connection(("127.0.0.1", port(open_ring))):
+            assert_unhurt(open_ring)  # Also while one stays and says nothing.
 
-    @pytest.mark.parametrize("times", TIMES)
-    def test_no_stream_of_random_frames_gets_into_a_running_ring(
-        self, open_ring: Ring, chance: random.Random, times: int
-    ) -> None:
+    @pytest.mark.parametrize("open_ring", ["off", "on"], indirect=True, ids=["PLAIN", "CURVE"])
+    @pytest.mark.parametrize("times", [1, in_full(10)])
+    def test_no_stream_of_random_frames_gets_into_a_running_ring(self, open_ring, chance, times):
         """What looks like right frames at first, with the handshakes of all mechanisms."""
-        port, header = open_ring.port(1), frame()
         with bounded_memory(*pids(open_ring)):
             for _ in range(times * 100):
                 pieces = [greeting(chance.choice((b"NULL", b"PLAIN", b"CURVE"))), ready()]
                 for _ in range(100):
-                    parts = mutate_frame(chance, header, [bytes(100)])[1]
-                    pieces += [message(part) for part in parts]
+                    parts = mutate_frame(chance, frame(), [bytes(100)])[1]
+                    pieces += [wrap(part, LONG) for part in parts]
                 stream = b"".join(pieces)
-                blast(port, mutate_bytes(chance, stream) if chance.random() < 0.5 else stream)
-        open_ring.assert_unhurt()
+                if chance.random() < 0.5:
+                    stream = mutate_bytes(chance, stream)
+                blast(port(open_ring), stream)
+        assert_unhurt(open_ring)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
-def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
+def test_strangers_find_no_door_once_the_ring_stands(tmp_path):
     """Ten thousand that knock cost neither a descriptor nor a thread nor an answer."""
     program = ROUNDS.replace("listening.shut = lambda listener: False", "")
     assert program != ROUNDS
     with Ring(tmp_path, 2, program, secret=SECRET) as ring:
         ring.wait("rounds")
-        port = ring.port(1)
         process = psutil.Process(ring.workers[1].pid)
         before = process.num_fds(), process.num_threads()
         with bounded_memory(*pids(ring)):
@@ -98,7 +138,7 @@ def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
                 knocking = [socket.socket() for _ in range(200)]
                 for stranger in knocking:
                     stranger.setblocking(False)
-                    stranger.connect_ex(("127.0.0.1", port))
+                    stranger.connect_ex(("127.0.0.1", port(ring)))
                 # Without an answer the kernel still tries when we leave.
                 states = {
                     stranger.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
@@ -108,12 +148,49 @@ def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
                 for stranger in knocking:
                     stranger.close()
         assert (process.num_fds(), process.num_threads()) == before
-        ring.assert_unhurt()
-        ring.end_well()
+        assert_unhurt(ring)
+        end_well(ring)
+
+
+def foreign_header(**fields: int) -> bytes:
+    header = wire.Header(kind=wire.Kind.ALL_REDUCE, job=12345, rank=0, sequence=1)
+    return wire.encode(wire.Header(**{**asdict(header), **fields})).tobytes()
+
+
+# What a stranger sends in one message, and what the ranks then say of it.
+FOREIGN = {
+    "short": ([b"short"], "bytes that are no frame"),
+    "empty": ([b""], "bytes that are no frame"),
+    "random": ([os.urandom(64)], "bytes that are no frame"),
+    "other job": ([foreign_header()], "a frame of another job"),
+    "three parts": ([foreign_header(), bytes(100_000), b"more"], "a frame of another job"),
+    "version": ([foreign_header(version=9)], f"a frame of wire version 9, not {wire.WIRE_VERSION}"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_frame_of_a_stranger_is_a_protocol_error_on_every_rank(monkeypatch, name):
+    monkeypatch.setattr(listening, "shut", lambda listener: False)
+    parts, text = FOREIGN[name]
+
+    def work(comm):
+        address = comm.all_gather_object(comm._session.collectives._link.address)[1]
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            if comm.rank == 0:
+                stranger.connect(address)
+                stranger.send_multipart(parts)
+            with pytest.raises(ProtocolError) as caught:
+                [comm.all_reduce(np.ones(50_000)) for _ in iter(int, 1)]
+        assert f"received {text} on {address}" in str(caught.value)
+        comm.barrier()
+
+    for error in outcomes(2, work, transport="zmq", secret=""):
+        assert isinstance(error, ProtocolError)
+        assert f"received {text} on " in str(error)
 
 
 FORMING = """
-from ringreduce.transport import listening
 if RANK == 1:
     sys.stdin.readline()
 ring = join()
@@ -122,80 +199,75 @@ hold()
 """
 
 
-def is_open(port: int) -> bool:
-    """Whether the port accepts connections; the standby port is shut."""
-    try:
-        socket.create_connection(("127.0.0.1", port), 0.2).close()
-    except TimeoutError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("encryption", [in_full("off"), "on"])
-def test_no_stranger_hurts_a_ring_that_forms(
-    tmp_path: Path, encryption: str, chance: random.Random
-) -> None:
+def test_no_stranger_hurts_a_ring_that_forms(tmp_path, encryption, chance):
     """Rank 0 waits for rank 1, with its rendezvous and its data port open to all."""
     with Ring(tmp_path, 2, FORMING, secret=SECRET, encryption=encryption) as ring:
         waiting = psutil.Process(ring.workers[0].pid)
 
-        def listening() -> list[int]:
+        def is_open(port):
+            """Whether it accepts connections; the standby port is shut."""
+            try:
+                socket.create_connection(("127.0.0.1", port), 0.2).close()
+            except TimeoutError:
+                return False
+            return True
+
+        def open_ports():
             found = waiting.net_connections("tcp")
             ports = {it.laddr.port for it in found if it.status == psutil.CONN_LISTEN}
             return [port for port in ports if is_open(port)]
 
         # The rendezvous, the data port and the control channel's, which one neighbour shares.
-        wait_until(lambda: len(listening()) >= 3, "rank 0 to listen")
-        ports = listening()
+        wait_until(lambda: len(open_ports()) >= 3, "rank 0 to listen")
+        ports = open_ports()
         with bounded_memory(waiting.pid), ThreadPoolExecutor(8) as pool:
             attempts = [pool.submit(work, port) for port in ports for work in STRANGERS.values()]
             for attempt in attempts:
                 attempt.result(60)
             for port in ports:
                 for _ in range(20):
-                    stream = greeting(b"CURVE") + ready() + message(bytes(64)) * 20
+                    stream = greeting(b"CURVE") + ready() + wrap(bytes(64), LONG) * 20
                     blast(port, mutate_bytes(chance, stream))
-        ring.workers[1].stdin.write(b"\n")
-        ring.workers[1].stdin.flush()
+        ring.tell(1)
         assert [fact["sum"] for fact in ring.wait("joined")] == [60000.0] * 2
         ring.release()
 
 
-@pytest.mark.full
-def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
-    """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
-    program = """
-    import socket
-    from ringreduce.effects.events import Events
-    from ringreduce.pure.timeouts import Timeouts
-    from ringreduce.transport.security import Security
-    from ringreduce.transport.stalls import Waiting
-    from ringreduce.transport.zeromq import ZmqLink
-    from ringreduce.transport.listening import Bind
-    settings = {"bind": Bind(("127.0.0.1",)), "segment_bytes": 4096}
-    waiting = Waiting(Timeouts(5.0, 5.0), Events())
-    link = ZmqLink(**settings, waiting=waiting, security=Security(size=2))
-    address = "127.0.0.1", int(link.address.rpartition(":")[2])
-    for _ in range(2500):
-        socket.create_connection(address, 10).close()
-    link.close()
-    print("closed")
-    """
-    done = subprocess.run(
+def run(program: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh process."""
+    return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
         timeout=60,
         env=clean_environment(),
         check=False,
+        **options,
     )
+
+
+@pytest.mark.full
+def test_a_storm_at_a_data_port_does_not_wedge_a_link():
+    """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
+    program = """
+    import socket
+    from tests.transport.test_zeromq import make_link
+    link = make_link(0, 2)
+    address = "127.0.0.1", int(link.address.rpartition(":")[2])
+    for _ in range(2500):
+        socket.create_connection(address, 10).close()
+    link.close()
+    print("closed")
+    """
+    done = run(program)
     assert done.stdout == "closed\n", done.stderr
 
 
 @pytest.mark.parametrize(
     ("soft", "hard", "expected"), [in_full(48, 512, "formed"), (48, 48, "ConfigError")]
 )
-def test_too_few_descriptors_are_made_more_or_named(soft: int, hard: int, expected: str) -> None:
+def test_too_few_descriptors_are_made_more_or_named(soft, hard, expected):
     """libzmq would end the process."""
     program = """
     from ringreduce.vocabulary.errors import RingReduceError
@@ -206,15 +278,8 @@ def test_too_few_descriptors_are_made_more_or_named(soft: int, hard: int, expect
     except RingReduceError as error:
         print(type(error).__name__, error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=clean_environment(),
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
-    )
+    limits = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))  # noqa: E731
+    done = run(program, preexec_fn=limits)
     assert done.stdout.startswith(expected), done.stderr
     if expected != "formed":
         assert "Raise the limit of open files (ulimit -n)" in done.stdout
