@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "clean_environment",
     "is_running",
     "launcher",
+    "run_python",
     "wait_gone",
     "wait_until",
 ]
@@ -72,6 +74,21 @@ def clean_environment(**variables: str) -> dict[str, str]:
         and name != "COLUMNS"
     }
     return kept | variables
+
+
+def run_python(
+    program: str, *arguments: str, timeout_s: float = 60.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program's text in a fresh interpreter, which can import the tests."""
+    path = str(Path(__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        env=clean_environment(PYTHONPATH=path, **variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 def _receive_ctrl_c() -> None:

@@ -4,10 +4,9 @@ A **way** leads from a port of the proxy's to a target, ``host:port``, and has a
 to the bytes on a way is set and cleared while they flow, for each direction: ``forward`` is from
 the visitor to the target, ``back`` the other.
 
-`Proxy` is a process of its own, apart from the rings that run through it: stopping or killing a
-rank does nothing to it. It addresses ways by a pattern of their names, as in a shell: ``1>*`` is
-all ways that rank 1 uses, if they are named so. `ways_here` has ways in a thread of this process,
-whose bytes a function may change.
+A `Proxy` serves them in a thread of the tests' process, so stopping or killing a rank does nothing
+to it. It addresses ways by a pattern of their names, as in a shell: ``1>*`` is all ways that rank 1
+uses, if they are named so. A function may change what passes.
 """
 
 from __future__ import annotations
@@ -16,18 +15,14 @@ import asyncio
 import contextlib
 import ctypes
 import fnmatch
-import json
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterable, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-__all__ = ["DIRECTIONS", "Change", "Frames", "Proxy", "Way", "ask", "command", "ways_here", "wrap"]
+__all__ = ["DIRECTIONS", "Change", "Frames", "Proxy", "command", "wrap"]
 
 DIRECTIONS = ("forward", "back")
 # What `set` takes, and what each is when nothing is set.
@@ -74,7 +69,7 @@ class Way:
         self._server = await asyncio.start_server(self._visit, "127.0.0.1", 0, backlog=128)
         return int(self._server.sockets[0].getsockname()[1])
 
-    def set(self, directions: tuple[str, ...] = DIRECTIONS, **faults: Any) -> None:
+    def set(self, directions: Sequence[str] = DIRECTIONS, **faults: Any) -> None:
         for direction in directions:
             self.faults[direction].update(faults)
             is_open = self.faults[direction]["half_open"]
@@ -178,114 +173,29 @@ def _reset(end: asyncio.StreamWriter) -> None:
     end.transport.abort()
 
 
-@contextlib.contextmanager
-def ways_here() -> Iterator[Callable[[str, Callable[[], Change]], int]]:
-    """A function that opens a way to a target with a change, and returns its port."""
-    loop, ways = asyncio.new_event_loop(), []
-
-    async def open_way(target: str, change: Callable[[], Change]) -> int:
-        ways.append(Way(target, _address(target), change))
-        return await ways[-1].open()
-
-    async def end() -> None:
-        for way in ways:
-            way.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def run(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(_REPLY_TIMEOUT_S)
-
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield lambda target, change: run(open_way(target, change))
-    finally:
-        run(end())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def _address(target: str) -> tuple[str, int]:
-    host, _, port = target.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-# --- A process of its own -------------------------------------------------------------------
-
-
-async def _serve() -> None:
-    """Print the control port as JSON, take a JSON object on each connection; end as stdin does."""
-    ways: list[Way] = []
-
-    async def obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            reply = await _obey(ways, json.loads(await reader.readline()))
-        except (KeyError, ValueError, TypeError, OSError) as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        writer.write(json.dumps(reply).encode() + b"\n")
-        writer.close()
-
-    server = await asyncio.start_server(obey, "127.0.0.1", 0, backlog=128)
-    print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-
-
-async def _obey(ways: list[Way], order: dict[str, Any]) -> dict[str, Any]:
-    do = order["do"]
-    if do == "open":
-        ways.append(Way(order["name"], _address(order["target"])))
-        return {"port": await ways[-1].open()}
-    if do == "status":
-        return {way.name: {"connections": len(way.connections), **way.nbytes} for way in ways}
-    matching = [way for way in ways if fnmatch.fnmatchcase(way.name, order["ways"])]
-    if do == "set":
-        if unknown := set(order["faults"]) - set(HARMLESS):
-            raise ValueError(f"unknown: {sorted(unknown)}")
-        for way in matching:
-            way.set(order["directions"], **order["faults"])
-        return {"count": len(matching)}
-    return {"count": sum({"reset": way.reset, "cut": way.cut}[do]() for way in matching)}
-
-
-def ask(port: int, **order: Any) -> dict[str, Any]:
-    """Have the proxy whose control port is `port` do something; return what it answers."""
-    with socket.create_connection(("127.0.0.1", port), timeout=_REPLY_TIMEOUT_S) as connection:
-        connection.sendall(json.dumps(order).encode() + b"\n")
-        with connection.makefile("rb") as answers:
-            reply: dict[str, Any] = json.loads(answers.readline())
-    if "error" in reply:
-        raise ValueError(reply["error"])
-    return reply
-
-
 class Proxy:
-    """A proxy's process, started; it ends with the block, or with this process.
+    """Ways, served by a thread while the block lasts."""
 
-    Attributes:
-        port: its control port.
-        pid: its process.
-    """
+    def __enter__(self) -> Proxy:
+        self._loop, self._ways = asyncio.new_event_loop(), []
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        return self
 
-    def __init__(self) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._popen.stdout is not None
-        self.pid = self._popen.pid
-        self.port: int = json.loads(self._popen.stdout.readline())["port"]
+    def __exit__(self, *_: object) -> None:
+        self._run(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def open(self, target: str, name: str) -> int:
-        """The proxy's port for a new way to `target`, ``host:port``."""
-        return int(ask(self.port, do="open", target=target, name=name)["port"])
+    def open(self, target: str, name: str, change: Callable[[], Change] | None = None) -> int:
+        """The port of a new way to `target`, ``host:port``."""
+        return int(self._run(self._open(target, name, change)))
 
-    def set(self, ways: str = "*", directions: tuple[str, ...] = DIRECTIONS, **faults: Any) -> int:
+    def set(self, ways: str = "*", directions: Sequence[str] = DIRECTIONS, **faults: Any) -> int:
         """Change `faults` (see `HARMLESS`) of the ways that match; return how many do."""
-        reply = ask(self.port, do="set", ways=ways, directions=directions, faults=faults)
-        return int(reply["count"])
+        assert set(faults) <= set(HARMLESS), faults
+        return self._each(ways, lambda way: way.set(directions, **faults) or 1)
 
     def clear(self, ways: str = "*") -> None:
         """End all faults of the ways that match."""
@@ -293,7 +203,7 @@ class Proxy:
 
     def reset(self, ways: str = "*") -> int:
         """End the connections of these ways with RST on both sides; return how many."""
-        return int(ask(self.port, do="reset", ways=ways)["count"])
+        return self._each(ways, Way.reset)
 
     def cut(self, ways: str = "*") -> int:
         """Lose every packet of these connections, confirmations too; Linux. Return how many.
@@ -302,25 +212,35 @@ class Proxy:
         confirms what it gets, as that of a stopped process does.
         """
         self.set(ways, half_open=True)
-        return int(ask(self.port, do="cut", ways=ways)["count"])
+        return self._each(ways, Way.cut)
 
     def status(self) -> dict[str, Any]:
         """Of each way: its connections, and the bytes taken each way."""
-        return ask(self.port, do="status")
+        return {way.name: {"connections": len(way.connections), **way.nbytes} for way in self._ways}
 
-    def __enter__(self) -> Proxy:
-        return self
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_REPLY_TIMEOUT_S)
 
-    def __exit__(self, *exception: object) -> None:
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        self._popen.stdin.close()
-        try:
-            self._popen.wait(10)
-        finally:
-            self._popen.kill()
-            self._popen.wait(10)
-            self._popen.stdout.close()
+    def _each(self, ways: str, do: Callable[[Way], int]) -> int:
+        """The sum of what `do` returns for each way that matches."""
+
+        async def run() -> int:
+            return sum(do(way) for way in self._ways if fnmatch.fnmatchcase(way.name, ways))
+
+        return int(self._run(run()))
+
+    async def _open(self, target: str, name: str, change: Callable[[], Change] | None) -> int:
+        host, _, port = target.rpartition(":")
+        self._ways.append(Way(name, (host.strip("[]"), int(port)), change))
+        return await self._ways[-1].open()
+
+    async def _end(self) -> None:
+        for way in self._ways:
+            way.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # --- ZMTP 3.1 -------------------------------------------------------------------------------
@@ -372,7 +292,3 @@ class Frames:
                 return
             raw, self._rest = self._rest[:end], self._rest[end:]
             yield flags, raw[start:], raw
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve())

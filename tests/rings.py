@@ -7,6 +7,7 @@ said what they saw. Each reports as JSON lines on standard output.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import secrets
 import signal
@@ -14,7 +15,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import RingReduceError
 from tests.processes import Process, clean_environment, wait_until
-from tests.proxy import Proxy, ask
+from tests.proxy import Proxy
 
 __all__ = [
     "MISMATCH_S",
@@ -57,10 +59,6 @@ import numpy as np
 import ringreduce as rr
 
 CONFIGS = json.loads(sys.argv[1])
-if len(sys.argv) > 2:
-    from tests.rings import go_through_proxy
-
-    go_through_proxy(int(sys.argv[2]))
 
 def join(ring=0):
     # The secret is not among the arguments, which others can read.
@@ -102,10 +100,6 @@ class Ring:
         hosts: of each rank, where they are to take themselves for several.
         transport: the setting, or "hosts" for the hosts a, b and a.
         settings: others of the ranks.
-
-    Attributes:
-        proxy: with `proxied`, what all connections over TCP go through once the ranks have met;
-            the way that rank 1 uses to the second port of rank 2 is ``1>2/address/1``.
     """
 
     def __init__(
@@ -118,7 +112,6 @@ class Ring:
         transport: str = "zmq",
         hosts: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        proxied: bool = False,
         secret: str = "",
         **settings: Any,
     ) -> None:
@@ -137,14 +130,10 @@ class Ring:
                 listening.enter_context(socket.create_server(("127.0.0.1", 0)))
                 for _ in range(rings)
             ]
-            more: list[str] = []
             variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
             variables["PYTHONPATH"] = str(Path(__file__).parent.parent)
             if secret:
                 variables["RINGREDUCE_SECRET"] = secret
-            if proxied:
-                self.proxy = self._stack.enter_context(Proxy())
-                more.append(str(self.proxy.port))
             jobs = [secrets.token_hex(8) for _ in range(rings)]
             self.workers: list[Process] = []
             for rank in range(size):
@@ -164,7 +153,7 @@ class Ring:
                 for place in places:
                     del place["secret"]
                 worker = Process(
-                    [sys.executable, str(path), json.dumps(places), *more],
+                    [sys.executable, str(path), json.dumps(places)],
                     directory,
                     name=f"rank{rank}",
                     environment=clean_environment(**variables),
@@ -232,6 +221,45 @@ class Ring:
             assert self.workers[rank].wait(10) == 0, self.workers[rank].stderr
 
 
+# What the ranks of a test may share.
+_SHARED: dict[str, Callable[[int], Any]] = {
+    "together": lambda ranks: threading.Barrier(ranks, timeout=30),
+    "event": lambda ranks: threading.Event(),
+}
+
+
+def on_each_rank(
+    size: int | None = None, *, over: str = "", **settings: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test that runs on each rank of a ring of threads, whose communicator it gets first.
+
+    Its argument `together` is a barrier of these threads, `event` one event for all.
+
+    Args:
+        size: how many ranks; that of the argument `size` by default.
+        over: the fixture that forms the ring; by default it is the module's `ring_of_threads`,
+            in whose place a fixture may have put something.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        def run(**arguments: Any) -> None:
+            usual = test.__globals__.get("ring_of_threads", ring_of_threads)
+            form = arguments.pop(over) if over else usual
+            ranks = size or arguments["size"]
+            arguments |= {name: make(ranks) for name, make in _SHARED.items() if name in named}
+            form(ranks, lambda comm: test(comm, **arguments), **settings)
+
+        named = inspect.signature(test).parameters
+        first, *others = (each for name, each in named.items() if name not in _SHARED)
+        if over:
+            others.append(first.replace(name=over))
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        run.__name__, run.__module__, run.__doc__ = test.__name__, test.__module__, test.__doc__
+        return run
+
+    return decorate
+
+
 def outcome(call: Callable[[], Any]) -> Any:
     """What `call` returns, or the error of ours that it raises."""
     try:
@@ -255,46 +283,46 @@ def assert_lost(
         assert fact["seconds"] < within_s, fact
 
 
-def go_through_proxy(port: int) -> None:
-    """In a worker: have each rank that the rendezvous tells us of reached through the proxy.
+@contextlib.contextmanager
+def through_proxy() -> Iterator[Proxy]:
+    """All connections over TCP of rings of threads that form meanwhile go through the proxy.
 
-    Every address in the table, whatever it is for, is replaced by those of new ways, which
-    belong to this rank alone: so both ends of each connection are in its way's name. So are those
-    at which other ranks listen for this one alone: ``1>2/pairs/0``.
+    Every address in the rendezvous's table, whatever it is for, is replaced by those of new ways,
+    which belong to the rank alone that reads it: the way that rank 1 uses to the second port of
+    rank 2 is ``1>2/address/1``. So are addresses at which ranks listen for one alone:
+    ``1>2/pairs/0``.
     """
-    meet = Rendezvous.meet
+    meet, found = Rendezvous.meet, ZmqPairs.found
+
+    def detour(address: str, name: str) -> str:
+        """``tcp://host:port,port`` with ways to these ports instead; anything else as it is."""
+        if not address.startswith("tcp://"):
+            return address
+        host, _, ports = address.removeprefix("tcp://").rpartition(":")
+        ways = [
+            proxy.open(f"{host}:{port}", f"{name}/{number}")
+            for number, port in enumerate(ports.split(","))
+        ]
+        return f"tcp://127.0.0.1:{','.join(map(str, ways))}"
 
     def meet_and_detour(rendezvous: Rendezvous) -> Table:
-        table = meet(rendezvous)
-        rank = rendezvous._config.rank
+        table, rank = meet(rendezvous), rendezvous._config.rank
         members = []
         for other, member in enumerate(table.members):
             detours = {
-                name: _detour(port, value, f"{rank}>{other}/{name}") if other != rank else value
+                name: detour(value, f"{rank}>{other}/{name}") if other != rank else value
                 for name, value in msgspec.structs.asdict(member).items()
                 if isinstance(value, str)
             }
             members.append(msgspec.structs.replace(member, **detours))
         return msgspec.structs.replace(table, members=tuple(members))
 
-    Rendezvous.meet = meet_and_detour  # type: ignore[method-assign]
-    found = ZmqPairs.found
-
     def found_and_detour(pairs: ZmqPairs, listening: Listening) -> None:
-        way = f"{listening.sender}>{listening.receiver}/pairs"
-        address = _detour(port, listening.address, f"{way}/{listening.channel}")
+        way = f"{listening.sender}>{listening.receiver}/pairs/{listening.channel}"
+        address = detour(listening.address, way)
         found(pairs, msgspec.structs.replace(listening, address=address))
 
-    ZmqPairs.found = found_and_detour  # type: ignore[method-assign]
-
-
-def _detour(proxy: int, address: str, name: str) -> str:
-    """``tcp://host:port,port`` with ways to these ports instead; anything else as it is."""
-    if not address.startswith("tcp://"):
-        return address
-    host, _, ports = address.removeprefix("tcp://").rpartition(":")
-    ways = [
-        ask(proxy, do="open", target=f"{host}:{port}", name=f"{name}/{number}")["port"]
-        for number, port in enumerate(ports.split(","))
-    ]
-    return f"tcp://127.0.0.1:{','.join(map(str, ways))}"
+    with Proxy() as proxy, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rendezvous, "meet", meet_and_detour)
+        patch.setattr(ZmqPairs, "found", found_and_detour)
+        yield proxy

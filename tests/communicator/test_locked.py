@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.effects import native
 from ringreduce.vocabulary.config import TIMES
 from tests.figures import record
 from tests.processes import wait_until
@@ -42,24 +41,17 @@ def fail_between_locked(ring: Ring) -> float:
         file = Path(f"/proc/{ring.workers[rank].pid}/syscall")
         wait_until(lambda file=file: file.read_text().startswith("0 0x0 "), f"lock of {rank}")
     failed_s = time.monotonic()
-    send(ring, GIVES_UP)
+    ring.tell(GIVES_UP)
     ring.wait("failed", [GIVES_UP])
     return failed_s
 
 
-def send(ring: Ring, rank: int) -> None:
-    ring.workers[rank].stdin.write(b"\n")
-    ring.workers[rank].stdin.flush()
-
-
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
-def test_an_abort_passes_the_first_neighbour_that_lets_go(tmp_path: Path, transport: str) -> None:
-    if transport == "shm" and native.library() is None:
-        pytest.skip(native.why_missing())
+def test_an_abort_passes_the_first_neighbour_that_lets_go(tmp_path, transport):
     with Ring(tmp_path, 4, PROGRAM, transport=transport) as ring:
         fail_between_locked(ring)
         released_s = time.monotonic()
-        send(ring, LOCKED[1])
+        ring.tell(LOCKED[1])
         [fact] = ring.wait("result", [WAITS])
         assert fact["kind"] == "MismatchError", fact
         assert "was told by rank 3: " in fact["text"]
@@ -68,8 +60,7 @@ def test_an_abort_passes_the_first_neighbour_that_lets_go(tmp_path: Path, transp
         record(f"two locked neighbours, one lets go, {transport}", fact["at"] - released_s)
 
 
-@pytest.mark.skipif(native.library() is None, reason="needs shared memory")
-def test_in_shared_memory_it_is_named_while_both_keep_their_locks(tmp_path: Path) -> None:
+def test_in_shared_memory_it_is_named_while_both_keep_their_locks(tmp_path):
     """Its flag is seen at once; why it gave up, nobody can tell."""
     with Ring(tmp_path, 4, PROGRAM, transport="shm") as ring:
         failed_s = fail_between_locked(ring)

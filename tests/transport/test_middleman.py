@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import random
 import re
@@ -24,17 +25,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce import CorruptionError, PeerLostError, PeerTimeoutError, RingReduceError
-from ringreduce.communicator.communicator import Communicator
+import ringreduce as rr
 from ringreduce.pure import wire
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import listening
 from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import TIMES
-from tests import proxy
 from tests.fuzzing import blast, frame
-from tests.proxy import COMMAND, LONG, MORE, Frames, command, greeting, ready, wrap
+from tests.proxy import COMMAND, LONG, MORE, Change, Frames, Proxy, command, greeting, ready, wrap
 from tests.rings import outcome
 from tests.scope import in_full
 
@@ -44,8 +43,13 @@ Attack = Callable[["Man", int, bytes], Iterable[bytes]]
 Where = tuple[int, int]
 
 
+# What is attacked, what that rank sends itself to the next, and what comes to it on the other
+# stream, or over another distance.
+ATTACKED, OWN, OTHERS = (1, 0), (2, 0), ((1, 1), (1, 2))
+
+
 class Man:
-    """Does `attack` to what `receiver` gets on `channel`, from its message number `at` on.
+    """Does `attack` to what rank 1 gets on channel 0, from its second message on.
 
     Attributes:
         seen: all messages, by the rank that gets them and the channel.
@@ -55,16 +59,8 @@ class Man:
         has_attacked: whether it came to that.
     """
 
-    def __init__(
-        self,
-        attack: Attack | None = None,
-        *,
-        receiver: int = 1,
-        channel: int = 0,
-        at: int = 1,
-        earlier: Man | None = None,
-    ) -> None:
-        self._attack, self._where, self._at = attack, (receiver, channel), at
+    def __init__(self, attack: Attack | None = None, earlier: Man | None = None) -> None:
+        self._attack = attack
         self.seen: dict[Where, list[bytes]] = defaultdict(list)
         self.commands: dict[Where, list[bytes]] = defaultdict(list)
         self.ports: dict[Where, int] = {}
@@ -85,11 +81,11 @@ class Man:
             for channel, port in enumerate(map(int, ports.split(","))):
                 where = options["security"].rank, channel
                 self.ports[where] = port
-                change = lambda where=where: self._change_of(where)  # noqa: E731
-                ours.append(str(open_way(f"127.0.0.1:{port}", change)))
+                change = functools.partial(self._change_of, where)
+                ours.append(str(proxy.open(f"127.0.0.1:{port}", str(where), change)))
             link.address = f"{host}:{','.join(ours)}"
 
-        with proxy.ways_here() as open_way, pytest.MonkeyPatch.context() as patch:
+        with Proxy() as proxy, pytest.MonkeyPatch.context() as patch:
             patch.setattr(ZmqLink, "__init__", through_the_man)
             yield
 
@@ -97,7 +93,7 @@ class Man:
         """A command has come, and is sent on when this returns."""
         self.commands[where].append(raw)
 
-    def _change_of(self, where: Where) -> proxy.Change:
+    def _change_of(self, where: Where) -> Change:
         frames, parts = Frames(), []
 
         async def change(data: bytes) -> AsyncIterator[bytes]:
@@ -106,8 +102,8 @@ class Man:
                     self.handshake(where, raw)
                     yield raw
                     continue
-                number = len(self.seen[where]) - self._at
-                is_attacked = self._attack is not None and where == self._where and number >= 0
+                number = len(self.seen[where]) - 1
+                is_attacked = self._attack is not None and where == ATTACKED and number >= 0
                 parts.append(part)
                 if not is_attacked:
                     yield raw
@@ -116,7 +112,7 @@ class Man:
                 body = b"".join(parts)
                 parts.clear()
                 if is_attacked:
-                    while not (self._seen_on(*self._own) and self._seen_on(*self._others)):
+                    while not (self.seen[OWN] and self.of_other_channel()):
                         await asyncio.sleep(0.001)
                     self.has_attacked = True
                     for piece in self._attack(self, number, body):
@@ -126,39 +122,13 @@ class Man:
 
         return change
 
-    @property
-    def _own(self) -> list[Where]:
-        receiver, channel = self._where
-        return [((receiver + 1) % SIZE, channel)]
-
-    @property
-    def _others(self) -> list[Where]:
-        receiver, channel = self._where
-        return [(receiver, other) for other in range(3) if other != channel]
-
-    def _seen_on(self, *wheres: Where) -> list[bytes]:
-        return next((self.seen[where] for where in wheres if self.seen[where]), [])
-
-    def own_frame(self) -> bytes:
-        """A message that the attacked rank has sent itself, to the next."""
-        return self._seen_on(*self._own)[-1]
-
-    def of_other_channel(self) -> bytes:
-        """A message to the same rank on another stream, or over another distance."""
-        return self._seen_on(*self._others)[-1]
+    def of_other_channel(self) -> bytes | None:
+        """The newest message on another channel to the rank that is attacked."""
+        return next((self.seen[where][-1] for where in OTHERS if self.seen[where]), None)
 
     def of_other_ring(self) -> bytes:
         """The message with the same number on this channel of an earlier ring."""
-        assert self.earlier is not None
-        return self.earlier.seen[self._where][self._at]
-
-    def before(self) -> bytes:
-        """The message that passed last."""
-        return self.seen[self._where][-1]
-
-    def first(self) -> bytes:
-        """The first of all, of the barrier that ends the forming of the ring."""
-        return self.seen[self._where][0]
+        return self.earlier.seen[ATTACKED][1]
 
 
 class Eavesdropper(Man):
@@ -169,10 +139,10 @@ class Eavesdropper(Man):
     """
 
     def __init__(
-        self, send: Callable[[Eavesdropper], bytes], *, is_first: bool, **options: Any
+        self, send: Callable[[Eavesdropper], bytes], is_first: bool, channel: int, earlier: Man
     ) -> None:
-        super().__init__(**options)
-        self._send, self._is_first = send, is_first
+        super().__init__(earlier=earlier)
+        self._send, self._is_first, self._where = send, is_first, (1, channel)
         self.socket: socket.socket | None = None
         self.is_admitted = False
 
@@ -269,9 +239,9 @@ EPOCH_AT, RANK_AT, STEP_AT, LENGTH_AT, TAG_AT = 16, 20, 40, 48, wire.HEADER_BYTE
 CORRUPTING: dict[str, Attack] = {
     "replay at once": once(lambda man, body: [wrap(body)] * 2),
     "replay later": second_before(is_kept=True),
-    "replay instead": once(lambda man, body: [wrap(man.before())]),
-    "replay the first": once(lambda man, body: [wrap(man.first())]),
-    "own frame back": once(lambda man, body: [wrap(man.own_frame())]),
+    "replay instead": once(lambda man, body: [wrap(man.seen[ATTACKED][-1])]),
+    "replay the first": once(lambda man, body: [wrap(man.seen[ATTACKED][0])]),
+    "own frame back": once(lambda man, body: [wrap(man.seen[OWN][-1])]),
     "another channel's": once(lambda man, body: [wrap(man.of_other_channel())]),
     "another ring's": once(lambda man, body: [wrap(man.of_other_ring())]),
     "empty": changed(lambda body: b""),
@@ -353,34 +323,34 @@ SHORT_S, WAIT_S = 1.0, 15.0
 SMALL, LARGE = 40, 30_000
 
 
-def all_reduce(comm: Communicator, count: int) -> bool:
+def all_reduce(comm: rr.Communicator, count: int) -> bool:
     array = np.arange(float(count)) * (comm.rank + 1)
     return np.array_equal(comm.all_reduce(array), np.arange(float(count)) * 6)
 
 
-def broadcast(comm: Communicator, count: int) -> bool:
+def broadcast(comm: rr.Communicator, count: int) -> bool:
     array = np.arange(float(count)) * (comm.rank == 0)
     return np.array_equal(comm.broadcast(array), np.arange(float(count)))
 
 
-def all_gather(comm: Communicator, count: int) -> bool:
+def all_gather(comm: rr.Communicator, count: int) -> bool:
     array = np.arange(float(count))
     return np.array_equal(comm.all_gather(array), np.tile(array, SIZE))
 
 
-CALLS: dict[str, tuple[Callable[[Communicator, int], bool], int]] = {
+CALLS: dict[str, tuple[Callable[[rr.Communicator, int], bool], int]] = {
     f"{size} {function.__name__}": (function, count)
     for function in (all_reduce, broadcast, all_gather)
     for size, count in (("small", SMALL), ("large", LARGE))
 }
 
 
-def run(call: str, **settings: Any) -> list[RingReduceError | None]:
+def run(call: str, **settings: Any) -> list[rr.RingReduceError | None]:
     """Each rank's error, raised again by the next call; all results before it were right."""
     function, count = CALLS[call]
-    errors: list[RingReduceError | None] = [None] * SIZE
+    errors: list[rr.RingReduceError | None] = [None] * SIZE
 
-    def work(comm: Communicator) -> None:
+    def work(comm: rr.Communicator) -> None:
         def rounds() -> None:
             for _ in range(ROUNDS):
                 assert function(comm, count), f"a wrong result on rank {comm.rank}"
@@ -394,7 +364,7 @@ def run(call: str, **settings: Any) -> list[RingReduceError | None]:
     started = time.monotonic()
     try:
         ring_of_threads(SIZE, work, **JOB | limits | settings)
-    except RingReduceError as error:
+    except rr.RingReduceError as error:
         # Of the ranks that were still in the first barrier one is named, for all.
         errors = [own or error for own in errors]
     assert time.monotonic() - started < 10
@@ -402,7 +372,7 @@ def run(call: str, **settings: Any) -> list[RingReduceError | None]:
 
 
 @pytest.fixture(scope="module")
-def earlier() -> dict[str, Man]:
+def earlier():
     """Who has recorded a ring of the same job, of the same calls, in which nothing happened."""
     men = {call: Man() for call in CALLS}
     for call, man in men.items():
@@ -411,12 +381,12 @@ def earlier() -> dict[str, Man]:
     return men
 
 
-def assert_told(errors: list[Any], kinds: tuple[type[RingReduceError], ...], call: str) -> None:
+def assert_told(errors: list[Any], kinds: tuple[type[rr.RingReduceError], ...], call: str) -> None:
     """Each is of one of these kinds, about the link that was attacked."""
     assert {type(error) for error in errors} <= set(kinds), errors
     for error in errors:
         assert "rank 0" in str(error) or "rank 1" in str(error), error
-        if isinstance(error, CorruptionError):
+        if isinstance(error, rr.CorruptionError):
             assert (error.rank if error.origin is None else error.origin) == 1, error
             assert error.peer == 0, error
             assert "rank 1 of 3 received a frame from rank 0 (tcp://127.0.0.1:" in str(error)
@@ -433,20 +403,20 @@ def cases(names: Iterable[str]) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "call"), list(cases(ATTACKS)))
 def test_an_attack_is_a_named_error_or_changes_nothing(earlier, name, call):
-    man = Man(ATTACKS[name], earlier=earlier[call])
+    man = Man(ATTACKS[name], earlier[call])
     with man.standing():
         errors = run(call, timeout_s=SHORT_S if name in SILENCING else WAIT_S)
     assert man.has_attacked
     if name in HARMLESS:
         assert errors == [None] * SIZE
     elif name in CORRUPTING:
-        assert_told(errors, (CorruptionError,), call)
+        assert_told(errors, (rr.CorruptionError,), call)
     elif name in SILENCING:
         # What comes first depends on the limits: a link that carries nothing, or a rank that waits.
-        assert_told(errors, (CorruptionError, PeerTimeoutError, PeerLostError), call)
+        assert_told(errors, (rr.CorruptionError, rr.PeerTimeoutError, rr.PeerLostError), call)
     else:
         assert name in CUTTING
-        assert_told(errors, (PeerLostError,), call)
+        assert_told(errors, (rr.PeerLostError,), call)
 
 
 @pytest.mark.parametrize("at", range(0, wire.HEADER_BYTES, 5))
@@ -456,7 +426,7 @@ def test_a_flipped_bit_in_a_header_is_an_error_where_nothing_is_sealed(at):
         errors = run("small all_reduce", encryption="off", timeout_s=SHORT_S)
     assert man.has_attacked
     assert all("rank" in str(error) for error in errors), errors
-    assert all(isinstance(error, RingReduceError) for error in errors), errors
+    assert all(isinstance(error, rr.RingReduceError) for error in errors), errors
 
 
 @pytest.mark.parametrize(
@@ -513,18 +483,15 @@ EAVESDROPPERS: dict[str, Callable[[Eavesdropper], bytes]] = {
 def test_an_eavesdropper_changes_nothing(earlier, name, is_first, channel):
     """A password opens one connection; one who takes it first ends the job, with an error."""
     call = "large all_reduce"
-    man = Eavesdropper(
-        EAVESDROPPERS[name], is_first=is_first, channel=channel, earlier=earlier[call]
-    )
+    man = Eavesdropper(EAVESDROPPERS[name], is_first, channel, earlier[call])
     with man.standing():
         try:
             errors = run(call)
         finally:
-            assert man.socket is not None
             man.socket.close()
     assert man.is_admitted is is_first
     if is_first:
-        named = {CorruptionError, PeerLostError, PeerTimeoutError}
+        named = {rr.CorruptionError, rr.PeerLostError, rr.PeerTimeoutError}
         assert {type(error) for error in errors} <= named, errors
     else:
         assert errors == [None] * SIZE
