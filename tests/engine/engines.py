@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import ringreduce as rr
 from ringreduce.effects.events import Events
 from ringreduce.engine.engine import Engine, Owner
-from ringreduce.vocabulary.errors import RingReduceError
 
 # Far above what anything here takes, and below the rings' own time limit.
 DEADLINE_S = 15.0
@@ -37,12 +37,12 @@ class Gate:
         assert self.begun.wait(DEADLINE_S)
 
 
-def new_engine() -> tuple[Engine, list[RingReduceError]]:
-    errors: list[RingReduceError] = []
+def new_engine() -> tuple[Engine, list[rr.RingReduceError]]:
+    errors: list[rr.RingReduceError] = []
     return new_engine_of(errors.append), errors
 
 
-def new_engine_of(fail: Callable[[RingReduceError], object]) -> Engine:
+def new_engine_of(fail: Callable[[rr.RingReduceError], object]) -> Engine:
     """An engine whose communicator does no more than that."""
     return Engine("ringreduce test", cast(Owner, SimpleNamespace(fail=fail)), Events())
 

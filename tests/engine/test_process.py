@@ -1,7 +1,5 @@
 """A process with work in the background: how it ends, is killed and interrupted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -10,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.effects import native
 from tests.effects.test_handoff import needs_library
 from tests.engine.engines import TIMEOUT_S
+from tests.processes import run_python
 from tests.rings import Ring, assert_lost
 
 # Of a process that has work left, to end; the ring's own time limit is TIMEOUT_S.
 EXIT_S = 20.0
+BOTH = pytest.mark.parametrize("transport", ["zmq", "shm"])
 
 
 def test_process_ends_while_work_of_a_lone_rank_is_pending():
@@ -26,13 +25,12 @@ def test_process_ends_while_work_of_a_lone_rank_is_pending():
         "arrays = [numpy.ones(1000) for _ in range(100)]\n"
         "work = [comm.all_reduce(array, async_op=True) for array in arrays]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=EXIT_S, check=False
-    )
+    done = run_python(program, timeout_s=EXIT_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_process_ends_though_a_peer_never_answers(tmp_path: Path, transport: str) -> None:
+@BOTH
+def test_process_ends_though_a_peer_never_answers(tmp_path, transport):
     program = """
     WHOLE_END = True
     ring = join()
@@ -59,13 +57,12 @@ FORK = """
 import os, sys, threading
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.config import Config
-from tests.effects.test_handoff import Plan, in_thread, start, until_it_waits, wait
+from tests.effects.test_handoff import Plan, in_library, start, wait
 
 comm = Communicator(Config())
 plan = Plan(comm._session.engine.native, 2)
 start(plan.number, 1)
-waiting = in_thread(lambda: wait(plan.number, 1))
-until_it_waits(waiting)
+waiting = in_library(lambda: wait(plan.number, 1))
 if (child := os.fork()) == 0:
     sys.exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -74,7 +71,7 @@ comm.close()
 
 
 @needs_library
-def test_forked_child_ends_though_threads_of_its_parent_wait(tmp_path: Path) -> None:
+def test_forked_child_ends_though_threads_of_its_parent_wait(tmp_path):
     """Those threads are not in the child, and nobody would ever see them leave."""
     # In a session of its own, so that a child that hangs can be ended too.
     process = subprocess.Popen(
@@ -93,63 +90,8 @@ def test_forked_child_ends_though_threads_of_its_parent_wait(tmp_path: Path) -> 
     assert output == "7\n"
 
 
-@pytest.fixture(params=["zmq", "shm"])
-def transport(request: pytest.FixtureRequest) -> str:
-    if request.param == "shm" and native.library() is None:
-        pytest.skip(native.why_missing())
-    return str(request.param)
-
-
-def test_rank_killed_while_work_is_pending_is_named_by_every_wait(
-    tmp_path: Path, transport: str
-) -> None:
-    program = """
-    ring = join()
-    work = []
-    if RANK != 1:
-        work = [ring.all_reduce(np.ones(1000), async_op=True) for _ in range(3)]
-    say("ready")
-    if RANK == 1:
-        signal.pause()
-    attempt("first", work[0].wait)
-    attempt("last", work[2].wait)
-    attempt("later", lambda: ring.all_reduce(np.ones(3), async_op=True).wait())
-    hold()
-    """
-    with Ring(tmp_path, 3, program, transport=transport) as ring:
-        ring.wait("ready")
-        ring.workers[1].signal(signal.SIGKILL)
-        # The wait for the last rank to be ready counts too; it is no part of the finding.
-        assert_lost([{**fact, "seconds": 0.0} for fact in ring.wait("first", [0, 2])], 1)
-        assert_lost(ring.wait("last", [0, 2]), 1)
-        assert_lost(ring.wait("later", [0, 2]), 1)
-
-
-def test_rank_killed_before_a_bucket_that_runs_in_c_is_named(tmp_path: Path) -> None:
-    if native.library() is None:
-        pytest.skip(native.why_missing())
-    program = """
-    ring = join()
-    data = np.ones(1000)
-    def bucket():
-        ring._session.engine.submit(lambda: ring.all_reduce(data, "mean", signature=5)).wait()
-    for _ in range(20):
-        bucket()
-    say("ready", in_c=ring._session.collectives.small.nbytes)
-    if RANK == 1:
-        signal.pause()
-    attempt("first", bucket)
-    attempt("later", bucket)
-    hold()
-    """
-    with Ring(tmp_path, 3, program, transport="shm") as ring:
-        assert all(fact["in_c"] > 0 for fact in ring.wait("ready"))
-        ring.workers[1].signal(signal.SIGKILL)
-        assert_lost([{**fact, "seconds": 0.0} for fact in ring.wait("first", [0, 2])], 1)
-        assert_lost(ring.wait("later", [0, 2]), 1)
-
-
-def test_ctrl_c_ends_a_wait_for_work(tmp_path: Path, transport: str) -> None:
+@BOTH
+def test_ctrl_c_ends_a_wait_for_work(tmp_path, transport):
     program = """
     ring = join()
     if RANK == 0:
