@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ringreduce as rr
 from ringreduce import testing
 from ringreduce.collectives import encoded, hierarchical, ring
-from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
 from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
-from ringreduce.vocabulary.types import ReduceOp
 from tests import naive
+from tests.rings import on_each_rank
 from tests.scope import in_full
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -111,7 +111,7 @@ def always_ring(monkeypatch):
 def assert_all_reduced(size: int, cases: list[tuple[Any, np.dtype, int]], **settings: Any) -> None:
     """Run an all-reduce for each case (op, dtype, length) in one ring, and check all ranks."""
 
-    def work(comm: Communicator) -> list[np.ndarray]:
+    def work(comm: rr.Communicator) -> list[np.ndarray]:
         inputs = [naive.integer_valued(comm.rank, count, dtype) for _, dtype, count in cases]
         return [comm.all_reduce(array, op) for array, (op, _, _) in zip(inputs, cases, strict=True)]
 
@@ -128,7 +128,7 @@ def assert_all_reduced(size: int, cases: list[tuple[Any, np.dtype, int]], **sett
 @THIRDS
 @by_way(1, 2, 3, 5, full=(4,))
 def test_all_reduce_of_every_operator_dtype_and_length(size, step):
-    assert_all_reduced(size, combinations(ReduceOp, lengths(size), step))
+    assert_all_reduced(size, combinations(rr.ReduceOp, lengths(size), step))
 
 
 @THIRDS
@@ -136,7 +136,7 @@ def test_all_reduce_of_every_operator_dtype_and_length(size, step):
 @pytest.mark.usefixtures("always_ring")
 def test_short_all_reduce_around_the_ring_gives_the_same(size, step):
     """Chunks of no or one element, which the short way otherwise hides."""
-    assert_all_reduced(size, combinations(ReduceOp, lengths(size)[:-1], step))
+    assert_all_reduced(size, combinations(rr.ReduceOp, lengths(size)[:-1], step))
 
 
 @by_way(2, 3, full=(4, 7))
@@ -146,7 +146,7 @@ def test_all_reduce_on_both_sides_of_the_small_limit(size):
     assert_all_reduced(
         size,
         [
-            (ReduceOp.MEAN, dtype, limit // dtype.itemsize + more)
+            (rr.ReduceOp.MEAN, dtype, limit // dtype.itemsize + more)
             for dtype in dtypes
             for more in (-1, 0, 1)
         ],
@@ -158,7 +158,7 @@ def test_all_reduce_whose_rows_would_not_fit_a_frame_goes_around_the_ring(monkey
     """Two rows travel in the second step of three ranks or more."""
     monkeypatch.setattr(ring, "EXCHANGE_BYTES_MAX", 1000)
     dtype = np.dtype(np.int8)
-    assert_all_reduced(4, [(ReduceOp.SUM, dtype, count) for count in (499, 500, 501, 1001)])
+    assert_all_reduced(4, [(rr.ReduceOp.SUM, dtype, count) for count in (499, 500, 501, 1001)])
 
 
 @OVER_SOCKETS
@@ -166,10 +166,10 @@ def test_all_reduce_whose_rows_would_not_fit_a_frame_goes_around_the_ring(monkey
 def test_small_all_reduce_of_a_larger_ring(size):
     """Rings whose last step sends all rows, some of them, or one."""
     kinds = [
-        (ReduceOp.MEAN, "int8"),
-        (ReduceOp.MAX, "bfloat16"),
-        (ReduceOp.MAX, "float32"),
-        (ReduceOp.MEAN, "float64"),
+        (rr.ReduceOp.MEAN, "int8"),
+        (rr.ReduceOp.MAX, "bfloat16"),
+        (rr.ReduceOp.MAX, "float32"),
+        (rr.ReduceOp.MEAN, "float64"),
     ]
     counts = (0, 1, size, 1009)
     assert_all_reduced(
@@ -177,65 +177,57 @@ def test_small_all_reduce_of_a_larger_ring(size):
     )
 
 
+def near(edge: int, far: int) -> list[int]:
+    return [edge + more for more in (-far, -1, 0, 1, far)]
+
+
+WIDTHS = ("int8", "bfloat16", "float32", "float64")
+RARE = ("3 streams, 3 ranks", "4 ranks", "5 ranks")
+# Size, dtypes and lengths, and how they are sent.
+FRAMES: dict[str, tuple[int, Iterable[str], list[int], dict[str, int]]] = {
+    **{
+        f"on both sides of the inline limit, {size} ranks": (
+            *(size, ("float32",)),
+            *(near(size * INLINE_BYTES // 4, size), {}),
+        )
+        for size in (2, 3)
+    },
+    # Inline segments and borrowed ones, full ones and a shorter last, of elements of each size.
+    **{
+        f"segments of {nbytes}": (3, WIDTHS, [count], {"segment_bytes": nbytes})
+        for nbytes, count in (
+            *((64, 5003), (4096, 50_021)),
+            *((nbytes, 50_021) for nbytes in (INLINE_BYTES, INLINE_BYTES + 64, 1 << 15)),
+        )
+    },
+    **{
+        f"at ends of segments of {nbytes}": (
+            *(5, ("int16",)),
+            *(near(5 * 3 * nbytes // 2, 5), {"segment_bytes": nbytes}),
+        )
+        for nbytes in (64, 4096)
+    },
+    # Fewer segments than streams, as many, and more; lengths at a segment's end.
+    **{
+        f"{streams} streams, {size} ranks": (
+            *(size, ("float32",)),
+            [0, 1, 100_003, *(size * 1024 * n + more for n in (1, 2, 3, 7) for more in (-1, 0, 1))],
+            {"segment_bytes": 4096, "streams": streams},
+        )
+        for size, streams in ((2, 3), (3, 2), (3, 3), (4, 2), (5, 3))
+    },
+}
+
+
 @OVER_SOCKETS
 @pytest.mark.parametrize(
-    ("size", "streams"), [(2, 3), (3, 2), *(in_full(*each) for each in ((3, 3), (4, 2), (5, 3)))]
+    "name", [in_full(name) if name.endswith(RARE) else name for name in FRAMES]
 )
-def test_collectives_over_several_streams(size, streams):
-    """Fewer segments than streams, as many, and more; lengths at a segment's end."""
-    dtype = np.dtype(np.float32)
-    segment = 4096 // dtype.itemsize
-    counts = [size * segment * number + more for number in (1, 2, 3, 7) for more in (-1, 0, 1)]
-    cases = [(ReduceOp.SUM, dtype, count) for count in [0, 1, 100_003, *counts]]
-    assert_all_reduced(size, cases, segment_bytes=4096, streams=streams)
-
-
-@OVER_SOCKETS
-def test_borrowed_segments_on_several_streams_are_free_once_the_call_has_returned():
-    def work(comm: Communicator) -> None:
-        array = np.empty(300_007)
-        for turn in range(20):
-            array[:] = turn + comm.rank
-            comm.all_reduce(array)
-            assert (array == 3 * turn + 3).all()
-            comm.broadcast(array, root=turn % 3)
-            array[:] = -1e9
-
-    ring_of_threads(3, work, segment_bytes=1 << 16, streams=3)
-
-
-@OVER_SOCKETS
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_reduce_with_chunks_on_both_sides_of_the_inline_limit(size):
-    dtype = np.dtype(np.float32)
-    edge = size * INLINE_BYTES // dtype.itemsize
-    more = (-size, -1, 0, 1, size)
-    assert_all_reduced(size, [(ReduceOp.SUM, dtype, edge + extra) for extra in more])
-
-
-@OVER_SOCKETS
-@pytest.mark.parametrize(
-    ("segment_bytes", "count"),
-    [
-        *((64, 5003), (4096, 50_021)),
-        *((size, 50_021) for size in (INLINE_BYTES, INLINE_BYTES + 64, 1 << 15)),
-    ],
-)
-def test_all_reduce_in_many_segments(segment_bytes, count):
-    """Inline segments and borrowed ones, full ones and a shorter last, of elements of each size."""
-    dtypes = [naive.DTYPES[name] for name in ("int8", "bfloat16", "float32", "float64")]
-    cases = [(ReduceOp.MEAN, dtype, count) for dtype in dtypes]
-    assert_all_reduced(3, cases, segment_bytes=segment_bytes)
-
-
-@OVER_SOCKETS
-@pytest.mark.parametrize("segment_bytes", [64, 4096])
 @pytest.mark.usefixtures("always_ring")
-def test_all_reduce_whose_chunks_end_at_or_near_a_segments_end(segment_bytes):
-    dtype = np.dtype(np.int16)
-    edge = 5 * 3 * segment_bytes // dtype.itemsize
-    cases = [(ReduceOp.SUM, dtype, edge + more) for more in (-5, -1, 0, 1, 5)]
-    assert_all_reduced(5, cases, segment_bytes=segment_bytes)
+def test_all_reduce_in_frames_of_all_kinds(name):
+    size, names, counts, settings = FRAMES[name]
+    cases = [(rr.ReduceOp.MEAN, naive.DTYPES[each], count) for each in names for count in counts]
+    assert_all_reduced(size, cases, **settings)
 
 
 def test_all_reduce_of_a_half_buffer_in_several_blocks(monkeypatch):
@@ -243,70 +235,48 @@ def test_all_reduce_of_a_half_buffer_in_several_blocks(monkeypatch):
     monkeypatch.setattr(encoded, "BLOCK", 10_000)
     monkeypatch.setattr(hierarchical, "BLOCK", 10_000)
     halves = [naive.DTYPES[name] for name in naive.HALVES]
-    cases = [(op, dtype, 30_011) for dtype in halves for op in (ReduceOp.SUM, ReduceOp.MEAN)]
+    cases = [(op, dtype, 30_011) for dtype in halves for op in (rr.ReduceOp.SUM, rr.ReduceOp.MEAN)]
     assert_all_reduced(3, cases)
 
 
-@OVER_SOCKETS
-def test_all_reduce_takes_operators_as_text():
-    dtype = np.dtype(np.float64)
-
-    def work(comm: Communicator) -> np.ndarray:
-        return comm.all_reduce(naive.integer_valued(comm.rank, 10, dtype), "Mean")
-
-    expected = naive.all_reduce(
-        ReduceOp.MEAN, [naive.integer_valued(rank, 10, dtype) for rank in range(2)]
-    )
-    assert all(np.array_equal(result, expected) for result in ring_of_threads(2, work))
-
-
-def test_all_reduce_works_in_place_on_any_shape():
-    def work(comm: Communicator) -> None:
-        for shape in ((), (3, 4, 5), (0, 7), (100, 101)):
-            array = np.full(shape, comm.rank + 1.0)
-            assert comm.all_reduce(array) is array
-            assert array.shape == shape
-            assert (array == 6).all()
-
-    ring_of_threads(3, work)
+@on_each_rank(3)
+def test_all_reduce_works_in_place_on_any_shape(comm):
+    for shape in ((), (3, 4, 5), (0, 7), (100, 101)):
+        array = np.full(shape, comm.rank + 1.0)
+        assert comm.all_reduce(array) is array
+        assert array.shape == shape
+        assert (array == 6).all()
 
 
 @OF_TWO
-def test_all_reduce_writes_nothing_beyond_a_view():
-    def work(comm: Communicator) -> None:
-        for count in (10, 100_003):
-            memory = np.full(count + 20, -1.0)
-            view = memory[10:-10]
-            view[:] = comm.rank
-            comm.all_reduce(view)
-            assert (view == 1).all()
-            assert (memory[:10] == -1).all()
-            assert (memory[-10:] == -1).all()
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_all_reduce_writes_nothing_beyond_a_view(comm):
+    for count in (10, 100_003):
+        memory = np.full(count + 20, -1.0)
+        view = memory[10:-10]
+        view[:] = comm.rank
+        comm.all_reduce(view)
+        assert (view == 1).all()
+        assert (memory[:10] == -1).all()
+        assert (memory[-10:] == -1).all()
 
 
-def test_callers_buffer_is_free_to_change_once_the_call_has_returned():
-    """What is still queued for the next rank must not be what the caller writes next."""
+@pytest.mark.parametrize("settings", [{}, {"segment_bytes": 1 << 16, "streams": 3}])
+def test_callers_buffer_is_free_to_change_once_the_call_has_returned(settings):
+    """What is still queued for the next rank must not be what the caller writes next.
 
-    def work(comm: Communicator) -> None:
-        array = np.empty(200_003)
-        for turn in range(20):
-            array[:] = turn + comm.rank
+    And memory that is kept from call to call has nothing of the last result.
+    """
+
+    def work(comm):
+        for count, turn in itertools.product((5, 300_007), range(20)):
+            array = np.full(count, float(turn + comm.rank))
             comm.all_reduce(array)
             assert (array == 3 * turn + 3).all()
+            comm.broadcast(array, root=turn % 3)
             array[:] = -1e9
 
-    ring_of_threads(3, work)
-
-
-def test_repeated_small_all_reduce_starts_afresh_each_time():
-    """Its memory is kept from call to call; nothing of the last result may remain."""
-
-    def work(comm: Communicator) -> list[float]:
-        return [comm.all_reduce(np.full(5, float(turn + comm.rank)))[0] for turn in range(10)]
-
-    assert ring_of_threads(3, work) == [[3.0 * turn + 3 for turn in range(10)]] * 3
+    ring_of_threads(3, work, **settings)
 
 
 # With two ranks the order of additions does not matter.
@@ -314,7 +284,7 @@ def test_repeated_small_all_reduce_starts_afresh_each_time():
 def test_results_are_bit_identical_on_all_ranks_and_from_run_to_run(size):
     """With numbers whose sum depends on the order of additions."""
 
-    def work(comm: Communicator) -> list[bytes]:
+    def work(comm):
         generator = np.random.default_rng(comm.rank)
         inputs = [generator.standard_normal(count) for count in (1009, 50_021)]
         dtypes = [naive.DTYPES[name] for name in ("float16", "bfloat16", "float32", "float64")]
@@ -326,18 +296,29 @@ def test_results_are_bit_identical_on_all_ranks_and_from_run_to_run(size):
     assert first == second
 
 
-def test_nan_of_one_rank_is_nan_on_all():
-    names = ("float16", "bfloat16", "float32", "float64")
-
-    def work(comm: Communicator) -> None:
-        for op, name, count in itertools.product(ReduceOp, names, (10, 20_011)):
-            array = np.ones(count, naive.DTYPES[name])
-            array[[0, 5, -1]] = np.nan if comm.rank == 1 else 1
-            comm.all_reduce(array, op)
-            where = np.flatnonzero(np.isnan(array.astype(np.float32)))
-            assert where.tolist() == [0, 5, count - 1], f"{op!r}, {name}[{count}]"
-
-    ring_of_threads(3, work)
+@on_each_rank(3)
+def test_numbers_at_the_edges_of_their_types(comm):
+    """A mean does not overflow on the way; integers wrap, and round down; NaN comes through."""
+    floats, counts = ("float16", "bfloat16", "float32", "float64"), (10, 20_011)
+    for count in counts:
+        if comm.transport != "shm+zmq":  # Between hosts a host's sum travels in 16 bits.
+            mean = comm.all_reduce(np.full(count, 60_000, np.float16), "mean")
+            assert (mean == 60_000).all()
+        mean = comm.all_reduce(np.full(count, -(comm.rank % 2)), "mean")
+        assert (mean == -1).all()  # (0 - 1 + 0) / 3
+        assert (comm.all_reduce(np.full(count, 100, np.int8)) == 300 - 256).all()
+    for op, name, count in itertools.product(rr.ReduceOp, floats, counts):
+        array = np.ones(count, naive.DTYPES[name])
+        array[[0, 5, -1]] = np.nan if comm.rank == 1 else 1
+        comm.all_reduce(array, op)
+        where = np.flatnonzero(np.isnan(array.astype(np.float32)))
+        assert where.tolist() == [0, 5, count - 1], f"{op!r}, {name}[{count}]"
+    for call, value in itertools.product(
+        (comm.all_reduce, comm.reduce_scatter), (np.inf, -np.inf, -0.0, 5e-324)
+    ):
+        result = call(np.full(7, value))
+        assert (result == 3 * value).all()
+        assert (np.signbit(result) == np.signbit(value)).all()
 
 
 def test_halves_are_summed_in_float32():
@@ -345,7 +326,7 @@ def test_halves_are_summed_in_float32():
     largest = {naive.DTYPES["float16"]: 2048, naive.DTYPES["bfloat16"]: 256}
     assert all(dtype.type(n) + dtype.type(1) == dtype.type(n) for dtype, n in largest.items())
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         for (dtype, large), count in itertools.product(largest.items(), (10, 20_011)):
             # The large number comes from another rank at each element, so from each place in the
             # order of additions.
@@ -354,15 +335,6 @@ def test_halves_are_summed_in_float32():
                 assert (reduce(array.copy()).astype(np.float64) == large + 4).all()
 
     ring_of_threads(5, work)
-
-
-@OF_TWO
-def test_mean_of_float16_does_not_overflow_on_the_way():
-    def work(comm: Communicator) -> None:
-        for count in (10, 20_011):
-            assert (comm.all_reduce(np.full(count, 60_000, np.float16), "mean") == 60_000).all()
-
-    ring_of_threads(2, work)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +355,7 @@ def test_encoded_results_are_equal_and_their_ledger_is_even(name, size, way, mon
     monkeypatch.setattr(encoded, "BLOCK", 1 << 11)
     encoding, counts, steps = encoding_of(name), (0, 5, size, 4099, 30_011), 10
 
-    def work(comm: Communicator) -> list[Any]:
+    def work(comm):
         found = []
         for count in counts:
             kept = np.zeros((2, count), np.float32)
@@ -412,19 +384,16 @@ def test_encoded_results_are_equal_and_their_ledger_is_even(name, size, way, mon
 
 @pytest.mark.parametrize("way", ["zmq", "shm+zmq"], indirect=True)
 @pytest.mark.parametrize("name", [in_full("fp16"), in_full("bf16"), "int8"])
-def test_a_result_that_is_not_finite_leaves_residuals_as_they_were(name):
+@on_each_rank(3)
+def test_a_result_that_is_not_finite_leaves_residuals_as_they_were(comm, name):
     count = 40_009
-
-    def work(comm: Communicator) -> None:
-        kept = np.full((2, count), 0.25, np.float32)
-        own = np.ones(count, np.float32)
-        own[count // 2] = np.nan if comm.rank == 1 else 1
-        comm.all_reduce(own, coding=Coding(encoding_of(name), kept))
-        assert not np.isfinite(own[count // 2])
-        assert np.isfinite(own[:100]).all()
-        assert (kept == 0.25).all()
-
-    ring_of_threads(3, work)
+    kept = np.full((2, count), 0.25, np.float32)
+    own = np.ones(count, np.float32)
+    own[count // 2] = np.nan if comm.rank == 1 else 1
+    comm.all_reduce(own, coding=Coding(encoding_of(name), kept))
+    assert not np.isfinite(own[count // 2])
+    assert np.isfinite(own[:100]).all()
+    assert (kept == 0.25).all()
 
 
 @pytest.mark.parametrize("way", ["zmq", "shm+zmq"], indirect=True)
@@ -433,7 +402,7 @@ def test_encoded_bytes_between_hosts(name, most, way):
     """Counted on the wire, against float32."""
     count = 400_003
 
-    def work(comm: Communicator) -> int:
+    def work(comm):
         coding = None if name == "none" else Coding(encoding_of(name))
         collectives = comm._session.collectives
         ways = [*collectives.links, collectives.pairs]
@@ -450,33 +419,15 @@ def test_encoded_bytes_between_hosts(name, most, way):
     assert 0.9 * most * whole <= sent <= most * whole + 4096
 
 
-@OF_TWO
-def test_mean_of_integers_rounds_down():
-    def work(comm: Communicator) -> None:
-        for count in (10, 100_003):
-            mean = comm.all_reduce(np.full(count, -comm.rank), "mean")
-            assert (mean == -1).all()  # (0 - 1) / 2
-
-    ring_of_threads(2, work)
-
-
-def test_integer_sum_wraps_as_in_numpy():
-    def work(comm: Communicator) -> None:
-        for count in (10, 100_003):
-            assert (comm.all_reduce(np.full(count, 100, np.int8)) == 300 - 256).all()
-
-    ring_of_threads(3, work)
-
-
 @THIRDS
 @SEGMENTED
 def test_reduce_scatter_gives_each_rank_its_chunk(size, segment_bytes, step):
     """The result is a view of the array, where the chunk lies in it."""
-    operators = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX)
+    operators = (rr.ReduceOp.SUM, rr.ReduceOp.MEAN, rr.ReduceOp.MAX)
     cases = combinations(operators, lengths(size)[:-1], step)
-    cases.append((ReduceOp.SUM, naive.DTYPES["float32"], 25_013))
+    cases.append((rr.ReduceOp.SUM, naive.DTYPES["float32"], 25_013))
 
-    def work(comm: Communicator) -> list[np.ndarray]:
+    def work(comm):
         results = []
         for op, dtype, count in cases:
             array = naive.integer_valued(comm.rank, count, dtype)
@@ -500,13 +451,13 @@ def test_shares_of_a_sum_are_those_of_an_all_reduce(size):
     """To the last bit, on both sides of the limits for short ones; and all ranks get all."""
     counts = [0, 1, size - 1, size, size + 1, 64 * size, 5000, 20_011, 200_003]
 
-    def work(comm: Communicator) -> list[bool]:
+    def work(comm):
         calls, share = comm._session.calls, comm._session.collectives.shares
         equal = []
         for count in counts:
             own = np.random.default_rng(comm.rank).normal(size=count).astype(np.float32)
             whole, flat = own.copy(), own.copy()
-            comm.all_reduce(whole, ReduceOp.MEAN)
+            comm.all_reduce(whole, rr.ReduceOp.MEAN)
             calls.reduce_shares(flat, 7)
             shares = share(count, 4)
             covered = [element for begin, end in sorted(shares) for element in range(begin, end)]
@@ -542,14 +493,14 @@ def gathered_shapes(rank: int, size: int) -> list[tuple[int, ...]]:
 def test_all_gather_joins_arrays_of_different_lengths(size, segment_bytes):
     names = ("bfloat16", "int64", "uint8")
 
-    def inputs(rank: int) -> list[np.ndarray]:
+    def inputs(rank):
         return [
             naive.integer_valued(rank, int(np.prod(shape)), naive.DTYPES[name]).reshape(shape)
             for shape in gathered_shapes(rank, size)
             for name in names
         ]
 
-    def work(comm: Communicator) -> list[np.ndarray]:
+    def work(comm):
         return [comm.all_gather(array) for array in inputs(comm.rank)]
 
     results = ring_of_threads(size, work, segment_bytes=segment_bytes)
@@ -562,15 +513,13 @@ def test_all_gather_joins_arrays_of_different_lengths(size, segment_bytes):
 
 
 @by_way(1, 3)
-def test_all_gather_returns_memory_of_the_callers_own(size):
-    def work(comm: Communicator) -> None:
-        array = np.ones(5)
-        array.flags.writeable = False
-        gathered = comm.all_gather(array)
-        assert not np.shares_memory(gathered, array)
-        gathered[:] = 2
-
-    ring_of_threads(size, work)
+@on_each_rank()
+def test_all_gather_returns_memory_of_the_callers_own(comm, size):
+    array = np.ones(5)
+    array.flags.writeable = False
+    gathered = comm.all_gather(array)
+    assert not np.shares_memory(gathered, array)
+    gathered[:] = 2
 
 
 @THIRDS
@@ -579,7 +528,7 @@ def test_broadcast_from_each_root(size, segment_bytes, step):
     cases = combinations(range(size), lengths(size)[:-1], step)
     cases += [(root, naive.DTYPES["float32"], 10_007) for root in range(size)]
 
-    def work(comm: Communicator) -> list[np.ndarray]:
+    def work(comm):
         return [
             comm.broadcast(naive.integer_valued(comm.rank, count, dtype), root)
             for root, dtype, count in cases
@@ -592,7 +541,7 @@ def test_broadcast_from_each_root(size, segment_bytes, step):
 
 
 def test_broadcast_only_reads_the_roots_array():
-    def work(comm: Communicator) -> np.ndarray:
+    def work(comm):
         array = np.full(50_021, comm.rank)
         array.flags.writeable = comm.rank != 1
         return comm.broadcast(array, root=1)
@@ -601,21 +550,20 @@ def test_broadcast_only_reads_the_roots_array():
 
 
 @OVER_SOCKETS
-def test_broadcast_root_may_be_numpys_integer_on_some_ranks():
-    """Equal numbers are equal roots, wherever a rank has taken its own from."""
-
-    def work(comm: Communicator) -> int:
+def test_operators_may_be_text_and_roots_numpys_integers_on_some_ranks():
+    def work(comm):
         root = np.int64(1) if comm.rank == 0 else 1
-        return int(comm.broadcast(np.array([comm.rank]), root)[0])
+        total = comm.all_reduce(np.full(10, float(comm.rank)), "Mean" if comm.rank else "mean")
+        return int(comm.broadcast(np.array([comm.rank]), root)[0]), total.tolist()
 
-    assert ring_of_threads(3, work) == [1, 1, 1]
+    assert ring_of_threads(3, work) == [(1, [1.0] * 10)] * 3
 
 
 @by_way(1, 2, 3, full=(5,))
 def test_barrier_lets_nobody_pass_before_all_have_come(size):
     arrived: list[set[int]] = [set() for _ in range(50)]
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         for here in arrived:
             here.add(comm.rank)
             comm.barrier()
@@ -625,18 +573,7 @@ def test_barrier_lets_nobody_pass_before_all_have_come(size):
 
 
 OBJECTS = [
-    None,
-    True,
-    0,
-    -1,
-    2**63,
-    1.5,
-    "",
-    "naïve ☃ 日本",
-    b"",
-    b"\x00\xff",
-    [],
-    {},
+    *(None, True, 0, -1, 2**63, 1.5, "", "naïve ☃ 日本", b"", b"\x00\xff", [], {}),
     [1, [2, [3, None]], {"a": {"b": [b"c", "d"]}}],
     {"epoch": 3, "best": 0.25, "names": ["x", "y"]},
     "long " * 20_000,
@@ -644,32 +581,20 @@ OBJECTS = [
 
 
 @by_way(1, 2, 3, full=(5,))
-def test_broadcast_object_from_each_root(size):
-    def work(comm: Communicator) -> list[list[Any]]:
-        return [
+def test_objects_travel_from_each_root_and_in_the_order_of_ranks(size):
+    """The root gets its own object, not a copy."""
+
+    def work(comm):
+        broadcast = [
             [comm.broadcast_object(v if comm.rank == root else "ignored", root) for v in OBJECTS]
             for root in range(size)
         ]
-
-    assert ring_of_threads(size, work) == [[OBJECTS] * size] * size
-
-
-@OVER_SOCKETS
-def test_broadcast_object_gives_the_root_its_own_object():
-    def work(comm: Communicator) -> bool:
         value = {"a": 1}
-        return comm.broadcast_object(value, root=1) is value
+        assert (comm.broadcast_object(value, size - 1) is value) is (comm.rank == size - 1)
+        return broadcast, [comm.all_gather_object([comm.rank, value]) for value in OBJECTS]
 
-    assert ring_of_threads(3, work) == [False, True, False]
-
-
-@by_way(1, 2, 3, full=(5,))
-def test_all_gather_object_keeps_the_order_of_ranks(size):
-    def work(comm: Communicator) -> list[list[Any]]:
-        return [comm.all_gather_object([comm.rank, value]) for value in OBJECTS]
-
-    expected = [[[rank, value] for rank in range(size)] for value in OBJECTS]
-    assert ring_of_threads(size, work) == [expected] * size
+    gathered = [[[rank, value] for rank in range(size)] for value in OBJECTS]
+    assert ring_of_threads(size, work) == [([OBJECTS] * size, gathered)] * size
 
 
 def test_all_gather_object_around_the_length_that_needs_a_second_exchange():
@@ -683,28 +608,14 @@ def test_all_gather_object_around_the_length_that_needs_a_second_exchange():
     assert ring_of_threads(3, gather) == [wanted] * 3
 
 
-def test_mixed_collectives_follow_each_other_without_a_pause():
+@on_each_rank(3)
+def test_mixed_collectives_follow_each_other_without_a_pause(comm):
     """Frames of the next call may wait behind those of this one; none is taken for another."""
-
-    def work(comm: Communicator) -> None:
-        for turn in range(30):
-            assert comm.all_gather_object(turn) == [turn] * 3
-            assert (comm.all_reduce(np.full(20_011, comm.rank, np.int32)) == 3).all()
-            assert comm.broadcast_object(comm.rank, root=turn % 3) == turn % 3
-            comm.barrier()
-            assert comm.all_gather(np.array([comm.rank])).tolist() == [0, 1, 2]
-            assert (comm.reduce_scatter(np.ones(7)) == 3).all()
-            assert (comm.broadcast(np.full(9, comm.rank), root=2) == 2).all()
-
-    ring_of_threads(3, work)
-
-
-def test_reduction_keeps_a_signed_zero_and_an_infinity():
-    def work(comm: Communicator) -> None:
-        calls = (comm.all_reduce, comm.reduce_scatter)
-        for call, value in itertools.product(calls, (np.inf, -np.inf, -0.0)):
-            result = call(np.full(7, value))
-            assert (result == value).all()
-            assert (np.signbit(result) == np.signbit(value)).all()
-
-    ring_of_threads(3, work)
+    for turn in range(30):
+        assert comm.all_gather_object(turn) == [turn] * 3
+        assert (comm.all_reduce(np.full(20_011, comm.rank, np.int32)) == 3).all()
+        assert comm.broadcast_object(comm.rank, root=turn % 3) == turn % 3
+        comm.barrier()
+        assert comm.all_gather(np.array([comm.rank])).tolist() == [0, 1, 2]
+        assert (comm.reduce_scatter(np.ones(7)) == 3).all()
+        assert (comm.broadcast(np.full(9, comm.rank), root=2) == 2).all()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
+import ringreduce as rr
 from ringreduce.effects import native
 from ringreduce.pure.spans import Span, SpanKind
 from ringreduce.testing import ring_of_threads
@@ -17,22 +16,20 @@ from tests.processes import wait_until
 from tests.recorded import parts_of
 
 
-def of(communicator: Communicator, kind: SpanKind) -> list[Span]:
+def of(communicator: rr.Communicator, kind: SpanKind) -> list[Span]:
     return [span for span in parts_of(communicator._session.events) if span.kind == kind]
 
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
-def test_the_rank_that_a_call_waits_for_is_recorded(
-    transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_that_a_call_waits_for_is_recorded(transport, monkeypatch):
     if transport == "shm" and native.library() is None:
         pytest.skip(native.why_missing())
-    communicators: dict[int, Communicator] = {}
+    communicators: dict[int, rr.Communicator] = {}
     looked: list[float] = []
     seen: list[float] = []
     look = stalls._WaitSpan.look
 
-    def note(span: stalls._WaitSpan, *arguments: Any) -> None:
+    def note(span, *arguments):
         look(span, *arguments)
         waiting = communicators.get(0)
         if waiting is not None and span._events is waiting._session.events:
@@ -40,12 +37,12 @@ def test_the_rank_that_a_call_waits_for_is_recorded(
 
     monkeypatch.setattr(stalls._WaitSpan, "look", note)
 
-    def is_in_call() -> bool:
+    def is_in_call():
         return 0 in communicators and (
             communicators[0]._session.events.current_call().operation is not None
         )
 
-    def work(communicator: Communicator) -> tuple[list[Span], Span]:
+    def work(communicator):
         # After the first such call C begins the next ones.
         communicator.all_reduce(np.ones(4, np.float32))
         communicator.barrier()
