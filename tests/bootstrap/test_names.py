@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
+import ringreduce as rr
 from ringreduce.transport.interfaces import await_name
-from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import RendezvousError
 
 NAME = "job-0.pods"
 UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -48,9 +46,9 @@ class Names:
         return self._real(answer, port, *more, **options)
 
 
-def config(rank: int, port: int = 4000, **settings: Any) -> Config:
+def config(rank: int, port: int = 4000, **settings: Any) -> rr.Config:
     common = {"job_id": "ours", "join_timeout_s": 10.0, "rendezvous": f"{NAME}:{port}", **settings}
-    return Config(rank=rank, size=2, **common)
+    return rr.Config(rank=rank, size=2, **common)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -58,9 +56,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_is_not_known_yet_is_awaited(
-    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_that_is_not_known_yet_is_awaited(rank, monkeypatch, caplog):
     names = Names(monkeypatch, UNKNOWN)
     await_name(config(rank))
     assert names.answers == {threading.current_thread().name: []}
@@ -71,9 +67,7 @@ def test_a_name_that_is_not_known_yet_is_awaited(
     )
 
 
-def test_rank_0_waits_until_the_name_is_its_own_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rank_0_waits_until_the_name_is_its_own_again(monkeypatch, caplog):
     names = Names(monkeypatch, ELSEWHERE)
     await_name(config(0))
     assert names.answers == {threading.current_thread().name: []}
@@ -81,21 +75,19 @@ def test_rank_0_waits_until_the_name_is_its_own_again(
 
 
 @pytest.mark.parametrize("rendezvous", [f"{ELSEWHERE}:4000", f"{'a' * 64}.example:4000"])
-def test_what_can_never_be_is_not_awaited(
-    rendezvous: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_can_never_be_is_not_awaited(rendezvous, caplog):
     await_name(config(0, rendezvous=rendezvous))
     assert not caplog.records
 
 
-def test_a_ring_forms_once_its_name_leads_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_forms_once_its_name_leads_to_rank_0(monkeypatch):
     """Rank 1 asks three times before it connects to what the name means by then."""
     names = Names(monkeypatch)
     with socket.create_server((OWN, 0)) as listener, ThreadPoolExecutor(1, "rank 1") as pool:
         port = listener.getsockname()[1]
         names.give("rank 1_0", [UNKNOWN, *[OLD] * 4])
-        joined = pool.submit(Communicator, config(1, port))
-        with Communicator(config(0, port, rendezvous_fd=listener.detach())) as first:
+        joined = pool.submit(rr.Communicator, config(1, port))
+        with rr.Communicator(config(0, port, rendezvous_fd=listener.detach())) as first:
             second = joined.result()
             total = pool.submit(second.all_reduce, np.ones(1))
             assert first.all_reduce(np.ones(1)) == 2
@@ -104,10 +96,10 @@ def test_a_ring_forms_once_its_name_leads_to_rank_0(monkeypatch: pytest.MonkeyPa
     assert names.answers["rank 1_0"] == []
 
 
-def test_a_name_that_never_resolves_is_an_error_at_the_join_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_that_never_resolves_is_an_error_at_the_join_limit(monkeypatch, caplog):
     Names(monkeypatch, *[UNKNOWN] * 50)
-    with pytest.raises(RendezvousError, match=f"cannot reach the rendezvous {NAME}:4000: Name or"):
-        Communicator(config(1, join_timeout_s=0.5))
+    with pytest.raises(
+        rr.RendezvousError, match=f"cannot reach the rendezvous {NAME}:4000: Name or"
+    ):
+        rr.Communicator(config(1, join_timeout_s=0.5))
     assert len(warnings(caplog)) == 1
