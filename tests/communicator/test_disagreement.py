@@ -3,202 +3,219 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+import ringreduce as rr
 from ringreduce.effects import native
-from tests.rings import MISMATCH_S, Ring
+from ringreduce.pure.encodings import Coding, encoding_of
+from ringreduce.testing import ring_of_threads
+from tests.rings import MISMATCH_S, outcome
+from tests.scope import in_full
 
-# What rank 1 does, what the others do, and a word of each that the errors must hold.
-DISAGREEMENTS = {
-    "operator": ("ring.all_reduce(x, 'max')", "ring.all_reduce(x, 'sum')", ", max", ", sum"),
-    "mean": ("ring.all_reduce(x, 'mean')", "ring.all_reduce(x)", ", mean", ", sum"),
-    "half": (
-        "ring.all_reduce(x.astype('float16'))",
-        "ring.all_reduce(x.astype('float32'))",
-        "100 float16",
-        "100 float32",
-    ),
-    "dtype": (
-        "ring.all_reduce(x.astype('float32'))",
-        "ring.all_reduce(x)",
-        "100 float32",
-        "100 float64",
-    ),
-    "length": ("ring.all_reduce(x[:99])", "ring.all_reduce(x)", "of 99 ", "of 100 "),
-    "kind": ("ring.barrier()", "ring.all_reduce(x)", "barrier #1", "all_reduce #1"),
+# How ranks reach each other, what hosts they are on, and which of them do another thing.
+DISAGREEING: dict[str, tuple[dict[str, Any], set[int]]] = {
+    "zmq": ({"transport": "zmq"}, {1}),
+    "sealed": ({"transport": "zmq", "encryption": "on"}, {1}),
+    "shm": ({"transport": "shm"}, {1}),
+    "two hosts, within one": ({"hosts": "aab"}, {1}),
+    "two hosts, between them": ({"hosts": "aab"}, {2}),
+    "two hosts, two lanes": ({"hosts": "ababa"}, {1, 3}),
+}
+X, LARGE = np.ones(100), np.ones(300_000)
+HALF, SINGLE, WIDE = X.astype(np.float16), X.astype(np.float32), LARGE.astype(np.float32)
+
+
+Call = Callable[[rr.Communicator], Any]
+
+
+def reduce(array: np.ndarray, *arguments: Any, **options: Any) -> Call:
+    return lambda comm: comm.all_reduce(array.copy(), *arguments, **options)
+
+
+def coded(name: str, end: int | None = None) -> Call:
+    return reduce(WIDE[:end], coding=Coding(encoding_of(name)))
+
+
+def broadcast(root: int = 0) -> Call:
+    return lambda comm: comm.broadcast(X.copy(), root)
+
+
+def gather(shape: tuple[int, ...]) -> Call:
+    return lambda comm: comm.all_gather(np.ones(shape))
+
+
+def both(*calls: Call) -> Call:
+    return lambda comm: [call(comm) for call in calls]
+
+
+def apart(call: Callable[[rr.Communicator, int], Any]) -> tuple[Call, Call]:
+    """What `call` does on some ranks, where it gets 1, and on the others."""
+    return (lambda comm: call(comm, 1)), (lambda comm: call(comm, 0))
+
+
+def message(send: Call, tag: int = 0) -> tuple[Call, Call]:
+    """Rank 0 sends so, and rank 1 receives three numbers with that tag."""
+
+    def call(comm: rr.Communicator) -> None:
+        if comm.rank < 2:
+            comm.recv(np.ones(3), 0, tag=tag) if comm.rank else send(comm)
+
+    return call, call
+
+
+OTHERS, UNEVEN = "other gradients, shapes or root", "Pass counts to all_to_all on all ranks, or"
+PARTS = np.ones((30, 3001))
+# What some ranks do, what the others do, and words that the errors of all must hold.
+DISAGREEMENTS: dict[str, tuple[Any, ...]] = {
+    "operator": (reduce(X, "max"), reduce(X, "sum"), ", max", ", sum"),
+    "mean": (reduce(X, "mean"), reduce(X), ", mean", ", sum"),
+    "half": (reduce(HALF), reduce(SINGLE), "100 float16", "100 float32"),
+    "dtype": (reduce(SINGLE), reduce(X), "100 float32", "100 float64"),
+    "length": (reduce(X[:99]), reduce(X), "of 99 ", "of 100 "),
+    "kind": (rr.Communicator.barrier, reduce(X), "barrier #1", "all_reduce #1"),
     "order": (
-        "[ring.broadcast(x), ring.all_reduce(x)]",
-        "[ring.all_reduce(x), ring.broadcast(x)]",
-        "broadcast #1",
-        "all_reduce #1",
+        *(both(broadcast(), reduce(X)), both(reduce(X), broadcast())),
+        *("broadcast #1", "all_reduce #1"),
     ),
-    "signature": (
-        "ring.all_reduce(x, signature=1)",
-        "ring.all_reduce(x, signature=2)",
-        "other gradients, shapes or root",
-        "all_reduce #1",
-    ),
-    "large": (
-        "ring.all_reduce(large[:-1])",
-        "ring.all_reduce(large)",
-        "of 299999 ",
-        "of 300000 ",
-    ),
-    "encoded": (
-        "ring.all_reduce(wide, coding=coded('bf16'))",
-        "ring.all_reduce(wide)",
-        "all_reduce #1",
-        "all_reduce #1",
-    ),
-    "encodings": (
-        "ring.all_reduce(wide, coding=coded('bf16'))",
-        "ring.all_reduce(wide, coding=coded('fp16'))",
-        "all_reduce #1",
-        "all_reduce #1",
-    ),
-    "encoded length": (
-        "ring.all_reduce(wide[:-1], coding=coded('int8'))",
-        "ring.all_reduce(wide, coding=coded('int8'))",
-        "all_reduce #1",
-        "all_reduce #1",
-    ),
+    "signature": (reduce(X, signature=1), reduce(X, signature=2), OTHERS, "all_reduce #1"),
+    **{
+        f"signature of {name}, {count}": apart(
+            lambda c, n, name=name, count=count: getattr(c, name)(np.ones(count), signature=n)
+        )
+        for name in ("all_reduce", "reduce_scatter", "broadcast")
+        for count in (3, 100_003)
+    },
+    "large": (reduce(LARGE[:-1]), reduce(LARGE), "of 299999 ", "of 300000 "),
+    "encoded": (coded("bf16"), reduce(WIDE), "all_reduce #1"),
+    "encodings": (coded("bf16"), coded("fp16"), "all_reduce #1"),
+    "encoded length": (coded("int8", -1), coded("int8"), "all_reduce #1"),
     "small after large": (
-        "[ring.all_reduce(np.ones(2_000_000)), ring.all_reduce(x[:2])]",
-        "[ring.all_reduce(np.ones(2_000_000)), ring.all_reduce(x[:3])]",
-        "of 2 ",
-        "of 3 ",
+        *(both(reduce(np.ones(2_000_000)), reduce(X[:count])) for count in (2, 3)),
+        *("of 2 ", "of 3 "),
     ),
     "root": (
-        "ring.broadcast(x, root=3 - RANK)",
-        "ring.broadcast(x, root=0)",
-        "root",
-        "broadcast #1",
+        *(lambda comm: comm.broadcast(X.copy(), 3 - comm.rank), broadcast(0)),
+        *("root", "broadcast #1"),
     ),
     # Roots wait for nobody: of two that both are, each learns of it from its next call.
-    "two roots": (
-        "ring.broadcast(x, root=2)",
-        "ring.broadcast(x, root=0)",
-        "broadcast #1",
-        "broadcast #1",
+    "two roots": (broadcast(2), broadcast(0), "broadcast #1"),
+    "object": (
+        *(lambda comm: comm.broadcast_object(1), rr.Communicator.barrier),
+        *("broadcast_object #1", "barrier #1"),
     ),
-    "object": ("ring.broadcast_object(1)", "ring.barrier()", "broadcast_object #1", "barrier #1"),
-    "gather": (
-        "ring.all_gather(np.ones((2, 3)))",
-        "ring.all_gather(np.ones((2, 4)))",
-        "other gradients, shapes or root",
-        "all_gather #1",
-    ),
+    "gather": (gather((2, 3)), gather((2, 4)), OTHERS, "all_gather #1"),
     "scatter": (
-        "ring.reduce_scatter(x)",
-        "ring.all_reduce(x)",
-        "reduce_scatter #1",
-        "all_reduce #1",
+        *(lambda comm: comm.reduce_scatter(X.copy()), reduce(X)),
+        *("reduce_scatter #1", "all_reduce #1"),
+    ),
+    "split": (rr.Communicator.barrier, lambda comm: comm.split(0), "is in split"),
+    "parts of other shapes": apart(lambda c, n: c.all_to_all(np.ones((c.size, 1 + n)))),
+    "parts of other rows": apart(lambda c, n: c.all_to_all(np.ones(c.size * (1 + n)))),
+    "parts of other dtypes": apart(lambda c, n: c.all_to_all(np.ones(c.size, "if"[n]))),
+    "uneven parts of other dtypes": apart(
+        lambda c, n: c.all_to_all(np.ones(c.size, "if"[n]), [1] * c.size)
+    ),
+    "known counts": apart(
+        lambda c, n: c.all_to_all(
+            np.ones(c.size), np.roll(np.eye(c.size, dtype=int) * c.size, n, axis=1)
+        )
+    ),
+    "counts on some": (
+        *(
+            lambda comm: comm.all_to_all(np.ones(comm.size, int), [1] * comm.size),
+            lambda comm: comm.all_to_all(np.ones(comm.size, int)),
+        ),
+        *("with counts", UNEVEN),
+    ),
+    # Once parts have travelled, and in the midst of it.
+    **{
+        f"large parts and {name}": (
+            *(
+                both(lambda comm: comm.all_to_all(PARTS), other),
+                lambda comm: comm.all_to_all(PARTS),
+            ),
+        )
+        for name, other in {
+            "all_reduce": reduce(PARTS),
+            "another shape": lambda comm: comm.all_to_all(PARTS[:, :-1].copy()),
+            "another dtype": lambda comm: comm.all_to_all(PARTS.astype(int)),
+        }.items()
+    },
+    "root of gather": apart(lambda c, n: c.gather(np.ones(2), n)),
+    "root of objects": apart(lambda c, n: c.scatter_object([1] * c.size, n)),
+    "gather and all_gather": (lambda comm: comm.gather(np.ones(2)), gather((2,))),
+    "tags": (
+        *message(lambda comm: comm.send(np.ones(3), 1, tag=4), 5),
+        "recv #0 of 3 float64, tag 5 while rank 0 is in send #0 of 3 float64, tag 4",
+    ),
+    "counts of a message": (
+        *message(lambda comm: comm.send(np.ones(2), 1)),
+        "recv #0 of 3 float64, tag 0 while rank 0 is in send #0 of 2 float64, tag 0",
+    ),
+    "dtypes of a message": (
+        *message(lambda comm: comm.send(np.ones(3, np.float32), 1)),
+        "recv #0 of 3 float64, tag 0 while rank 0 is in send #0 of 3 float32, tag 0",
+    ),
+    "object and array": (
+        *message(lambda comm: comm.send_object(1, 1)),
+        "recv #0 of 3 float64, tag 0 while rank 0 is in send_object #0, tag 0",
     ),
 }
-# How ranks reach each other, what hosts they are on, and which of them does another thing.
-DISAGREEING = {
-    "zmq": ("zmq", (), 1),
-    "shm": ("shm", (), 1),
-    "two hosts, within one": ("auto", ("a", "a", "b"), 1),
-    "two hosts, between them": ("auto", ("a", "a", "b"), 2),
-}
 
 
-@pytest.fixture(scope="module", params=list(DISAGREEING))
-def disagreements(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, list[dict[str, Any]]]:
-    """What each of three ranks raised, for each kind of disagreement; one ring for each."""
-    calls = {name: case[:2] for name, case in DISAGREEMENTS.items()}
-    transport, hosts, victim = DISAGREEING[request.param]
-    program = f"""
-    from ringreduce.pure.encodings import Coding, encoding_of
-    coded = lambda name: Coding(encoding_of(name))
-    open_rings = []
-    x, large = np.ones(100), np.ones(300_000)
-    wide = large.astype(np.float32)
-    for number, (name, calls) in enumerate({calls!r}.items()):
-        ring = join(number)
-        open_rings.append(ring)
-        call = calls[0] if RANK == {victim} else calls[1]
-        # A rank that is not concerned yet learns of it from its next call.
-        attempt(name, lambda: until_error(lambda: (eval(call), ring.barrier())))
-        attempt(name + " again", ring.barrier)
-    hold()
-    for ring in open_rings:
-        ring.close()
-    """
-    if transport != "zmq" and native.library() is None:
+@pytest.mark.parametrize("way", [in_full(w) if w == "sealed" else w for w in DISAGREEING])
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree_all_get_a_mismatch_that_says_what_both_sides_do(way, name):
+    settings, others = DISAGREEING[way]
+    if settings.get("transport") != "zmq" and native.library() is None:
         pytest.skip(native.why_missing())
-    directory = tmp_path_factory.mktemp("disagreements")
-    rings = len(DISAGREEMENTS)
-    with Ring(directory, 3, program, rings=rings, transport=transport, hosts=hosts) as ring:
-        ring.wait(f"{list(DISAGREEMENTS)[-1]} again")
-        found = {name: ring.wait(name) for name in DISAGREEMENTS}
-        found |= {f"{name} again": ring.wait(f"{name} again") for name in DISAGREEMENTS}
-        ring.release()
-    return found
+    first, second, *words = DISAGREEMENTS[name]
 
+    def work(comm):
+        call, started = first if comm.rank in others else second, time.monotonic()
+        error = None
+        # A rank that is not concerned yet learns of it from its next call.
+        while not isinstance(error, rr.RingReduceError):
+            error = outcome(lambda: (call(comm), comm.barrier()))
+        assert time.monotonic() - started < MISMATCH_S
+        began, again = time.monotonic(), outcome(comm.barrier)
+        assert time.monotonic() - began < 0.5
+        return error, again
 
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_ranks_that_disagree_all_get_a_mismatch(
-    name: str, disagreements: dict[str, list[dict[str, Any]]]
-) -> None:
-    facts = disagreements[name]
-    assert [fact["kind"] for fact in facts] == ["MismatchError"] * 3, facts
-    assert all(fact["seconds"] < MISMATCH_S for fact in facts), facts
-
-
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_a_mismatch_says_what_both_sides_do(
-    name: str, disagreements: dict[str, list[dict[str, Any]]]
-) -> None:
-    *_, theirs, ours = DISAGREEMENTS[name]
-    for fact in disagreements[name]:
+    texts = []
+    for error, again in ring_of_threads(len(settings.get("hosts", "abc")), work, **settings):
+        assert isinstance(error, rr.MismatchError)
+        assert isinstance(again, rr.MismatchError)
+        texts.append(str(error))
         # Its number is that within the host, where there are several.
-        text = re.sub(r"#\d+", "#1", fact["text"])
-        assert theirs in text
-        assert ours in text
+        text = texts[-1] if "#0" in "".join(words) else re.sub(r"#\d+", "#1", texts[-1])
+        # Ranks of another lane than the one at fault know another number.
+        assert way == "two hosts, two lanes" or all(word in text for word in words), text
+    if name in ("order", "small after large"):
+        # Small arrays have no segments in shared memory, and large ones before them had many.
+        places = "hop 1|exchange step 1 of [12]|(segment 1 of 1|meeting) in shared memory"
+        assert any(re.search(rf", in \w+ #\d, ({places})\.", text) for text in texts), texts
 
 
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_after_a_mismatch_every_call_raises_it_at_once(
-    name: str, disagreements: dict[str, list[dict[str, Any]]]
-) -> None:
-    for fact in disagreements[f"{name} again"]:
-        assert fact["kind"] == "MismatchError"
-        assert fact["seconds"] < 0.5
-
-
-def test_a_rank_that_comes_late_is_told_the_cause_though_all_have_left(tmp_path: Path) -> None:
+def test_a_rank_that_comes_late_is_told_the_cause_though_all_have_left():
     # The abort lies in its queue when it finds that it can no longer send.
-    program = """
-    ring = join()
-    say("ready")
-    if RANK == 0:
-        hold()
-    attempt("result", ring.barrier if RANK == 1 else lambda: ring.all_reduce(np.ones(10)))
-    ring.close()
-    """
-    with Ring(tmp_path, 3, program) as ring:
-        ring.wait("ready")
-        for rank in (2, 1):
-            assert ring.workers[rank].wait() == 0
-        ring.workers[0].stdin.close()
-        assert ring.workers[0].wait() == 0
-        [late] = ring.said(0, "result")
-        assert late["kind"] == "MismatchError", late
-        assert "was told by rank 2" in late["text"]
+    left = [threading.Event(), threading.Event()]
 
+    def work(comm):
+        if comm.rank == 0:
+            assert all(event.wait(20) for event in left)
+        error = outcome(comm.barrier if comm.rank == 1 else lambda: comm.all_reduce(np.ones(10)))
+        comm.close()
+        if comm.rank:
+            left[comm.rank - 1].set()
+        return error
 
-@pytest.mark.parametrize("name", ["order", "small after large"])
-def test_a_mismatch_says_where_in_the_call_it_was(
-    name: str, disagreements: dict[str, list[dict[str, Any]]]
-) -> None:
-    facts = disagreements[name]
-    # Small arrays have no segments in shared memory, and large ones before them had many.
-    places = "hop 1|exchange step 1 of [12]|(segment 1 of 1|meeting) in shared memory"
-    assert any(re.search(rf", in \w+ #\d, ({places})\.", f["text"]) for f in facts), facts
+    late, *_ = ring_of_threads(3, work, transport="zmq")
+    assert isinstance(late, rr.MismatchError)
+    assert "was told by rank 2" in str(late)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
-from ringreduce.testing import ring_of_threads
-from ringreduce.vocabulary.errors import ArrayError, MismatchError
+import ringreduce as rr
 from ringreduce.vocabulary.types import DTYPE_NAMES, dtype_named
+from tests.rings import on_each_rank
 
 OnRanks = Callable[..., list[Any]]
 # Rows for each rank: none, one, primes, several frames.
@@ -24,98 +23,86 @@ def values(rank: int, count: int, dtype: str = "float64") -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_to_all_of_equal_parts(on_ranks: OnRanks, size: int) -> None:
-    def work(comm: Communicator) -> None:
-        own = comm.rank
-        for rows in ROWS:
-            array = values(own, rows * size)
-            before, out = array.copy(), np.full_like(array, -1)
-            due = np.concatenate(
-                [values(each, rows * size)[rows * own : rows * (own + 1)] for each in range(size)]
-            )
-            assert np.array_equal(comm.all_to_all(array), due)
-            assert comm.all_to_all(array, out=out) is out
-            assert np.array_equal(out, due)
-            registered = comm.empty(array.shape, array.dtype)
-            registered[:] = array
-            assert np.array_equal(comm.all_to_all(registered, async_op=True).wait(), due)
-            assert np.array_equal(array, before)
-        square = comm.all_to_all(np.full((size, 2, 3), own, np.int16))
-        assert square.shape == (size, 2, 3)
-        assert (square == np.arange(size)[:, None, None]).all()
-
-    on_ranks(size, work)
+@on_each_rank(over="on_ranks")
+def test_all_to_all_of_equal_parts(comm, size):
+    own = comm.rank
+    for rows in ROWS:
+        array = values(own, rows * size)
+        before, out = array.copy(), np.full_like(array, -1)
+        due = np.concatenate(
+            [values(each, rows * size)[rows * own : rows * (own + 1)] for each in range(size)]
+        )
+        assert np.array_equal(comm.all_to_all(array), due)
+        assert comm.all_to_all(array, out=out) is out
+        assert np.array_equal(out, due)
+        registered = comm.empty(array.shape, array.dtype)
+        registered[:] = array
+        assert np.array_equal(comm.all_to_all(registered, async_op=True).wait(), due)
+        assert np.array_equal(array, before)
+    square = comm.all_to_all(np.full((size, 2, 3), own, np.int16))
+    assert square.shape == (size, 2, 3)
+    assert (square == np.arange(size)[:, None, None]).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_to_all_of_uneven_parts(on_ranks: OnRanks, size: int) -> None:
-    def work(comm: Communicator) -> None:
-        own, numbers = comm.rank, np.random.default_rng(1)
-        for most in (1, 3, 30_011):
-            counts = numbers.integers(0, most, (size, size), endpoint=True)
-            counts[numbers.integers(size)] = 0
-            rows = [np.repeat(np.arange(size), counts[each]) * 10 + each for each in range(size)]
-            result, received = comm.all_to_all(rows[own][:, None], counts[own])
-            assert received == counts[:, own].tolist()
-            due = np.concatenate([row[row // 10 == own] for row in rows])
-            assert np.array_equal(result, due[:, None])
-            again, received = comm.all_to_all(rows[own][:, None], counts)
-            assert received == counts[:, own].tolist()
-            assert np.array_equal(again, result)
-
-    on_ranks(size, work)
+@on_each_rank(over="on_ranks")
+def test_all_to_all_of_uneven_parts(comm, size):
+    own, numbers = comm.rank, np.random.default_rng(1)
+    for most in (1, 3, 30_011):
+        counts = numbers.integers(0, most, (size, size), endpoint=True)
+        counts[numbers.integers(size)] = 0
+        rows = [np.repeat(np.arange(size), counts[each]) * 10 + each for each in range(size)]
+        result, received = comm.all_to_all(rows[own][:, None], counts[own])
+        assert received == counts[:, own].tolist()
+        due = np.concatenate([row[row // 10 == own] for row in rows])
+        assert np.array_equal(result, due[:, None])
+        again, received = comm.all_to_all(rows[own][:, None], counts)
+        assert received == counts[:, own].tolist()
+        assert np.array_equal(again, result)
 
 
-def test_all_to_all_of_every_dtype(on_ranks: OnRanks) -> None:
-    def work(comm: Communicator) -> None:
-        for dtype in DTYPE_NAMES:
-            result = comm.all_to_all(values(comm.rank, 9, dtype).reshape(3, 3))
-            due = [values(each, 9, dtype).reshape(3, 3)[comm.rank] for each in range(3)]
-            assert result.dtype == due[0].dtype
-            assert np.array_equal(result, due)
-
-    on_ranks(3, work)
+@on_each_rank(3, over="on_ranks")
+def test_all_to_all_of_every_dtype(comm):
+    for dtype in DTYPE_NAMES:
+        result = comm.all_to_all(values(comm.rank, 9, dtype).reshape(3, 3))
+        due = [values(each, 9, dtype).reshape(3, 3)[comm.rank] for each in range(3)]
+        assert result.dtype == due[0].dtype
+        assert np.array_equal(result, due)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_gather_and_scatter(on_ranks: OnRanks, size: int) -> None:
-    def work(comm: Communicator) -> None:
-        own = comm.rank
-        for root in range(size):
-            for rows in ROWS[:-1]:
-                found = comm.gather(np.full((rows + own, 2), own), root)
-                due = np.repeat(np.arange(size), rows + np.arange(size))[:, None].repeat(2, 1)
-                assert np.array_equal(found, due if own == root else due[:0])
-                whole = values(root, rows * size) if own == root else None
-                found = comm.scatter(whole, root)
-                assert np.array_equal(
-                    found, values(root, rows * size)[rows * own : rows * (own + 1)]
-                )
-            found = comm.scatter(np.arange(size), root, [0] * (size - 1) + [size])
-            assert found.tolist() == (list(range(size)) if own == size - 1 else [])
-            assert comm.gather(np.array(own, np.float32), root).size == size * (own == root)
-            gathered = comm.gather_object({"rank": own}, root)
-            assert gathered == ([{"rank": each} for each in range(size)] if own == root else None)
-            given = [["of", each] for each in range(size)] if own == root else None
-            assert comm.scatter_object(given, root) == ["of", own]
-
-    on_ranks(size, work)
+@on_each_rank(over="on_ranks")
+def test_gather_and_scatter(comm, size):
+    own = comm.rank
+    for root in range(size):
+        for rows in ROWS[:-1]:
+            found = comm.gather(np.full((rows + own, 2), own), root)
+            due = np.repeat(np.arange(size), rows + np.arange(size))[:, None].repeat(2, 1)
+            assert np.array_equal(found, due if own == root else due[:0])
+            whole = values(root, rows * size) if own == root else None
+            found = comm.scatter(whole, root)
+            assert np.array_equal(found, values(root, rows * size)[rows * own : rows * (own + 1)])
+        found = comm.scatter(np.arange(size), root, [0] * (size - 1) + [size])
+        assert found.tolist() == (list(range(size)) if own == size - 1 else [])
+        assert comm.gather(np.array(own, np.float32), root).size == size * (own == root)
+        gathered = comm.gather_object({"rank": own}, root)
+        assert gathered == ([{"rank": each} for each in range(size)] if own == root else None)
+        given = [["of", each] for each in range(size)] if own == root else None
+        assert comm.scatter_object(given, root) == ["of", own]
 
 
-def test_a_rank_alone_gets_its_own_back() -> None:
-    def work(comm: Communicator) -> None:
-        assert comm.all_to_all(np.arange(3)).tolist() == [0, 1, 2]
-        result, received = comm.all_to_all(np.arange(3), [3])
-        assert (result.tolist(), received) == ([0, 1, 2], [3])
-        assert comm.gather(np.arange(3)).tolist() == [0, 1, 2]
-        assert comm.scatter(np.arange(3)).tolist() == [0, 1, 2]
-        assert comm.gather_object(1) == [1]
-        assert comm.scatter_object([2]) == 2
-
-    ring_of_threads(1, work)
+@on_each_rank(1)
+def test_a_rank_alone_gets_its_own_back(comm):
+    assert comm.all_to_all(np.arange(3)).tolist() == [0, 1, 2]
+    result, received = comm.all_to_all(np.arange(3), [3])
+    assert (result.tolist(), received) == ([0, 1, 2], [3])
+    assert comm.gather(np.arange(3)).tolist() == [0, 1, 2]
+    assert comm.scatter(np.arange(3)).tolist() == [0, 1, 2]
+    assert comm.gather_object(1) == [1]
+    assert comm.scatter_object([2]) == 2
 
 
-WRONG: dict[str, tuple[Callable[[Communicator], Any], str]] = {
+WRONG: dict[str, tuple[Callable[[rr.Communicator], Any], str]] = {
     "not even": (lambda c: c.all_to_all(np.ones(3)), "cannot divide 3 rows evenly among 2 ranks"),
     "no rows": (lambda c: c.all_to_all(np.ones(())), "an array without dimensions"),
     "few counts": (lambda c: c.all_to_all(np.ones(2), [2]), "got the counts"),
@@ -142,91 +129,31 @@ WRONG: dict[str, tuple[Callable[[Communicator], Any], str]] = {
 }
 
 
-def test_what_cannot_be_is_refused_before_anything_is_sent() -> None:
-    def work(comm: Communicator) -> None:
-        for call, text in WRONG.values():
-            with pytest.raises(ArrayError, match=text):
-                call(comm)
-        assert comm.all_reduce(np.ones(2)).tolist() == [2, 2]
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_what_cannot_be_is_refused_before_anything_is_sent(comm):
+    for call, text in WRONG.values():
+        with pytest.raises(rr.ArrayError, match=text):
+            call(comm)
+    assert comm.all_reduce(np.ones(2)).tolist() == [2, 2]
 
 
-DISAGREEING: dict[str, Callable[[Communicator], Any]] = {
-    "shapes": lambda c: c.all_to_all(np.ones((2, 1 + c.rank))),
-    "rows": lambda c: c.all_to_all(np.ones(2 + 2 * c.rank)),
-    "dtypes": lambda c: c.all_to_all(np.ones(2, np.float32 if c.rank else np.int32)),
-    "dtypes of uneven parts": lambda c: c.all_to_all(
-        np.ones(2, np.float32 if c.rank else np.int32), [1, 1]
-    ),
-    "known counts": lambda c: c.all_to_all(
-        np.ones(2), np.array([[1, 1], [2, 0]] if c.rank else [[1, 1], [1, 1]])
-    ),
-    "roots": lambda c: c.gather(np.ones(2), c.rank),
-    "roots of objects": lambda c: c.scatter_object([1, 2], c.rank),
-    "calls": lambda c: c.gather(np.ones(2)) if c.rank else c.all_gather(np.ones(2)),
-}
+@on_each_rank(3)
+def test_errors_in_a_group_name_the_rank_in_the_job(comm):
+    group = comm.split(0 if comm.rank else None)
+    if group is not None:
+        uneven = group._session.uneven
+        calls = {
+            rr.ArrayError: lambda: uneven._new((1 << 50, 1 << 20), np.dtype("f4")),
+            rr.MismatchError: lambda: uneven._check_received(np.array([-1])),
+        }
+        for kind, call in calls.items():
+            with pytest.raises(kind, match=rf"^rank {comm.rank} of 3 (cannot hold|received)"):
+                call()
+        out = np.ones(3 if group.rank == 0 else 2)
 
+        def disagree():
+            group.all_to_all(np.ones(2), [1, 1], out=out)
+            group.barrier()
 
-@pytest.mark.parametrize("name", DISAGREEING)
-def test_ranks_that_disagree_get_a_mismatch_error(on_ranks: OnRanks, name: str) -> None:
-    def work(comm: Communicator) -> None:
-        with pytest.raises(MismatchError):
-            DISAGREEING[name](comm)
-
-    on_ranks(2, work)
-
-
-def test_errors_in_a_group_name_the_rank_in_the_job() -> None:
-    def work(comm: Communicator) -> None:
-        group = comm.split(0 if comm.rank else None)
-        if group is not None:
-            uneven = group._session.uneven
-            calls = {
-                ArrayError: lambda: uneven._new((1 << 50, 1 << 20), np.dtype("f4")),
-                MismatchError: lambda: uneven._check_received(np.array([-1])),
-            }
-            for kind, call in calls.items():
-                with pytest.raises(kind, match=rf"^rank {comm.rank} of 3 (cannot hold|received)"):
-                    call()
-            out = np.ones(3 if group.rank == 0 else 2)
-
-            def disagree() -> None:
-                group.all_to_all(np.ones(2), [1, 1], out=out)
-                group.barrier()
-
-            with pytest.raises(ArrayError, match=r"rank 1 of 3 all_to_all got `out` of 3 rows"):
-                disagree()
-
-    ring_of_threads(3, work)
-
-
-def test_counts_on_one_rank_are_named_on_all(on_ranks: OnRanks) -> None:
-    def work(comm: Communicator) -> None:
-        text = (
-            r"#\d of \d+ int64 while rank 1 is in all_to_all #\d with counts|#\d with counts while"
-        )
-        with pytest.raises(MismatchError, match=text) as failed:
-            comm.all_to_all(np.ones(3, int), [1, 1, 1] if comm.rank == 1 else None)
-        assert str(failed.value).endswith("Pass counts to all_to_all on all ranks, or on none.")
-
-    on_ranks(3, work)
-
-
-@pytest.mark.parametrize("other", ["all_reduce", "another shape", "another dtype"])
-def test_ranks_that_disagree_once_their_parts_travel_get_a_mismatch_error(
-    on_ranks: OnRanks, other: str
-) -> None:
-    array = np.ones((2, 30_011))
-    calls: dict[str, Callable[[Communicator], Any]] = {
-        "all_reduce": lambda c: c.all_reduce(array.copy()),
-        "another shape": lambda c: c.all_to_all(array[:, :-1].copy()),
-        "another dtype": lambda c: c.all_to_all(array.astype(np.int64)),
-    }
-
-    def work(comm: Communicator) -> None:
-        assert (comm.all_to_all(array) == 1).all()
-        with pytest.raises(MismatchError):
-            calls[other](comm) if comm.rank else comm.all_to_all(array)
-
-    on_ranks(2, work)
+        with pytest.raises(rr.ArrayError, match=r"rank 1 of 3 all_to_all got `out` of 3 rows"):
+            disagree()

@@ -1,21 +1,31 @@
-"""Which processes are the ranks of a host. (Tests of shared memory form connections.)"""
+"""Ranks of one host: which processes they are, and how they pass each other their memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pytest
+
+import ringreduce as rr
+from ringreduce.transport import unix
 from ringreduce.transport.unix import Mesh, _identified, end_process
+from tests.rings import outcome
 
 
-def test_a_process_is_ended_only_if_it_began_when_that_rank_did() -> None:
+def test_a_process_is_ended_only_if_it_began_when_that_rank_did():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         process = _identified(child.pid)
-        assert process is not None
         assert process[0] == child.pid
         assert not end_process((child.pid, process[1] - 1))
         assert child.poll() is None
@@ -25,30 +35,115 @@ def test_a_process_is_ended_only_if_it_began_when_that_rank_did() -> None:
     assert not end_process(process)
 
 
-def test_a_rank_that_waits_for_an_answer_goes_on_checking() -> None:
-    meshes, checked = (Mesh(), Mesh()), threading.Event()
-    names = {rank: mesh.name for rank, mesh in enumerate(meshes)}
+class Meshes:
+    """Meshes of some ranks, connected in threads by `connect`; closed with all that they got."""
 
-    def connect(rank: int) -> None:
-        descriptor = os.memfd_create("segment")
-        try:
-            found = meshes[rank].connect(
-                names,
-                rank=rank,
-                size=2,
-                job=7,
-                descriptor=descriptor,
-                timeout_s=10.0,
-                check=checked.set if rank else lambda: None,
-            )
-        finally:
+    def __init__(self, count: int, timeout_s: float = 5.0) -> None:
+        self.made = [Mesh() for _ in range(count)]
+        self.memory = [os.memfd_create(f"of {index}") for index in range(count)]
+        self._timeout_s = timeout_s
+        self.results: list[Any] = []
+        self.checked = threading.Event()  # by a rank but the first
+
+    def _connect(self, index: int) -> Any:
+        return self.made[index].connect(
+            {rank: mesh.name for rank, mesh in enumerate(self.made)},
+            rank=index,
+            size=len(self.made),
+            job=7,
+            descriptor=self.memory[index],
+            timeout_s=self._timeout_s,
+            check=self.checked.set if index else lambda: None,
+        )
+
+    @contextlib.contextmanager
+    def connecting(self, *ranks: int) -> Iterator[None]:
+        """These ranks connect meanwhile; `results` has each one's descriptors, or its error."""
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            found = [pool.submit(outcome, lambda r=rank: self._connect(r)) for rank in ranks]
+            yield
+        self.results += [each.result() for each in found]
+
+    def connect(self, *ranks: int) -> list[Any]:
+        with self.connecting(*ranks):
+            pass
+        return self.results[-len(ranks) :]
+
+    def __enter__(self) -> Meshes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for mesh in self.made:
+            mesh.close()
+        for descriptor in self.memory:
             os.close(descriptor)
-            meshes[rank].close()
-        for each in found.values():
-            os.close(each)
+        for result in self.results:
+            for descriptor in result.values() if isinstance(result, dict) else ():
+                os.close(descriptor)
 
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(connect, 1)
-        assert checked.wait(5)
-        connect(0)
-        second.result(10)
+
+def test_mesh_passes_each_rank_everybodys_memory():
+    with Meshes(4) as meshes:
+        own = [os.fstat(descriptor).st_ino for descriptor in meshes.memory]
+        for index, result in enumerate(meshes.connect(0, 1, 2, 3)):
+            assert not any(os.get_inheritable(descriptor) for descriptor in result.values())
+            inodes = {other: os.fstat(descriptor).st_ino for other, descriptor in result.items()}
+            assert inodes == {other: inode for other, inode in enumerate(own) if other != index}
+        assert all(mesh.gone() == set() for mesh in meshes.made)
+        meshes.made[2].close()
+        assert meshes.made[0].gone() == {2}
+
+
+STRANGERS = {
+    "says nothing": b"",
+    "says what is no hello": b"GET / HTTP/1.1\r\n\r\n-------",
+    "is of another job": struct.pack("<8sQQ", b"RRR-UNIX", 8, 1),
+    "claims a rank that does not exist": struct.pack("<8sQQ", b"RRR-UNIX", 7, 2**63),
+    "claims the rank it speaks to": struct.pack("<8sQQ", b"RRR-UNIX", 7, 0),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_mesh_turns_a_stranger_away_and_goes_on(what):
+    with Meshes(2) as meshes, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0{meshes.made[0].name}")
+        if STRANGERS[what]:
+            socket.send_fds(stranger, [STRANGERS[what]], [meshes.memory[1]])
+        else:
+            stranger.shutdown(socket.SHUT_WR)
+        assert all(isinstance(result, dict) for result in meshes.connect(0, 1))
+
+
+def test_mesh_of_another_user_is_turned_away(monkeypatch):
+    monkeypatch.setattr(unix, "_is_ours", lambda connection: False)
+    with Meshes(2, timeout_s=0.5) as meshes:
+        assert all(isinstance(result, rr.RendezvousError) for result in meshes.connect(0, 1))
+
+
+def test_rank_that_never_comes_is_named_with_a_remedy():
+    with Meshes(3, timeout_s=0.5) as meshes:
+        error, _ = meshes.connect(0, 1)
+        assert "could not share memory with rank 2" in str(error)
+        assert "RINGREDUCE_HOST_ID" in str(error)
+        assert error.peer == 2
+
+
+def test_rank_that_ends_before_it_connects_is_not_waited_for():
+    with Meshes(2, timeout_s=60.0) as meshes:
+        started = time.monotonic()
+        with meshes.connecting(0), meshes.made[1]._listener.accept()[0] as connection:
+            connection.recv(100)
+        assert time.monotonic() - started < 10
+        assert "could not share memory with rank 1: it has ended" in str(meshes.results[0])
+
+
+def test_kernel_says_who_is_at_the_other_end():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert unix._is_ours(ours)
+
+
+def test_a_rank_that_waits_for_an_answer_goes_on_checking():
+    with Meshes(2) as meshes, meshes.connecting(1):
+        assert meshes.checked.wait(5)
+        meshes.connect(0)
