@@ -1,15 +1,11 @@
 """Processes that a rank starts: those that would be the same rank again are none."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.launching import run, script
+from tests.processes import run_python
 
 FORK = """
 import os
@@ -39,9 +35,7 @@ print(ring_of_threads(2, work))
 
 
 def test_forked_child_is_turned_away_and_does_not_close_its_parents_ring():
-    result = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run_python(FORK)
     assert result.stdout.splitlines() == ["child 7", "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"]
 
 
@@ -83,7 +77,7 @@ elif __name__ == "__main__":
 """
 
 
-def test_a_spawned_child_has_its_parents_rank_and_is_refused_collectives(tmp_path: Path) -> None:
+def test_a_spawned_child_has_its_parents_rank_and_is_refused_collectives(tmp_path):
     done = run(tmp_path, "-n", "2", script(tmp_path, START + CHILDREN))
     assert done.returncode == 0, done.stderr
     assert "called in a child" not in done.stdout
@@ -127,7 +121,7 @@ elif __name__ == "__main__":
 
 
 @pytest.mark.full
-def test_a_child_that_is_a_rank_of_another_job_is_that_rank(tmp_path: Path) -> None:
+def test_a_child_that_is_a_rank_of_another_job_is_that_rank(tmp_path):
     done = run(tmp_path, "-n", "2", script(tmp_path, START + OTHERS))
     assert done.returncode == 0, done.stderr
     for what in ("own", "nested", "executed"):

@@ -1,23 +1,15 @@
 """How a rank leaves when things are not as usual: in a call, after a failure, without notice."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from tests.rings import SOON_S, Ring
 
 
 @pytest.mark.parametrize("count", [1, 100_000])
 @pytest.mark.parametrize("transport", ["zmq", "auto"])
-def test_a_signal_handler_may_close_the_ring_in_the_middle_of_a_call(
-    tmp_path: Path, transport: str, count: int
-) -> None:
+def test_a_signal_handler_may_close_the_ring_in_the_middle_of_a_call(tmp_path, transport, count):
     program = f"""
         ring = join()
         if {count} == 1:
@@ -41,7 +33,7 @@ def test_a_signal_handler_may_close_the_ring_in_the_middle_of_a_call(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_call_within_a_call_is_an_error(tmp_path: Path, again: bool) -> None:
+def test_a_call_within_a_call_is_an_error(tmp_path, again):
     """It would go on with the other call's part in it. `again`: in C."""
     program = f"""
         ring = join()
@@ -65,9 +57,7 @@ def test_a_call_within_a_call_is_an_error(tmp_path: Path, again: bool) -> None:
             assert ring.wait("next", [rank])[0]["kind"] in ("MismatchError", "PeerLostError")
 
 
-def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(tmp_path):
     program = """
         ring = join()
         def hand_over():
@@ -96,17 +86,17 @@ def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
         ring.release()
 
 
-def test_a_signal_handler_may_close_the_ring_while_its_traffic_is_counted() -> None:
+def test_a_signal_handler_may_close_the_ring_while_its_traffic_is_counted():
     """Here, another function's return stands for the signal."""
 
-    def work(comm: Communicator) -> Any:
+    def work(comm):
         comm.all_reduce(np.ones(3))
         if comm.rank == 1:
             return None
         pairs = comm._session.collectives.links[-1].pairs
         count = pairs.traffic
 
-        def close_and_count() -> Any:
+        def close_and_count():
             if not comm.closed:
                 comm.close()
             return count()
@@ -118,7 +108,7 @@ def test_a_signal_handler_may_close_the_ring_while_its_traffic_is_counted() -> N
     assert counted > 0
 
 
-def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Path) -> None:
+def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path):
     program = """
         import gc, logging
         from ringreduce.pure.watching import Watch

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.full
 
 # torchrun takes 40 s to start on a busy machine that has not read torch yet.
 WAIT_S = 100.0
+PROGRAMS = ("mpirun.openmpi", "mpiexec.hydra", "torchrun")
 
 PROGRAM = """
 import numpy as np
@@ -47,18 +48,37 @@ def expected(*local: str) -> list[str]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(PROGRAM)
     return path
 
 
-def output(command: list[str], directory: Path, **variables: str) -> list[str]:
-    """The lines of all ranks, sorted; in a home that has no secret yet."""
-    environment = clean_environment(HOME=str(directory), **variables)
-    with Process(command, directory, environment=environment) as process:
-        assert process.wait(WAIT_S) == 0, process.stderr
-        return sorted(process.stdout.splitlines())
+def outputs(
+    directory: Path, *commands: list[str], unlike: Sequence[dict[str, str]] = (), **variables: str
+) -> list[list[str]]:
+    """Each command's lines, sorted; all run at once, in a home that has no secret yet.
+
+    `unlike` are variables of single commands.
+    """
+    require(*(word for command in commands for word in command if word in PROGRAMS))
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                Process(
+                    command,
+                    directory,
+                    name=str(number),
+                    environment=clean_environment(
+                        HOME=str(directory), **variables, **(unlike[number] if unlike else {})
+                    ),
+                )
+            )
+            for number, command in enumerate(commands)
+        ]
+        for process in processes:
+            assert process.wait(WAIT_S) == 0, process.stderr
+        return [sorted(process.stdout.splitlines()) for process in processes]
 
 
 def free_ports(count: int) -> list[int]:
@@ -67,9 +87,10 @@ def free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in taken]
 
 
-def needs(*programs: str) -> pytest.MarkDecorator:
+def require(*programs: str) -> None:
     missing = [name for name in programs if shutil.which(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
 
 
 OPEN_MPI = {
@@ -80,96 +101,55 @@ OPEN_MPI = {
 }
 
 
-@needs("mpirun.openmpi")
 @pytest.mark.parametrize("size", [2, 3])
-def test_open_mpi(script, size):
-    command = ["mpirun.openmpi", "-n", str(size), sys.executable, str(script)]
+@pytest.mark.parametrize("mpi", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_mpi(script, mpi, size):
+    command = [mpi, "-n", str(size), sys.executable, str(script)]
     here = [f"{rank}/{size}" for rank in range(size)]
-    assert output(command, script.parent, **OPEN_MPI) == expected(*here)
+    assert outputs(script.parent, command, **OPEN_MPI) == [expected(*here)]
 
 
-@needs("mpiexec.hydra")
-@pytest.mark.parametrize("size", [2, 3])
-def test_mpich(script, size):
-    command = ["mpiexec.hydra", "-n", str(size), sys.executable, str(script)]
-    here = [f"{rank}/{size}" for rank in range(size)]
-    assert output(command, script.parent) == expected(*here)
-
-
-@needs("mpiexec.hydra")
 def test_two_jobs_of_mpich_at_once(script):
     command = ["mpiexec.hydra", "-n", "2", sys.executable, str(script)]
-    environment = clean_environment(HOME=str(script.parent))
-    with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(Process(command, script.parent, name=name, environment=environment))
-            for name in ("first", "second")
-        ]
-        for job in jobs:
-            assert job.wait(WAIT_S) == 0, job.stderr
-            assert sorted(job.stdout.splitlines()) == expected("0/2", "1/2")
-
-
-def without_prefixes(lines: list[str]) -> list[str]:
-    return sorted(line.partition("]:")[2] for line in lines)
+    assert outputs(script.parent, command, command) == [expected("0/2", "1/2")] * 2
 
 
 # Redirected and shown again: with its defaults, torch 1.13 starts nothing on Python 3.11.
 TORCHRUN = ["torchrun", "--redirects", "1", "--tee", "1", "--no_python"]
 
 
-@needs("torchrun")
+def by_torchrun(script: Path, *options: list[str], **variables: str) -> list[str]:
+    """The lines of all nodes, each of two ranks, that torchrun starts with these options."""
+    command = ["--nproc_per_node", "2", sys.executable, str(script)]
+    nodes = [[*TORCHRUN, *own, *command] for own in options]
+    found = outputs(script.parent, *nodes, OMP_NUM_THREADS="1", **variables)
+    return sorted(line.partition("]:")[2] for lines in found for line in lines)
+
+
 @pytest.mark.parametrize("option", ["--nnodes=1", "--standalone"])
 def test_torchrun_on_one_node(script, option):
-    variables = {"PET_MASTER_PORT": str(free_ports(1)[0])}
-    command = [*TORCHRUN, option, "--nproc_per_node", "2", sys.executable, str(script)]
-    lines = output(command, script.parent, OMP_NUM_THREADS="1", **variables)
-    assert without_prefixes(lines) == expected("0/2", "1/2")
+    lines = by_torchrun(script, [option], PET_MASTER_PORT=str(free_ports(1)[0]))
+    assert lines == expected("0/2", "1/2")
 
 
-@needs("torchrun")
 def test_torchrun_on_two_nodes(script):
-    address = ["--master_addr", "127.0.0.1", "--master_port", str(free_ports(1)[0])]
-    per_node = ["--nnodes", "2", "--nproc_per_node", "2", *address]
-    environment = clean_environment(HOME=str(script.parent), OMP_NUM_THREADS="1")
-    with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(
-                Process(
-                    [*TORCHRUN, *per_node, "--node_rank", node, sys.executable, str(script)],
-                    script.parent,
-                    name=node,
-                    environment=environment,
-                )
-            )
-            for node in ("0", "1")
-        ]
-        for node in nodes:
-            assert node.wait(WAIT_S) == 0, node.stderr
-        lines = [line for node in nodes for line in node.stdout.splitlines()]
-    assert without_prefixes(lines) == expected("0/2", "1/2", "0/2", "1/2")
+    address = ["--nnodes", "2", "--master_addr", "127.0.0.1"]
+    address += ["--master_port", str(free_ports(1)[0])]
+    lines = by_torchrun(script, *([*address, "--node_rank", node] for node in "01"))
+    assert lines == expected("0/2", "1/2", "0/2", "1/2")
 
 
 def test_tf_config(script):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     cluster = {"chief": addresses[:1], "worker": addresses[1:], "evaluator": ["127.0.0.1:1"]}
     tasks = [json.dumps({"cluster": cluster, "task": {"type": kind}}) for kind in cluster]
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                Process(
-                    [sys.executable, str(script)],
-                    script.parent,
-                    name=str(number),
-                    environment=clean_environment(HOME=str(script.parent), TF_CONFIG=task),
-                )
-            )
-            for number, task in enumerate(tasks)
-        ]
-        for process in processes:
-            assert process.wait(WAIT_S) == 0, process.stderr
-        lines = [process.stdout.strip() for process in processes]
-    assert lines == [*expected("0/2", "1/2"), "0/1 0/1 [0.0, 1.0, 2.0] no secret"]
+    found = outputs(
+        script.parent,
+        *[[sys.executable, str(script)]] * 3,
+        unlike=[{"TF_CONFIG": task} for task in tasks],
+    )
+    alone = "0/1 0/1 [0.0, 1.0, 2.0] no secret"
+    assert [line for lines in found for line in lines] == [*expected("0/2", "1/2"), alone]
 
 
 SLURM_CONF = """
@@ -198,8 +178,9 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm(tmp_path_factory):
     """A cluster of two nodes: the variables with which srun finds it."""
+    require("srun", "slurmctld", "slurmd", "munged")
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("127.0.0.1", "127.0.0.2"):
         (folder / name).mkdir()
@@ -230,7 +211,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             if number == 0:
                 wait_until((folder / "munge.socket").exists, "munged to listen")
 
-        def nodes() -> str:
+        def nodes():
             command = ["sinfo", "--noheader", "--format=%T %D"]
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=30, check=False
@@ -241,32 +222,26 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield variables
 
 
-NEEDS_SLURM = needs("srun", "slurmctld", "slurmd", "munged")
+SRUN = ["srun", "-N", "2", "-n", "3"]
+ALLOCATED = ["salloc", "-Q", "-N", "1", "-n", "2"]
 
 
-@NEEDS_SLURM
-def test_srun_on_two_nodes(script, slurm):
-    command = ["srun", "-N", "2", "-n", "3", sys.executable, str(script)]
-    assert output(command, script.parent, **slurm) == expected("0/2", "1/2", "0/1")
+@pytest.mark.parametrize(
+    ("command", "places"),
+    [
+        (SRUN, ["0/2", "1/2", "0/1"]),
+        (["srun", "--mpi=pmi2", "-N", "1", "-n", "2"], ["0/2", "1/2"]),
+        *(([*ALLOCATED, mpi, "-n", "2"], ["0/2", "1/2"]) for mpi in PROGRAMS[:2]),
+    ],
+    ids=["two nodes", "PMI", "Open MPI", "MPICH"],
+)
+def test_srun_and_mpi_within_a_job_of_slurm(script, slurm, command, places):
+    command = [*command, sys.executable, str(script)]
+    assert outputs(script.parent, command, **slurm, **OPEN_MPI) == [expected(*places)]
 
 
-@NEEDS_SLURM
-def test_srun_that_speaks_pmi(script, slurm):
-    command = ["srun", "--mpi=pmi2", "-N", "1", "-n", "2", sys.executable, str(script)]
-    assert output(command, script.parent, **slurm) == expected("0/2", "1/2")
-
-
-@NEEDS_SLURM
-@needs("mpirun.openmpi", "mpiexec.hydra")
-@pytest.mark.parametrize("mpi", ["mpirun.openmpi", "mpiexec.hydra"])
-def test_mpi_within_a_job_of_slurm(script, slurm, mpi):
-    command = ["salloc", "-Q", "-N", "1", "-n", "2", mpi, "-n", "2", sys.executable, str(script)]
-    assert output(command, script.parent, **slurm, **OPEN_MPI) == expected("0/2", "1/2")
-
-
-@NEEDS_SLURM
 def test_a_script_without_srun_trains_alone_and_says_so(script, slurm):
-    command = ["salloc", "-Q", "-N", "1", "-n", "2", sys.executable, str(script)]
+    command = [*ALLOCATED, sys.executable, str(script)]
     environment = clean_environment(HOME=str(script.parent), **slurm)
     with Process(command, script.parent, environment=environment) as process:
         assert process.wait(WAIT_S) == 0, process.stderr

@@ -1,38 +1,39 @@
 """`on_rank_zero`: once, on rank 0, with the same outcome on every rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.rank_zero import on_rank_zero
+import ringreduce as rr
 from ringreduce.testing import ring_of_threads
-from ringreduce.vocabulary.errors import ArrayError, ClosedError, WorkerError
+from tests.rings import on_each_rank
 
 
 def test_it_is_called_once_and_all_ranks_get_the_result():
+    """Alone it is a plain call, and without a ring it is refused."""
     called = []
 
-    def named(name: str, *, folder: str) -> dict[str, object]:
+    def named(name, *, folder):
         called.append(name)
         return {"path": f"{folder}/{name}", "bytes": 7}
 
-    def work(comm: Communicator) -> object:
-        return on_rank_zero(named, "data.npz", folder="cache", communicator=comm)
+    def work(comm):
+        return rr.on_rank_zero(named, "data.npz", folder="cache", communicator=comm)
 
-    assert ring_of_threads(3, work) == [{"path": "cache/data.npz", "bytes": 7}] * 3
-    assert called == ["data.npz"]
+    for size in (1, 3):
+        assert ring_of_threads(size, work) == [{"path": "cache/data.npz", "bytes": 7}] * size
+    assert called == ["data.npz"] * 2
+    with pytest.raises(rr.ClosedError, match=r"Call ringreduce.init\(\) first"):
+        rr.on_rank_zero(print)
 
 
 def test_what_rank_0_raises_is_raised_on_all_and_the_ring_still_works():
-    def work(comm: Communicator) -> str:
-        def fails() -> None:
+    def work(comm):
+        def fails():
             raise FileNotFoundError("no such archive")
 
-        kind = FileNotFoundError if comm.rank == 0 else WorkerError
+        kind = FileNotFoundError if comm.rank == 0 else rr.WorkerError
         with pytest.raises(kind, match="no such archive") as caught:
-            on_rank_zero(fails, communicator=comm)
+            rr.on_rank_zero(fails, communicator=comm)
         assert (comm.all_reduce(np.ones(3)) == comm.size).all()
         return str(caught.value)
 
@@ -43,36 +44,22 @@ def test_what_rank_0_raises_is_raised_on_all_and_the_ring_still_works():
     )
 
 
-def test_a_result_that_cannot_be_sent_is_an_error_on_all():
-    def work(comm: Communicator) -> None:
-        kind = ArrayError if comm.rank == 0 else WorkerError
-        with pytest.raises(kind, match=r"cannot send the result of object, a object"):
-            on_rank_zero(object, communicator=comm)
-        assert (comm.all_reduce(np.ones(3)) == comm.size).all()
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_a_result_that_cannot_be_sent_is_an_error_on_all(comm):
+    kind = rr.ArrayError if comm.rank == 0 else rr.WorkerError
+    with pytest.raises(kind, match=r"cannot send the result of object, a object"):
+        rr.on_rank_zero(object, communicator=comm)
+    assert (comm.all_reduce(np.ones(3)) == comm.size).all()
 
 
 def test_an_interrupt_ends_the_ring_instead_of_being_sent():
-    def work(comm: Communicator) -> None:
-        def interrupted() -> None:
+    def work(comm):
+        def interrupted():
             raise KeyboardInterrupt
 
-        on_rank_zero(interrupted, communicator=comm)
+        rr.on_rank_zero(interrupted, communicator=comm)
 
     with pytest.raises(KeyboardInterrupt) as caught:
         ring_of_threads(2, work)
     notes = getattr(caught.value, "__notes__", None)  # From Python 3.11 on.
     assert notes is None or "which ended with KeyboardInterrupt" in notes[0]
-
-
-def test_alone_it_is_a_plain_call():
-    def work(comm: Communicator) -> object:
-        return on_rank_zero(divmod, 7, 2, communicator=comm)
-
-    assert ring_of_threads(1, work) == [(3, 1)]
-
-
-def test_without_a_ring_it_is_refused():
-    with pytest.raises(ClosedError, match=r"Call ringreduce.init\(\) first"):
-        on_rank_zero(print)

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import ringreduce as rr
 from ringreduce.communicator import formation
-from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import EndedError, Survivors, answer_others, reform
 from ringreduce.effects.events import Events
-from ringreduce.pure.views import Message, Verb, View, propose
+from ringreduce.pure.views import Verb, View, propose
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.visits import Visits
-from ringreduce.vocabulary.config import TIMES, Config
-from ringreduce.vocabulary.errors import (
-    ClosedError,
-    MismatchError,
-    PeerError,
-    RendezvousError,
-    RingReduceError,
-)
+from ringreduce.vocabulary.config import TIMES
 from tests import hosts
 from tests.processes import wait_until
-from tests.rings import Ring
+from tests.rings import Ring, assert_lost, on_each_rank
+from tests.scope import in_full
 
 OnRanks = Callable[..., list[Any]]
 SURVIVING = """
@@ -92,31 +86,21 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 ANEW_S = 4.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if number else ())
-        for number, name in enumerate(CASES)
-    ],
-)
-def test_ranks_that_are_left_go_on_in_a_ring_of_their_own(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["two levels, two ranks", *map(in_full, list(CASES)[1:])])
+def test_ranks_that_are_left_go_on_in_a_ring_of_their_own(tmp_path, name):
     victims, ways = CASES[name]
     with Ring(tmp_path, 4, f"VICTIMS = {victims}\n" + SURVIVING, **ways) as ring:
         left = list(range(4))
         for number, victim in enumerate(victims, 1):
             ring.wait("reducing", left, number)
             killed = time.monotonic()
-            ring.workers[victim].signal(signal.SIGKILL)
+            ring.kill(victim)
             left.remove(victim)
-            found = ring.wait("failed", left, number)
-            assert [(each["kind"], each["peer"]) for each in found] == [
-                ("PeerLostError", victim)
-            ] * len(left)
+            assert_lost(ring.wait("failed", left, number), victim, within_s=math.inf)
             anew = ring.wait("anew", left, number)
             assert [each["rank"] for each in anew] == list(range(len(left)))
             assert max(each["at"] for each in anew) - killed < ANEW_S
-        for rank in left:
-            assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
+        ring.assert_ended(*left)
 
 
 # Each of the first ranks dies once it has sent the first such message, the next one when it has
@@ -150,25 +134,22 @@ ring.close()
 """
 
 
-def test_ranks_that_die_while_they_agree_are_left_out(tmp_path: Path) -> None:
+def test_ranks_that_die_while_they_agree_are_left_out(tmp_path):
     with Ring(tmp_path, 6, FATAL, transport="auto") as ring:
         for fact in ring.wait("anew", [4, 5]):
             assert (fact["members"], fact["sum"]) == ([4, 5], 2.0)
         for rank in range(4):
             assert ring.workers[rank].wait(10) == -signal.SIGKILL
-        for rank in (4, 5):
-            assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
+        ring.assert_ended(4, 5)
 
 
-def test_values_of_an_attempt_that_failed_are_not_taken_for_those_of_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_values_of_an_attempt_that_failed_are_not_taken_for_those_of_the_next(monkeypatch):
     """Rank 0 agrees on the next ring while rank 1 still says where it listened for this one."""
     passed: dict[tuple[int, int], Any] = {}
     received: dict[tuple[int, int], Any] = {}
     real = Survivors.exchange
 
-    def exchange(survivors: Survivors, value: Any) -> dict[int, Any]:
+    def exchange(survivors, value):
         view, rank = survivors._job.agreement.view.number, survivors._rank
         passed.setdefault((view, rank), value)
         found = real(survivors, value)
@@ -176,7 +157,7 @@ def test_values_of_an_attempt_that_failed_are_not_taken_for_those_of_the_next(
         while view == 1:
             survivors.check(TIMES.poll_s)
             if rank == 0:
-                raise PeerError("gives up", rank=0)
+                raise rr.PeerError("gives up", rank=0)
         return found
 
     monkeypatch.setattr(Survivors, "exchange", exchange)
@@ -198,7 +179,7 @@ ring.close()
 """
 
 
-def test_a_stopped_rank_of_this_host_is_killed(tmp_path: Path) -> None:
+def test_a_stopped_rank_of_this_host_is_killed(tmp_path):
     """Else the lowest rank's half could not go on without it."""
     with Ring(tmp_path, 2, "EXPECTED = [0]" + BROKEN, transport="shm", timeout_s=2.0) as ring:
         ring.wait("formed")
@@ -206,50 +187,46 @@ def test_a_stopped_rank_of_this_host_is_killed(tmp_path: Path) -> None:
         assert ring.wait("anew", [1])[0]["members"] == [1]
         assert "killed rank 0, process" in ring.workers[1].stderr
         assert ring.workers[0].wait(10) == -signal.SIGKILL
-        assert ring.workers[1].wait(10) == 0, ring.workers[1].stderr
+        ring.assert_ended(1)
 
 
 @pytest.mark.full
-def test_two_of_five_are_killed_at_once(tmp_path: Path) -> None:
+def test_two_of_five_are_killed_at_once(tmp_path):
     with Ring(tmp_path, 5, "EXPECTED = []" + BROKEN, transport="auto") as ring:
         ring.wait("formed")
-        for rank in (0, 3):
-            ring.workers[rank].signal(signal.SIGKILL)
+        ring.kill(0)
+        ring.kill(3)
         for fact in ring.wait("anew", [1, 2, 4]):
             assert (fact["members"], fact["sum"]) == ([1, 2, 4], 3.0)
-        for rank in (1, 2, 4):
-            assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
+        ring.assert_ended(1, 2, 4)
 
 
-def test_a_rank_that_wakes_is_told_that_it_was_left_out() -> None:
-    gone_on = threading.Barrier(3, timeout=30)
-
-    def work(comm: Communicator) -> None:
-        wakes = comm.rank == 1
-        if not wakes:
-            reform(comm, [1])
-            assert comm.all_gather_object(comm.config.rank) == [0, 2]
-        gone_on.wait()
+@on_each_rank(3, join_timeout_s=5.0)
+def test_a_rank_that_wakes_is_told_that_it_was_left_out(comm, together):
+    """Also when the others begin and end a training."""
+    wakes = comm.rank == 1
+    if not wakes:
+        reform(comm, [1])
+        assert comm.all_gather_object(comm.config.rank) == [0, 2]
+    for has_ended in (None, False, True, False):
+        if not wakes and has_ended is not None:
+            answer_others(comm, has_ended=has_ended)
+        together.wait()
         if wakes:
-            for _ in range(2):
-                with pytest.raises(RendezvousError) as caught:
-                    reform(comm)
-                assert "left out of the ring: ranks 0, 2 went on without it" in str(caught.value)
-        gone_on.wait()
-        if not wakes:
-            reform(comm)
-            assert comm.all_gather_object(comm.config.rank) == [0, 2]
-
-    ring_of_threads(3, work)
+            text = "left out of the ring: ranks 0, 2 went on without it"
+            with pytest.raises(rr.RendezvousError, match=text):
+                reform(comm)
+        together.wait()
+    if not wakes:
+        reform(comm)
+        assert comm.all_gather_object(comm.config.rank) == [0, 2]
 
 
-def test_a_rank_at_the_end_is_told_that_another_has_ended_and_others_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_at_the_end_is_told_that_another_has_ended_and_others_wait_for_it(monkeypatch):
     together, told = threading.Barrier(3, timeout=30), {1: threading.Event(), 2: threading.Event()}
     receive = Visits.receive
 
-    def noted(visits: Visits, wait_s: float) -> Iterator[Message]:
+    def noted(visits, wait_s):
         for message in receive(visits, wait_s):
             yield message
             if message.value == View(1, ()):
@@ -257,7 +234,7 @@ def test_a_rank_at_the_end_is_told_that_another_has_ended_and_others_wait_for_it
 
     monkeypatch.setattr(Visits, "receive", noted)
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         if comm.rank == 0:
             answer_others(comm, has_ended=True)
         together.wait()
@@ -275,73 +252,44 @@ def test_a_rank_at_the_end_is_told_that_another_has_ended_and_others_wait_for_it
     ring_of_threads(3, work)
 
 
-def test_a_rank_that_wakes_is_told_also_when_the_others_begin_and_end_a_training() -> None:
-    together = threading.Barrier(3, timeout=30)
-
-    def work(comm: Communicator) -> None:
-        if comm.rank != 1:
-            reform(comm, [1])
-        for has_ended in (False, True, False):
-            if comm.config.rank != 1:
-                answer_others(comm, has_ended=has_ended)
-            together.wait()
-            if comm.config.rank == 1:
-                with pytest.raises(RendezvousError, match="ranks 0, 2 went on without it"):
-                    reform(comm)
-            together.wait()
-
-    ring_of_threads(3, work, join_timeout_s=5.0)
-
-
-def test_a_rank_in_a_working_ring_takes_no_part_in_a_choice_and_has_not_ended() -> None:
-    together = threading.Barrier(4, timeout=30)
-
-    def work(comm: Communicator) -> None:
-        if comm.rank != 3:
-            reform(comm, [3])
-        together.wait()
-        if comm.config.rank == 0:
-            job = comm._session.job
-            assert job is not None
-            with Survivors(job, [], at_end=True) as survivors:
-                survivors._take(propose(job.agreement, [0]))
-                for _ in range(20):
-                    survivors._receive(0.02)
-                    survivors._take(propose(job.agreement, [0]))
-                assert job.agreement.successor is None
-        together.wait()
-
-    ring_of_threads(4, work, join_timeout_s=5.0)
-
-
-def test_children_of_a_rank_that_has_ended_have_no_port() -> None:
-    def work(comm: Communicator) -> None:
+@on_each_rank(4, join_timeout_s=5.0)
+def test_a_rank_in_a_working_ring_takes_no_part_in_a_choice_and_has_not_ended(comm, together):
+    if comm.rank != 3:
+        reform(comm, [3])
+    together.wait()
+    if comm.config.rank == 0:
         job = comm._session.job
-        assert job is not None
-        port = int(job.standby.address.rpartition(":")[2])
-        if comm.rank == 0:
-            answer_others(comm, has_ended=True)
-            # Its listener, and libzmq's descriptor of that.
-            assert len(sockets_of(port)) == 2
-            reading, writing = os.pipe()
-            if not (child := os.fork()):
-                os.write(writing, bytes([len(sockets_of(port))]))
-                os._exit(0)
-            assert os.read(reading, 1) == b"\0"
-            os.waitpid(child, 0)
-        comm.barrier()
-
-    ring_of_threads(2, work)
+        with Survivors(job, [], at_end=True) as survivors:
+            survivors._take(propose(job.agreement, [0]))
+            for _ in range(20):
+                survivors._receive(0.02)
+                survivors._take(propose(job.agreement, [0]))
+            assert job.agreement.successor is None
+    together.wait()
 
 
-def test_the_standby_port_is_shut_a_while_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(2)
+def test_children_of_a_rank_that_has_ended_have_no_port(comm):
+    port = standby_port(comm)
+    if comm.rank == 0:
+        answer_others(comm, has_ended=True)
+        # Its listener, and libzmq's descriptor of that.
+        assert len(sockets_of(port)) == 2
+        reading, writing = os.pipe()
+        if not (child := os.fork()):
+            os.write(writing, bytes([len(sockets_of(port))]))
+            os._exit(0)
+        assert os.read(reading, 1) == b"\0"
+        os.waitpid(child, 0)
+    comm.barrier()
+
+
+def test_the_standby_port_is_shut_a_while_after_the_end(monkeypatch):
     monkeypatch.setattr(formation, "TIMES", replace(TIMES, told_s=0.3))
 
-    def work(comm: Communicator) -> None:
-        job = comm._session.job
-        assert job is not None
+    def work(comm):
         if comm.rank == 0:
-            port = int(job.standby.address.rpartition(":")[2])
+            port = standby_port(comm)
             answer_others(comm, has_ended=True)
             assert len(sockets_of(port)) == 2
             wait_until(lambda: len(sockets_of(port)) == 1, "the end of answers", 30)
@@ -355,37 +303,35 @@ def test_the_standby_port_is_shut_a_while_after_the_end(monkeypatch: pytest.Monk
     ring_of_threads(2, work)
 
 
-def test_idle_connections_without_the_secret_do_not_exhaust_descriptors() -> None:
-    told = threading.Event()
+@on_each_rank(2, secret="s" * 64)
+def test_idle_connections_without_the_secret_do_not_exhaust_descriptors(comm, event):
+    if comm.rank == 0:
+        answer_others(comm, has_ended=True)
+    comm.barrier()
+    if comm.rank == 0:
+        assert event.wait(30)
+        return
+    port = int(comm._session.job.standbys[0].rpartition(":")[2])
+    with contextlib.ExitStack() as idle:
+        most = 0
+        for _ in range(12):
+            for _ in range(50):
+                one = idle.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", port))
+            until = time.monotonic() + 0.05
+            while time.monotonic() < until:
+                most = max(most, len(sockets_of(port)))
+        # What is allowed, and what came before that was seen.
+        assert 64 < most < 300
+        # They are ended, and then a rank is answered.
+        with pytest.raises(EndedError):
+            reform(comm, at_end=True)
+    event.set()
 
-    def work(comm: Communicator) -> None:
-        job = comm._session.job
-        assert job is not None
-        if comm.rank == 0:
-            answer_others(comm, has_ended=True)
-        comm.barrier()
-        if comm.rank == 0:
-            assert told.wait(30)
-            return
-        host, _, port = job.standbys[0].removeprefix("tcp://").rpartition(":")
-        with contextlib.ExitStack() as idle:
-            most = 0
-            for _ in range(12):
-                for _ in range(50):
-                    one = idle.enter_context(socket.socket())
-                    one.setblocking(False)
-                    one.connect_ex((host, int(port)))
-                until = time.monotonic() + 0.05
-                while time.monotonic() < until:
-                    most = max(most, len(sockets_of(int(port))))
-            # What is allowed, and what came before that was seen.
-            assert 64 < most < 300
-            # They are ended, and then a rank is answered.
-            with pytest.raises(EndedError):
-                reform(comm, at_end=True)
-        told.set()
 
-    ring_of_threads(2, work, secret="s" * 64)
+def standby_port(comm: rr.Communicator) -> int:
+    return int(comm._session.job.standby.address.rpartition(":")[2])
 
 
 def sockets_of(port: int) -> list[int]:
@@ -403,16 +349,16 @@ def sockets_of(port: int) -> list[int]:
 
 
 @pytest.mark.full
-def test_of_two_halves_the_one_with_the_lowest_rank_goes_on() -> None:
+def test_of_two_halves_the_one_with_the_lowest_rank_goes_on():
     hosts.require()
     together = threading.Barrier(4, timeout=30)
     layout = {name: {"one": [f"10.1.0.{number}/24"]} for number, name in enumerate("abcd", 1)}
 
-    def join(part: str, bridge: str) -> None:
+    def join(part, bridge):
         for name in part:
             hosts.run_ip(f"-n {four.switch} link set one-{name} master {bridge}")
 
-    def work(comm: Communicator) -> str:
+    def work(comm):
         rank = comm.rank
         if together.wait() == 0:
             hosts.run_ip(f"-n {four.switch} link add other type bridge")
@@ -421,7 +367,7 @@ def test_of_two_halves_the_one_with_the_lowest_rank_goes_on() -> None:
         together.wait()
         others = [each for each in range(4) if each // 2 != rank // 2]
         if rank > 1:
-            with pytest.raises(RendezvousError, match="ranks 0, 1, silent"):
+            with pytest.raises(rr.RendezvousError, match="ranks 0, 1, silent"):
                 reform(comm, others)
         else:
             reform(comm, others)
@@ -430,7 +376,7 @@ def test_of_two_halves_the_one_with_the_lowest_rank_goes_on() -> None:
             join("cd", "one")
         together.wait()
         if rank > 1:
-            with pytest.raises(RendezvousError, match="ranks 0, 1 went on without it"):
+            with pytest.raises(rr.RendezvousError, match="ranks 0, 1 went on without it"):
                 reform(comm)
         together.wait()
         return "done"
@@ -439,62 +385,58 @@ def test_of_two_halves_the_one_with_the_lowest_rank_goes_on() -> None:
         assert four.ring("10.1.0.1:20000", work, join_timeout_s=10.0) == ["done"] * 4
 
 
-def test_a_ring_that_has_not_failed_is_formed_anew_with_or_without_all(on_ranks: OnRanks) -> None:
-    def work(comm: Communicator) -> None:
-        group = comm.split(0)
-        assert group is not None
+@on_each_rank(3, over="on_ranks")
+def test_a_ring_that_has_not_failed_is_formed_anew_with_or_without_all(comm):
+    """Down to one rank; and ranks that expect different losses agree."""
+    group = comm.split(0)
+    reform(comm, [])
+    with pytest.raises(rr.ClosedError):
+        group.barrier()
+    assert comm.all_gather_object(comm.rank) == [0, 1, 2]
+    assert comm.size == 3
+    if comm.rank == 1:
+        return
+    reform(comm, [] if comm.rank == 2 else [1])
+    assert comm.all_gather_object(comm.config.rank) == [0, 2]
+    assert (comm.rank, comm.size) == (comm.config.rank // 2, 2)
+    if comm.rank == 1:
+        return
+    reform(comm, [2])
+    assert (comm.rank, comm.size, comm.transport) == (0, 1, "none")
+    assert comm.all_gather_object("alone") == ["alone"]
+    reform(comm, [])
+    assert comm.all_reduce(np.ones(1)) == 1
+
+
+@on_each_rank(2)
+def test_what_was_begun_in_the_old_ring_ends_and_the_engine_goes_on(comm):
+    engine = comm._session.engine
+    begun = comm.all_reduce(np.ones(3), async_op=True) if comm.rank == 0 else None
+    reform(comm, [])
+    if begun is not None:
+        with pytest.raises(rr.RingReduceError):
+            begun.wait()
+    assert comm._session.engine is engine
+    assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
+    assert comm.failure is None
+    assert comm.statistics().collectives >= 2
+    comm.close()
+    with pytest.raises(rr.ClosedError):
+        engine.submit(lambda: None)
+    with pytest.raises(rr.ClosedError, match=r"cannot form the ring anew after close\(\)"):
         reform(comm, [])
-        with pytest.raises(ClosedError):
-            group.barrier()
-        assert comm.all_gather_object(comm.rank) == [0, 1, 2]
-        assert comm.size == 3
-        if comm.rank == 1:
-            return
-        reform(comm, [1])
-        assert comm.all_gather_object(comm.config.rank) == [0, 2]
-        assert (comm.rank, comm.size) == (comm.config.rank // 2, 2)
-        if comm.rank == 1:
-            return
-        reform(comm, [2])
-        assert (comm.rank, comm.size, comm.transport) == (0, 1, "none")
-        assert comm.all_gather_object("alone") == ["alone"]
-
-    on_ranks(3, work)
 
 
-def test_what_was_begun_in_the_old_ring_ends_and_the_engine_goes_on() -> None:
-    def work(comm: Communicator) -> None:
-        engine = comm._session.engine
-        begun = comm.all_reduce(np.ones(3), async_op=True) if comm.rank == 0 else None
-        reform(comm, [])
-        if begun is not None:
-            with pytest.raises(RingReduceError):
-                begun.wait()
-        assert comm._session.engine is engine
-        assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
-        assert comm.failure is None
-        assert comm.statistics().collectives >= 2
-        comm.close()
-        with pytest.raises(ClosedError):
-            engine.submit(lambda: None)
-        with pytest.raises(ClosedError, match=r"cannot form the ring anew after close\(\)"):
-            reform(comm, [])
-
-    ring_of_threads(2, work)
-
-
-def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attempt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attempt(monkeypatch):
     formed, failed, both = Events.formed, threading.local(), threading.Barrier(2, timeout=30)
 
-    def fail_once(events: Events) -> None:
+    def fail_once(events):
         if not getattr(failed, "once", False):
             failed.once = True
             raise OSError("no memory")
         formed(events)
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         engine = comm._session.engine
         both.wait()  # Else the first ring of the other one might fail.
         monkeypatch.setattr(Events, "formed", fail_once)
@@ -508,12 +450,10 @@ def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attem
     ring_of_threads(2, work)
 
 
-def test_a_rank_passes_on_what_others_need_also_where_theirs_has_come_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_passes_on_what_others_need_also_where_theirs_has_come_before(monkeypatch):
     exchange = Survivors.exchange
 
-    def late(survivors: Survivors, value: Any) -> dict[int, Any]:
+    def late(survivors, value):
         while survivors._rank == 1 and len(survivors._told.get(0, ())) <= len(survivors._values):
             survivors.check(0.01)
         return exchange(survivors, value)
@@ -522,13 +462,11 @@ def test_a_rank_passes_on_what_others_need_also_where_theirs_has_come_before(
     ring_of_threads(2, reform, join_timeout_s=5.0)
 
 
-def test_votes_that_are_given_while_a_ring_forms_count_afterwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_votes_that_are_given_while_a_ring_forms_count_afterwards(monkeypatch):
     exchange, send, first = Survivors.exchange, Visits.send, []
     together = threading.Barrier(3, timeout=30)
 
-    def voting(survivors: Survivors, value: Any) -> dict[int, Any]:
+    def voting(survivors, value):
         """In the last exchange ranks 0 and 2 accept a ring of their own; nobody hears of it."""
         job = survivors._job
         if survivors._rank == 2 and len(survivors._values) == 1 and not first:
@@ -538,7 +476,7 @@ def test_votes_that_are_given_while_a_ring_forms_count_afterwards(
                 survivors._receive(0.01)
         return exchange(survivors, value)
 
-    def lossy(visits: Visits, message: Message) -> None:
+    def lossy(visits, message):
         is_of_them = message.kind not in (Verb.HERE, Verb.CHOSEN) and [message.view] == first
         if not is_of_them or (message.kind != Verb.ACCEPTED and message.receiver != 1):
             send(visits, message)
@@ -546,12 +484,12 @@ def test_votes_that_are_given_while_a_ring_forms_count_afterwards(
     monkeypatch.setattr(Survivors, "exchange", voting)
     monkeypatch.setattr(Visits, "send", lossy)
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         reform(comm)
         assert comm.all_gather_object(comm.rank) == [0, 1, 2]
         first.append(-1)
         if comm.rank == 1:
-            with pytest.raises(RendezvousError, match="ranks 0, 2 went on without it"):
+            with pytest.raises(rr.RendezvousError, match="ranks 0, 2 went on without it"):
                 reform(comm)
         else:
             reform(comm)
@@ -561,76 +499,49 @@ def test_votes_that_are_given_while_a_ring_forms_count_afterwards(
     ring_of_threads(3, work)
 
 
-def test_what_explains_mismatches_does_so_in_the_new_ring_too() -> None:
+def test_what_explains_mismatches_does_so_in_the_new_ring_too():
     class Better:
-        def explain(self, error: MismatchError) -> MismatchError:
-            return MismatchError("has another variable")
+        def explain(self, error):
+            return rr.MismatchError("has another variable")
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         better = Better()
         comm._session.lasting.explainers.add(better)
         reform(comm, [])
-        with pytest.raises(MismatchError, match="has another variable"):
+        with pytest.raises(rr.MismatchError, match="has another variable"):
             comm.all_reduce(np.ones(3 + comm.rank))
 
     ring_of_threads(2, work)
 
 
-def test_ranks_that_expect_different_losses_agree() -> None:
-    def work(comm: Communicator) -> None:
-        if comm.rank == 3:
-            return
-        reform(comm, [] if comm.rank == 2 else [3])
-        assert comm.all_gather_object(comm.config.rank) == [0, 1, 2]
-
-    ring_of_threads(4, work)
-
-
-def test_half_the_ranks_without_the_lowest_wait_and_say_for_whom() -> None:
-    waited = threading.Barrier(2, timeout=30)
-
-    def work(comm: Communicator) -> None:
-        if comm.rank == 1:
-            with pytest.raises(RendezvousError) as caught:
-                reform(comm, [0])
-            text = str(caught.value)
-            assert "anew of rank 1 alone: gone are rank 0, silent" in text
-            assert "More than half of ranks 0, 1 are needed" in text
-            assert caught.value.peer == 0
-        waited.wait()
-        reform(comm)
-        # An attempt that has failed has taken no number.
-        assert comm._session.membership.members == (0, 1)
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_half_the_ranks_without_the_lowest_wait_and_say_for_whom(comm, together):
+    if comm.rank == 1:
+        with pytest.raises(rr.RendezvousError) as caught:
+            reform(comm, [0])
+        text = str(caught.value)
+        assert "anew of rank 1 alone: gone are rank 0, silent" in text
+        assert "More than half of ranks 0, 1 are needed" in text
+        assert caught.value.peer == 0
+    together.wait()
+    reform(comm)
+    # An attempt that has failed has taken no number.
+    assert comm._session.membership.members == (0, 1)
 
 
-def test_a_ring_alone_is_formed_anew() -> None:
-    comm = Communicator(Config())
-    reform(comm, [])
-    assert comm.all_reduce(np.ones(1)) == 1
-    comm.close()
-    with pytest.raises(ClosedError):
-        reform(comm, [])
+@on_each_rank(2)
+def test_the_standby_port_is_shut_before_and_after_and_then_closed(comm):
+    port = standby_port(comm)
 
+    def attempt():
+        socket.create_connection(("127.0.0.1", port), 0.1).close()
 
-def test_the_standby_port_is_shut_before_and_after_and_then_closed() -> None:
-    def work(comm: Communicator) -> None:
-        job = comm._session.job
-        assert job is not None
-        host, _, port = job.standby.address.removeprefix("tcp://").rpartition(":")
-
-        def attempt() -> None:
-            socket.create_connection((host, int(port)), 0.1).close()
-
-        for _ in range(2):
-            with pytest.raises(TimeoutError):
-                attempt()
-            comm.barrier()
-            reform(comm, [])
-        comm.barrier()
-        comm.close()
-        with pytest.raises(ConnectionRefusedError):
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
             attempt()
-
-    ring_of_threads(2, work)
+        comm.barrier()
+        reform(comm, [])
+    comm.barrier()
+    comm.close()
+    with pytest.raises(ConnectionRefusedError):
+        attempt()
