@@ -6,6 +6,7 @@ Everything random comes from a `random.Random` that the test has seeded and prin
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import socket
 import struct
@@ -49,34 +50,24 @@ def mutate_frame(
         header: uint64 of shape (8,), the header due.
         payload: nothing for a frame without, one part behind the header's for a large one.
     """
-    words = header.copy()
-    parts = [words.tobytes(), *payload]
-    kind = chance.choice(
-        ("word", "edge", "bit", "near", "short", "long", "missing", "extra", "swap", "random")
-    )
+    words, parts = header.copy(), [header.tobytes(), *payload]
+    kinds = ("word", "edge", "bit", "near", "short", "long", "missing", "extra", "swap", "random")
+    kind, word, part = chance.choice(kinds), chance.randrange(8), chance.randrange(len(parts))
+    value = int(words[word])
     if kind == "word":
-        word = chance.randrange(8)
-        words[word] = (int(words[word]) + chance.randrange(1, 1 << 64)) & _MAX
+        words[word] = (value + chance.randrange(1, 1 << 64)) & _MAX
     elif kind == "edge":
-        word, edge = chance.randrange(8), chance.choice(EDGES)
-        half = chance.choice((0, 32))
-        value = edge if half == 0 else (edge & 0xFFFFFFFF) << 32
-        words[word] = value if value != int(words[word]) else value ^ 1
+        edge = chance.choice(EDGES)
+        edge = chance.choice((edge, (edge & 0xFFFFFFFF) << 32))
+        words[word] = edge if edge != value else edge ^ 1
     elif kind == "bit":
-        words[chance.randrange(8)] ^= np.uint64(1 << chance.randrange(64))
+        words[word] ^= np.uint64(1 << chance.randrange(64))
     elif kind == "near":
-        word = chance.randrange(8)
-        words[word] = (
-            int(words[word]) + chance.choice((-1, 1)) * chance.choice((1, 1 << 32))
-        ) & _MAX
-    if kind in ("word", "edge", "bit", "near"):
-        parts[0] = words.tobytes()
+        words[word] = (value + chance.choice((-1, 1)) * chance.choice((1, 1 << 32))) & _MAX
     elif kind == "short":
-        at = chance.randrange(len(parts))
-        parts[at] = parts[at][: chance.randrange(len(parts[at]))]
+        parts[part] = parts[part][: chance.randrange(len(parts[part]))]
     elif kind == "long":
-        at = chance.randrange(len(parts))
-        parts[at] += chance.randbytes(chance.choice((1, 2, 63, 64, 4000)))
+        parts[part] += chance.randbytes(chance.choice((1, 2, 63, 64, 4000)))
     elif kind == "missing":
         parts = parts[:-1] if len(parts) > 1 else [b""]
     elif kind == "extra":
@@ -84,10 +75,10 @@ def mutate_frame(
     elif kind == "swap":
         parts = [*parts[1:], parts[0]] if len(parts) > 1 else [parts[0][::-1]]
     else:
-        parts = [
-            chance.randbytes(chance.choice((0, 1, 63, 64, 65, 1000)))
-            for _ in range(chance.randrange(1, 4))
-        ]
+        sizes = (0, 1, 63, 64, 65, 1000)
+        parts = [chance.randbytes(chance.choice(sizes)) for _ in range(chance.randrange(1, 4))]
+    if kind in kinds[:4]:
+        parts[0] = words.tobytes()
     return kind, parts
 
 
@@ -116,20 +107,30 @@ def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
 # --- Strangers that speak TCP ---------------------------------------------------------------
 
 
-def blast(port: int, *pieces: bytes, is_read: bool = True) -> bytes:
+def _knock(port: int, act: Callable[..., object] = lambda *_: None, number: int = 1) -> None:
+    """Connect so many times, do something with the sockets; the port may refuse and end them."""
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        address = "127.0.0.1", port
+        strangers = [
+            opened.enter_context(socket.create_connection(address, _PATIENCE_S))
+            for _ in range(number)
+        ]
+        act(*strangers)
+
+
+def blast(port: int, *pieces: bytes) -> bytes:
     """Connect, send `pieces`, and read until the other side has had enough."""
-    received = b""
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as stranger,
-    ):
+    received = []
+
+    def act(stranger: socket.socket) -> None:
         for piece in pieces:
             stranger.sendall(piece)
-        if is_read:
-            stranger.shutdown(socket.SHUT_WR)
-            while data := stranger.recv(1 << 16):
-                received += data
-    return received
+        stranger.shutdown(socket.SHUT_WR)
+        while data := stranger.recv(1 << 16):
+            received.append(data)
+
+    _knock(port, act)
+    return b"".join(received)
 
 
 def _speak_zmq(
@@ -141,15 +142,9 @@ def _speak_zmq(
         stranger.setsockopt(zmq.SNDTIMEO, 100)
         stranger.setsockopt(zmq.RECONNECT_IVL, 10)
         prepare(stranger)
-        events = stranger.get_monitor_socket(
-            int(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED
-                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-                | zmq.EVENT_DISCONNECTED
-            )
-        )
+        handshakes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        handshakes |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        events = stranger.get_monitor_socket(int(handshakes | zmq.EVENT_DISCONNECTED))
         stranger.connect(f"tcp://127.0.0.1:{port}")
         with contextlib.suppress(zmq.ZMQError):
             stranger.send_multipart([b"hello", bytes(100)])
@@ -174,52 +169,37 @@ def _curve(stranger: zmq.Socket[bytes]) -> None:
     stranger.setsockopt(zmq.CURVE_SECRETKEY, private)
 
 
-def _slowly(port: int) -> None:
+def _slowly(stranger: socket.socket) -> None:
     """A byte at a time; the port must not mind how long that takes, so a second shows it."""
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as stranger,
-    ):
-        over = time.monotonic() + 0.5
-        for byte in greeting() + ready():
-            stranger.sendall(bytes([byte]))
-            with contextlib.suppress(TimeoutError):
-                stranger.settimeout(0.02)
-                stranger.recv(100)
-            if time.monotonic() > over:
-                break
+    over = time.monotonic() + 0.5
+    for byte in greeting() + ready():
+        stranger.sendall(bytes([byte]))
+        with contextlib.suppress(TimeoutError):
+            stranger.settimeout(0.02)
+            stranger.recv(100)
+        if time.monotonic() > over:
+            break
 
 
-def _idle(port: int, number: int = 200) -> None:
-    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
-        for _ in range(number):
-            opened.enter_context(socket.create_connection(("127.0.0.1", port), _PATIENCE_S))
-
-
-def _storm(port: int, number: int = 300) -> None:
-    with contextlib.suppress(OSError):
-        for _ in range(number):
-            socket.create_connection(("127.0.0.1", port), _PATIENCE_S).close()
+def _storm(port: int) -> None:
+    for _ in range(300):
+        _knock(port)
 
 
 def _reset(port: int) -> None:
     """Leave with a reset instead of an end."""
+
+    def leave(stranger: socket.socket, data: bytes) -> None:
+        stranger.sendall(data)
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
     for data in (b"", greeting(), greeting() + ready()):
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as stranger,
-        ):
-            stranger.sendall(data)
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        _knock(port, functools.partial(leave, data=data))
 
 
-def _urgent(port: int) -> None:
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as stranger,
-    ):
-        stranger.send(b"!", socket.MSG_OOB)
-        stranger.sendall(greeting())
+def _urgent(stranger: socket.socket) -> None:
+    stranger.send(b"!", socket.MSG_OOB)
+    stranger.sendall(greeting())
 
 
 def _blasting(*pieces: bytes) -> Callable[[int], object]:
@@ -269,11 +249,11 @@ STRANGERS: dict[str, Callable[[int], object]] = {
     "CURVE, a hello of zeros": _blasting(greeting(b"CURVE"), command(b"HELLO", bytes(194))),
     "CURVE, a short hello": _blasting(greeting(b"CURVE"), command(b"HELLO", b"\1\0")),
     "CURVE, INITIATE first": _blasting(greeting(b"CURVE"), command(b"INITIATE", bytes(250))),
-    "a byte at a time": _slowly,
-    "idle connections": _idle,
+    "a byte at a time": lambda port: _knock(port, _slowly),
+    "idle connections": lambda port: _knock(port, number=200),
     "connections that leave": _storm,
     "resets": _reset,
-    "urgent data": _urgent,
+    "urgent data": lambda port: _knock(port, _urgent),
     "a PUSH socket": _speaking(zmq.PUSH),
     "a PUB socket": _speaking(zmq.PUB),
     "a REQ socket": _speaking(zmq.REQ),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
-from ringreduce.vocabulary.errors import PeerError
+import ringreduce as rr
 from tests import hosts
 from tests.figures import record
 from tests.processes import wait_until
@@ -24,7 +22,7 @@ CUT = 1, 2
 
 
 @pytest.fixture
-def four() -> Iterator[hosts.Hosts]:
+def four():
     hosts.require()
     with hosts.connected(LAYOUT) as connected:
         yield connected
@@ -37,15 +35,15 @@ def cut(four: hosts.Hosts) -> float:
     return time.monotonic()
 
 
-def all_reduce(comm: Communicator) -> None:
+def all_reduce(comm: rr.Communicator) -> None:
     comm.all_reduce(np.ones(100_000))
 
 
-def all_to_all(comm: Communicator) -> None:
+def all_to_all(comm: rr.Communicator) -> None:
     comm.all_to_all(np.ones((comm.size, 10_000)))
 
 
-def message(comm: Communicator) -> None:
+def message(comm: rr.Communicator) -> None:
     if comm.rank == CUT[0]:
         comm.send(np.ones(10_000), CUT[1])
     else:
@@ -53,13 +51,13 @@ def message(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "all_to_all", "message", "group"])
-def test_a_cut_link_is_named_within_its_limit(four: hosts.Hosts, what: str) -> None:
+def test_a_cut_link_is_named_within_its_limit(four, what):
     """Also by ranks in user code, where the two ends alone use it; of a group by its members."""
     call = {"all_to_all": all_to_all, "message": message}.get(what, all_reduce)
     cut_s = 0.0
-    found: dict[int, tuple[float, PeerError]] = {}
+    found: dict[int, tuple[float, rr.PeerError]] = {}
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         nonlocal cut_s
         group = comm.split(0 if comm.rank in CUT else None) if what == "group" else comm
         takes_part = what in ("all_reduce", "all_to_all") or comm.rank in CUT
@@ -75,7 +73,7 @@ def test_a_cut_link_is_named_within_its_limit(four: hosts.Hosts, what: str) -> N
             if what == "message":
                 wait_until(lambda: comm.failure is not None, "the news")
                 comm.barrier()
-        except PeerError as error:
+        except rr.PeerError as error:
             found[comm.rank] = time.monotonic(), error
 
     limits = {"link_timeout_s": LIMIT_S, "timeout_s": 60.0, "busy_timeout_s": 120.0}

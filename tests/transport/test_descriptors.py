@@ -1,7 +1,5 @@
 """Descriptors of sockets that somebody else owns."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -11,7 +9,7 @@ import pytest
 from ringreduce.transport.descriptors import borrowed
 
 
-def test_the_owner_keeps_the_socket() -> None:
+def test_the_owner_keeps_the_socket():
     with socket.create_server(("127.0.0.1", 0)) as owned:
         with borrowed(owned.fileno()) as found:
             assert found.getsockname() == owned.getsockname()
@@ -19,7 +17,7 @@ def test_the_owner_keeps_the_socket() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
-def test_what_is_no_socket_leaves_no_descriptor() -> None:
+def test_what_is_no_socket_leaves_no_descriptor():
     """As where a lost connection's number has become that of a file."""
     read, write = os.pipe()
     try:

@@ -11,7 +11,6 @@ import os
 import random
 import secrets
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
+import ringreduce as rr
 from ringreduce.effects.events import Events
 from ringreduce.pure import watcher_messages, wire
 from ringreduce.pure.membership import whole
@@ -34,7 +34,6 @@ from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.zeromq import ZmqLink
-from ringreduce.vocabulary.errors import MismatchError, ProtocolError, RingReduceError
 from tests.fuzzing import bounded_memory, mutate_bytes, mutate_frame
 from tests.rings import SOON_S, outcome
 from tests.scope import in_full
@@ -130,10 +129,10 @@ def test_a_rank_that_errs_is_one_named_error_on_every_other(name):
     first, _, third = ring_of_threads(3, work, transport="zmq")
     for error, seconds, again in (first, third):
         if name in PASSED_OVER:
-            assert not isinstance(error, RingReduceError)
+            assert not isinstance(error, rr.RingReduceError)
             assert again is None
             continue
-        assert isinstance(error, (ProtocolError, MismatchError)), error
+        assert isinstance(error, (rr.ProtocolError, rr.MismatchError)), error
         assert "rank 1" in str(error) or "rank 2" in str(error), error
         assert seconds < SOON_S
         assert (type(again), str(again)) == (type(error), str(error))  # One error, kept.
@@ -148,19 +147,14 @@ _GUARD = 4096
 class Loop:
     """The loop of a real link, which waits for one frame of `nbytes` of an erring rank 1."""
 
-    def __init__(self, nbytes: int, encryption: str) -> None:
-        members = [
-            Security(
-                secret=SECRET, job_id="ours", rank=rank, size=2, is_encrypted=encryption == "on"
-            )
-            for rank in range(2)
-        ]
+    def __init__(self, nbytes: int, is_sealed: bool) -> None:
+        common = {"secret": SECRET, "job_id": "ours", "size": 2, "is_encrypted": is_sealed}
+        members = [Security(rank=rank, **common) for rank in range(2)]
         for member in members:
             member.learn([other.public for other in members], bytes(MATERIAL_BYTES), job=77)
-        segment_bytes = max(64, nbytes)
         self.link = ZmqLink(
             bind=Bind(("127.0.0.1",)),
-            segment_bytes=segment_bytes,
+            segment_bytes=nbytes,
             waiting=Waiting(Timeouts(10.0, 10.0), Events()),
             security=members[0],
         )
@@ -171,29 +165,22 @@ class Loop:
         self.peer = self.context.socket(zmq.PUSH)
         self.peer.setsockopt(zmq.SNDTIMEO, 10_000)
         members[1].data.join(self.peer, 0, 0)
-        is_sealed = encryption == "on"
         self.sealer = Sealer(members[1].frame_key(1, 0, 0)) if is_sealed else None
         self.peer.connect(self.link.address)
         self.receiver = self.link.sockets.incoming[0].socket
 
-        self.header = wire.encode(
-            wire.Header(
-                kind=wire.Kind.ALL_REDUCE, job=77, rank=1, sequence=3, dtype=1, count=nbytes // 4,
-                nbytes=nbytes, signature=9,
-            )
-        )  # fmt: skip
+        fields = {"kind": wire.Kind.ALL_REDUCE, "job": 77, "sequence": 3, "dtype": 1}
+        fields |= {"count": nbytes // 4, "nbytes": nbytes, "signature": 9}
+        self.header = wire.encode(wire.Header(rank=1, **fields))
         self.payload = bytes(range(256)) * (nbytes // 256)
         self.memory = np.full(nbytes + 2 * _GUARD, 0xA5, np.uint8)
         self.untouched = self.memory.tobytes()
         # One chunk, which is copied.
-        ours = replace(wire.decode(self.header), rank=0)
-        self.call = RingCall(ours, Schedule(-1, (0,), (0,)), (0, nbytes), size=2, itemsize=1)
+        ours, schedule = wire.Header(rank=0, **fields), Schedule(-1, (0,), (0,))
+        self.call = RingCall(ours, schedule, (0, nbytes), size=2, itemsize=1)
         self.record = self.link._record
-        self.arguments = (
-            ctypes.addressof(self.record),
-            self.call.address,
-            self.memory.ctypes.data + _GUARD,
-        )
+        place = self.memory.ctypes.data + _GUARD
+        self.arguments = ctypes.addressof(self.record), self.call.address, place
 
     def right(self) -> list[bytes]:
         frame, start = self.header.tobytes() + self.payload, wire.HEADER_BYTES
@@ -255,7 +242,7 @@ REFUSED = {records.FOREIGN, records.MISMATCH, records.MISSHAPEN, records.WAITING
     [(1024, "off", 60), in_full(65_536, "off", 20), in_full(1024, "on", 15), (65_536, "on", 5)],
 )
 def test_the_loop_refuses_every_frame_but_the_right_one(chance, nbytes, encryption, share, times):
-    tried = Loop(nbytes, encryption)
+    tried = Loop(nbytes, encryption == "on")
     seen: set[int] = set()
     try:
         with bounded_memory(os.getpid()):
@@ -300,5 +287,5 @@ def test_an_abort_is_refused_or_an_error_of_bounded_length(chance, times):
             continue
         if isinstance(message, Abort):
             error = abort_error(message, rank=0, size=3)
-            assert isinstance(error, RingReduceError)
+            assert isinstance(error, rr.RingReduceError)
             assert len(str(error)) < 2 * TEXT_MAX

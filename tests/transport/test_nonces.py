@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from pathlib import Path
-
-import pytest
 
 from ringreduce.transport import records, sodium
 from tests.rings import Ring
@@ -98,7 +95,7 @@ say("done", seals=seals, sent=sent)
 """
 
 
-def test_no_nonce_is_used_twice_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_nonce_is_used_twice_with_a_key(tmp_path, monkeypatch):
     # Workers that are forked from a process that has linked the loops would not be recorded.
     monkeypatch.setenv("RINGREDUCE_TEST_FRESH", "1")
     settings = {"secret": secrets.token_hex(32), "encryption": "on"}

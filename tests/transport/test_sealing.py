@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
+import ringreduce as rr
 from ringreduce.pure.membership import Membership
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import sodium
 from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
-from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 from tests import sealing
 
 KEY, NONCE = "10010000000000000000000000000000", "10000200000000000000000000000000"
@@ -76,9 +74,7 @@ def array(data: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("header", "text", "cipher", "tag"), VECTORS)
-def test_compiled_code_and_the_tests_encrypt_as_the_draft_does(
-    header: str, text: str, cipher: str, tag: str
-) -> None:
+def test_compiled_code_and_the_tests_encrypt_as_the_draft_does(header, text, cipher, tag):
     found = np.empty(len(text) // 2, np.uint8), np.empty(sodium.TAG_BYTES, np.uint8)
     assert _encrypt(*found, *map(array, (text, header, NONCE, KEY))) == 0
     assert tuple(each.tobytes().hex() for each in found) == (cipher, tag)
@@ -91,7 +87,7 @@ def test_compiled_code_and_the_tests_encrypt_as_the_draft_does(
 
 
 @pytest.mark.parametrize("part", ["cipher", "tag", "header", "nonce", "key"])
-def test_what_was_changed_by_one_bit_does_not_decrypt_and_leaves_no_text(part: str) -> None:
+def test_what_was_changed_by_one_bit_does_not_decrypt_and_leaves_no_text(part):
     header, _, cipher, tag = VECTORS[4]
     parts = {"cipher": cipher, "tag": tag, "header": header, "nonce": NONCE, "key": KEY}
     right = {name: array(data) for name, data in parts.items()}
@@ -108,66 +104,49 @@ def test_what_was_changed_by_one_bit_does_not_decrypt_and_leaves_no_text(part: s
 # --- Keys -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Link:
-    """What the key of a frame is made of."""
-
-    secret: str = "correct horse battery staple"
-    job_id: str = "ours"
-    material: bytes = bytes(range(32))
-    job: int = 77
-    sender: int = 1
-    receiver: int = 2
-    channel: int = 3
-    group: int = 4
-    epoch: int = 5
+# What the key of a frame is made of; public keys of ranks 0 to 3.
+LINK = {
+    "secret": "correct horse battery staple",
+    "job_id": "ours",
+    "material": bytes(range(32)),
+    "job": 77,
+    "route": (1, 2, 3),  # sender, receiver, channel
+    "group": 4,
+    "epoch": 5,
+    "keys": tuple("0" * 39 + digit for digit in "0123"),
+}
 
 
-LINK = Link()
-# Public keys of ranks 0 to 3.
-KEYS = tuple("0" * 39 + digit for digit in "0123")
-
-
-def keys_of(link: Link, keys: tuple[str, ...] = KEYS) -> tuple[bytes, bytes]:
+def keys_of(**changes: Any) -> tuple[bytes, bytes]:
     """The key as `Security` makes it, and as the tests do."""
-    security = Security(secret=link.secret, job_id=link.job_id, size=4, is_encrypted=True)
+    link: dict[str, Any] = {**LINK, **changes}
+    keys, route, job = link.pop("keys"), link["route"], link["job"]
+    security = Security(secret=link["secret"], job_id=link["job_id"], size=4, is_encrypted=True)
     # Its own key is fresh each time; a rank of this number is no part of the links here.
     keys = security.public, *keys[1:]
-    security.learn(keys, bytes(32), job=link.job)
-    group = security.for_group(Membership(tuple(range(4)), link.group, link.epoch))
-    group.start_session(link.material)
-    route = link.sender, link.receiver, link.channel
-    again = sealing.frame_key(
-        secret=link.secret,
-        job_id=link.job_id,
-        material=link.material,
-        job=link.job,
-        keys=(keys[link.sender].encode(), keys[link.receiver].encode()),
-        route=route,
-        group=link.group,
-        epoch=link.epoch,
-    )
-    return group.frame_key(*route), again
+    security.learn(keys, bytes(32), job=job)
+    group = security.for_group(Membership(tuple(range(4)), link["group"], link["epoch"]))
+    group.start_session(link["material"])
+    ends = tuple(keys[rank].encode() for rank in route[:2])
+    return group.frame_key(*route), sealing.frame_key(keys=ends, **link)
 
 
-def test_the_key_of_a_frame_changes_with_all_that_it_is_made_of() -> None:
-    links = [
-        LINK,
-        replace(LINK, secret=LINK.secret + "s"),
-        replace(LINK, job_id="theirs"),
-        replace(LINK, material=bytes(32)),
-        replace(LINK, material=bytes(range(31)) + b"!"),
-        replace(LINK, job=78),
-        replace(LINK, sender=2, receiver=1),
-        replace(LINK, sender=3),
-        replace(LINK, receiver=3),
-        *(replace(LINK, **{name: 1 << 15}) for name in ("channel", "group", "epoch")),
+def test_the_key_of_a_frame_changes_with_all_that_it_is_made_of():
+    keys = LINK["keys"]
+    changes = [
+        {},
+        {"secret": LINK["secret"] + "s"},
+        {"job_id": "theirs"},
+        *({"material": material} for material in (bytes(32), bytes(range(31)) + b"!")),
+        {"job": 78},
+        *({"route": route} for route in ((2, 1, 3), (3, 2, 3), (1, 3, 3), (1, 2, 1 << 15))),
+        *({name: 1 << 15} for name in ("group", "epoch")),
         # Numbers that stand beside each other in the message.
-        replace(LINK, group=LINK.epoch, epoch=LINK.group),
-        replace(LINK, channel=LINK.receiver, receiver=LINK.channel),
+        {"group": 5, "epoch": 4},
+        {"route": (1, 3, 2)},
+        *({"keys": (*keys[:rank], "9" * 40, *keys[rank + 1 :])} for rank in (1, 2)),
     ]
-    found = [keys_of(link) for link in links]
-    found += [keys_of(LINK, (*KEYS[:rank], "9" * 40, *KEYS[rank + 1 :])) for rank in (1, 2)]
+    found = [keys_of(**each) for each in changes]
     assert all(ours == again for ours, again in found)
     assert all(len(ours) == sodium.KEY_BYTES for ours, _ in found)
     assert len({ours for ours, _ in found}) == len(found)
@@ -177,21 +156,27 @@ def test_the_key_of_a_frame_changes_with_all_that_it_is_made_of() -> None:
     ("size", "settings"),
     [(2, {"streams": 3, "transport": "zmq"}), (5, {"transport": "zmq"}), (4, {"hosts": "aabb"})],
 )
-def test_each_direction_of_each_channel_has_a_key_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, size: int, settings: dict[str, Any]
-) -> None:
-    """Of several streams, of exchanges over longer distances, and of lanes between hosts."""
+def test_each_direction_of_each_channel_has_a_key_of_its_own(monkeypatch, size, settings):
+    """Of streams, of exchanges over longer distances, of lanes between hosts, and of pairs."""
     seals: list[bytes] = []
     opens: list[bytes] = []
     connect = ZmqLink.connect
 
-    def connect_and_note(link: ZmqLink, **options: Any) -> None:
+    def connect_and_note(link, **options):
         connect(link, **options)
         used = link.records[: len(link.sockets.outgoing)]
         seals.extend(bytes(record.seal_key) for record in used)
         opens.extend(bytes(record.open_key) for record in used)
 
-    def work(comm: Communicator) -> float:
+    def work(comm):
+        for ring in (comm, comm.split(0)):
+            sent = ring.send(np.ones(3), (ring.rank + 1) % size, async_op=True)
+            ring.recv(np.ones(3), (ring.rank - 1) % size)
+            sent.wait()
+            if settings.get("transport") == "zmq":
+                pairs = ring._session.collectives.pairs
+                seals.extend(bytes(end.channel.seal_key) for end in pairs._sending.values())
+                opens.extend(bytes(end.channel.open_key) for end in pairs._receiving.values())
         return float(comm.all_reduce(np.ones(300_000)).max())
 
     monkeypatch.setattr(ZmqLink, "connect", connect_and_note)
@@ -202,31 +187,31 @@ def test_each_direction_of_each_channel_has_a_key_of_its_own(
     assert bytes(sodium.KEY_BYTES) not in seals
 
 
-def test_a_key_seals_no_more_frames_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_seals_no_more_frames_than_it_may(monkeypatch):
     """Here two more from rank 0 to rank 1, in place of 2^48."""
     records: dict[int, Any] = {}
     connect, both = ZmqLink.connect, threading.Barrier(2)
 
-    def connect_and_note(link: ZmqLink, **options: Any) -> None:
+    def connect_and_note(link, **options):
         connect(link, **options)
         [records[link._who["rank"]]] = link.records
 
-    def work(comm: Communicator) -> tuple[int, RingReduceError | None]:
+    def work(comm):
         both.wait(20)
         records[0].seal_nonce[0] = records[1].open_nonce[0] = FRAMES_PER_KEY_MAX - 2
         both.wait(20)
         for calls in range(3):
             try:
                 assert (comm.all_reduce(np.ones(3)) == 2).all()
-            except RingReduceError as error:
+            except rr.RingReduceError as error:
                 return calls, error
         return 3, None
 
     monkeypatch.setattr(ZmqLink, "connect", connect_and_note)
     (calls, ended), (other_calls, told) = ring_of_threads(2, work, transport="zmq", encryption="on")
     assert (calls, other_calls) == (2, 2)
-    assert isinstance(ended, ClosedError)
+    assert isinstance(ended, rr.ClosedError)
     assert "may seal no more frames with the key of this connection" in str(ended)
     # The control channel has keys of its own.
-    assert isinstance(told, ClosedError)
+    assert isinstance(told, rr.ClosedError)
     assert "was told by rank 0" in str(told)

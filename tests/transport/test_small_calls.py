@@ -15,18 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringreduce.communicator.communicator import Communicator
+import ringreduce as rr
 from ringreduce.effects import native
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.small_calls import Kind, SmallCalls, are_possible
-from ringreduce.vocabulary.errors import ArrayError, MismatchError
-from ringreduce.vocabulary.types import ReduceOp
 from tests import naive
+from tests.rings import on_each_rank
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs the native library")
 
 NATIVE = Path(__file__).parents[2] / "native" / "src"
-OPS = [ReduceOp.SUM, "mean", ReduceOp.MIN, "max", ReduceOp.PRODUCT]
+OPS = [rr.ReduceOp.SUM, "mean", rr.ReduceOp.MIN, "max", rr.ReduceOp.PRODUCT]
 
 
 def test_this_python_and_numpy_are_laid_out_as_expected():
@@ -34,24 +33,18 @@ def test_this_python_and_numpy_are_laid_out_as_expected():
     assert are_possible()
 
 
-def test_our_declarations_are_those_of_python_and_numpy(tmp_path: Path):
+def test_our_declarations_are_those_of_python_and_numpy(tmp_path):
     headers = Path(sysconfig.get_path("include"))
     compiler = shutil.which("cc")
     if compiler is None or not (headers / "Python.h").exists():
         pytest.skip("no C compiler, or no headers of Python")
+    fields = {"data": "data", "dimensions": "nd", "shape": "dimensions", "strides": "strides"}
+    fields |= {"base": "base", "dtype": "descr", "flags": "flags"}
     same = [
         f"_Static_assert(offsetof(rr_array, {ours}) == offsetof(PyArrayObject_fields, {theirs}) && "
         f"sizeof(((rr_array *)0)->{ours}) == sizeof(((PyArrayObject_fields *)0)->{theirs}), "
         f'"{ours}");'
-        for ours, theirs in (
-            ("data", "data"),
-            ("dimensions", "nd"),
-            ("shape", "dimensions"),
-            ("strides", "strides"),
-            ("base", "base"),
-            ("dtype", "descr"),
-            ("flags", "flags"),
-        )
+        for ours, theirs in fields.items()
     ]
     source = [
         "#include <stddef.h>",
@@ -72,111 +65,98 @@ def test_our_declarations_are_those_of_python_and_numpy(tmp_path: Path):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_calls_that_were_taught_give_what_numpy_gives(size):
+@on_each_rank()
+def test_calls_that_were_taught_give_what_numpy_gives(comm, size):
     """Twice each, other arrays the second time; shapes of one length share what was taught."""
     names = ["float32", "float16", "int8", "int64"]
     shapes = [(0,), (1,), (size + 1,), (2, 3), (6,), (1009,)]
-
-    def work(comm: Communicator) -> None:
-        for name in names:
-            for shape in shapes:
-                for op in OPS:
-                    if op == "mean" and naive.DTYPES[name].kind == "i":
-                        continue
-                    for repeat in range(2):
-                        inputs = [
-                            (np.arange(np.prod(shape)) % 5 + rank + repeat)
-                            .reshape(shape)
-                            .astype(naive.DTYPES[name])
-                            for rank in range(size)
-                        ]
-                        own = inputs[comm.rank].copy()
-                        assert comm.all_reduce(own, op) is own
-                        how = op if isinstance(op, ReduceOp) else ReduceOp[op.upper()]
-                        expected = naive.all_reduce(how, [each.reshape(-1) for each in inputs])
-                        np.testing.assert_array_equal(own.reshape(-1), expected, strict=True)
-        small = comm._session.collectives.small
-        assert small is not None
-        assert small.nbytes > 0
-
-    ring_of_threads(size, work)
+    for name in names:
+        for shape in shapes:
+            for op in OPS:
+                if op == "mean" and naive.DTYPES[name].kind == "i":
+                    continue
+                for repeat in range(2):
+                    inputs = [
+                        (np.arange(np.prod(shape)) % 5 + rank + repeat)
+                        .reshape(shape)
+                        .astype(naive.DTYPES[name])
+                        for rank in range(size)
+                    ]
+                    own = inputs[comm.rank].copy()
+                    assert comm.all_reduce(own, op) is own
+                    how = op if isinstance(op, rr.ReduceOp) else rr.ReduceOp[op.upper()]
+                    expected = naive.all_reduce(how, [each.reshape(-1) for each in inputs])
+                    np.testing.assert_array_equal(own.reshape(-1), expected, strict=True)
+    small = comm._session.collectives.small
+    assert small.nbytes > 0
 
 
-def test_a_taught_call_is_counted_and_recorded_like_any_other():
-    def work(comm: Communicator) -> None:
-        before = comm.statistics()
-        for _ in range(10):
-            comm.all_reduce(np.ones(6, np.float32))
-        after = comm.statistics()
-        assert after.collectives - before.collectives == 10
-        assert after.seconds > before.seconds
-        assert after.bytes_sent - before.bytes_sent == 10 * 24
-        recorded = comm._session._recorder.entries()[-10:]
-        assert [(each.operation, each.nbytes) for each in recorded] == [("all_reduce", 24)] * 10
-        assert all(each.seconds is not None and each.seconds > 0 for each in recorded)
-        assert len({each.number for each in recorded}) == 10
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_a_taught_call_is_counted_and_recorded_like_any_other(comm):
+    before = comm.statistics()
+    for _ in range(10):
+        comm.all_reduce(np.ones(6, np.float32))
+    after = comm.statistics()
+    assert after.collectives - before.collectives == 10
+    assert after.seconds > before.seconds
+    assert after.bytes_sent - before.bytes_sent == 10 * 24
+    recorded = comm._session._recorder.entries()[-10:]
+    assert [(each.operation, each.nbytes) for each in recorded] == [("all_reduce", 24)] * 10
+    assert all(each.seconds is not None and each.seconds > 0 for each in recorded)
+    assert len({each.number for each in recorded}) == 10
 
 
-def test_what_is_not_as_taught_is_for_python():
-    def work(comm: Communicator) -> None:
+@on_each_rank(2)
+def test_what_is_not_as_taught_is_for_python(comm):
+    for _ in range(2):
+        comm.all_reduce(np.ones(6, np.float32))
+    frozen = np.ones(6, np.float32)
+    frozen.flags.writeable = False
+    for bad in (frozen, np.ones(12, np.float32)[::2], [1.0] * 6, np.ones(6, ">f4"), None):
+        with pytest.raises(rr.ArrayError):
+            comm.all_reduce(bad)
+    with pytest.raises(rr.ArrayError, match="reduction operator"):
+        comm.all_reduce(np.ones(6, np.float32), "total")
+    derived = np.ones(6, np.float32).view(np.recarray)
+    assert comm.all_reduce(derived) is derived
+    np.testing.assert_array_equal(np.asarray(derived), np.full(6, comm.size))
+
+
+@on_each_rank(2)
+def test_ranks_in_different_taught_calls_learn_of_it(comm):
+    for count in (5, 6):
         for _ in range(2):
-            comm.all_reduce(np.ones(6, np.float32))
-        frozen = np.ones(6, np.float32)
-        frozen.flags.writeable = False
-        for bad in (frozen, np.ones(12, np.float32)[::2], [1.0] * 6, np.ones(6, ">f4"), None):
-            with pytest.raises(ArrayError):
-                comm.all_reduce(bad)
-        with pytest.raises(ArrayError, match="reduction operator"):
-            comm.all_reduce(np.ones(6, np.float32), "total")
-        derived = np.ones(6, np.float32).view(np.recarray)
-        assert comm.all_reduce(derived) is derived
-        np.testing.assert_array_equal(np.asarray(derived), np.full(6, comm.size))
-
-    ring_of_threads(2, work)
+            comm.all_reduce(np.ones(count))
+    with pytest.raises(rr.MismatchError, match=r"5 float64.*6 float64|6 float64.*5 float64"):
+        comm.all_reduce(np.ones(5 + comm.rank))
+    with pytest.raises(rr.MismatchError):
+        comm.all_reduce(np.ones(5))
 
 
-def test_ranks_in_different_taught_calls_learn_of_it():
-    def work(comm: Communicator) -> None:
-        for count in (5, 6):
-            for _ in range(2):
-                comm.all_reduce(np.ones(count))
-        with pytest.raises(MismatchError, match=r"5 float64.*6 float64|6 float64.*5 float64"):
-            comm.all_reduce(np.ones(5 + comm.rank))
-        with pytest.raises(MismatchError):
-            comm.all_reduce(np.ones(5))
-
-    ring_of_threads(2, work)
-
-
-def test_a_taught_call_is_refused_once_the_ring_is_closed_or_in_a_forked_child():
-    def work(comm: Communicator) -> None:
-        for _ in range(2):
-            comm.all_reduce(np.ones(3))
-        small = comm._session.collectives.small
-        assert small is not None
-        comm._session.close_inherited()
-        with pytest.raises(Exception, match="child process"):
-            comm.all_reduce(np.ones(3))
-        comm._session.is_inherited = False
-        comm.close()
-        assert small.run(np.ones(3), ReduceOp.SUM) is None
-        with pytest.raises(Exception, match=r"after close\(\)"):
-            comm.all_reduce(np.ones(3))
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_a_taught_call_is_refused_once_the_ring_is_closed_or_in_a_forked_child(comm):
+    for _ in range(2):
+        comm.all_reduce(np.ones(3))
+    small = comm._session.collectives.small
+    comm._session.close_inherited()
+    with pytest.raises(Exception, match="child process"):
+        comm.all_reduce(np.ones(3))
+    comm._session.is_inherited = False
+    comm.close()
+    assert small.run(np.ones(3), rr.ReduceOp.SUM) is None
+    with pytest.raises(Exception, match=r"after close\(\)"):
+        comm.all_reduce(np.ones(3))
 
 
 def test_calls_of_several_threads_exclude_each_other():
     """Each adds up the same array, so that any order is right, and no two at once are."""
     threads, calls = 3, 300
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         comm.all_reduce(np.ones(500))
         before = comm.statistics()
 
-        def call() -> None:
+        def call():
             for _ in range(calls):
                 np.testing.assert_array_equal(comm.all_reduce(np.ones(500)), np.full(500, 2))
 
@@ -209,33 +189,27 @@ def test_nothing_begins_in_c_while_another_call_runs(holds):
         assert other.submit(lock.acquire, False).result() is (holds == "lock")
 
 
-def test_no_call_begins_in_c_once_it_needs_a_check():
+@on_each_rank(2)
+def test_no_call_begins_in_c_once_it_needs_a_check(comm):
     """The engine has calls that come first; a failed ring has an error to raise."""
-
-    def work(comm: Communicator) -> None:
-        comm.all_reduce(np.ones(3))
-        small = comm._session.collectives.small
-        assert small is not None
-        work = comm.all_reduce(np.ones(5), async_op=True)
-        assert not small.begins_here
-        assert small.run(np.ones(3), ReduceOp.SUM) is None
-        np.testing.assert_array_equal(comm.all_reduce(np.ones(3)), np.full(3, comm.size))
-        work.wait()
-        group = comm.split(0)
-        assert group is not None
+    comm.all_reduce(np.ones(3))
+    small = comm._session.collectives.small
+    work = comm.all_reduce(np.ones(5), async_op=True)
+    assert not small.begins_here
+    assert small.run(np.ones(3), rr.ReduceOp.SUM) is None
+    np.testing.assert_array_equal(comm.all_reduce(np.ones(3)), np.full(3, comm.size))
+    work.wait()
+    group = comm.split(0)
+    group.all_reduce(np.ones(3))
+    group.barrier()
+    group._session.fail(rr.ArrayError("something else"))
+    small = group._session.collectives.small
+    assert not small.begins_here
+    with pytest.raises(rr.ArrayError, match="something else"):
         group.all_reduce(np.ones(3))
-        group.barrier()
-        group._session.fail(ArrayError("something else"))
-        small = group._session.collectives.small
-        assert small is not None
-        assert not small.begins_here
-        with pytest.raises(ArrayError, match="something else"):
-            group.all_reduce(np.ones(3))
-
-    ring_of_threads(2, work)
 
 
-def bucket(comm: Communicator, array: np.ndarray, op: ReduceOp, signature: int) -> np.ndarray:
+def bucket(comm: rr.Communicator, array: np.ndarray, op: rr.ReduceOp, signature: int) -> np.ndarray:
     """Reduce `array` as the engine reduces a bucket: in its thread, with the plan's signature."""
     reduced: np.ndarray = comm._session.engine.submit(
         lambda: comm.all_reduce(array, op, signature=signature)
@@ -244,48 +218,41 @@ def bucket(comm: Communicator, array: np.ndarray, op: ReduceOp, signature: int) 
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_small_buckets_are_reduced_in_c_with_equal_bits(name):
-    def work(comm: Communicator) -> None:
-        own = np.random.default_rng(comm.rank).standard_normal(301).astype(naive.DTYPES[name])
-        # With a signature, and not in the engine: by Python.
-        expected = comm.all_reduce(own.copy(), ReduceOp.MEAN, signature=5)
-        small = comm._session.collectives.small
-        assert small is not None
-        assert small.nbytes == 0
-        for _ in range(50):
-            got = bucket(comm, own.copy(), ReduceOp.MEAN, 5)
-            assert got.tobytes() == expected.tobytes()
-        assert small.nbytes > 0
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_small_buckets_are_reduced_in_c_with_equal_bits(comm, name):
+    own = np.random.default_rng(comm.rank).standard_normal(301).astype(naive.DTYPES[name])
+    # With a signature, and not in the engine: by Python.
+    expected = comm.all_reduce(own.copy(), rr.ReduceOp.MEAN, signature=5)
+    small = comm._session.collectives.small
+    assert small.nbytes == 0
+    for _ in range(50):
+        got = bucket(comm, own.copy(), rr.ReduceOp.MEAN, 5)
+        assert got.tobytes() == expected.tobytes()
+    assert small.nbytes > 0
 
 
-def test_a_call_of_the_program_comes_after_the_buckets_before_it():
-    def work(comm: Communicator) -> None:
-        for _ in range(2):
-            comm.all_reduce(np.ones(3))
-            bucket(comm, np.ones(301), ReduceOp.SUM, 5)
-        buckets = [
-            comm._session.engine.submit(
-                lambda: comm.all_reduce(np.ones(301), ReduceOp.SUM, signature=5)
-            )
-            for _ in range(100)
-        ]
+@on_each_rank(2)
+def test_a_call_of_the_program_comes_after_the_buckets_before_it(comm):
+    for _ in range(2):
         comm.all_reduce(np.ones(3))
-        assert all(each.done() for each in buckets)
+        bucket(comm, np.ones(301), rr.ReduceOp.SUM, 5)
+    buckets = [
+        comm._session.engine.submit(
+            lambda: comm.all_reduce(np.ones(301), rr.ReduceOp.SUM, signature=5)
+        )
+        for _ in range(100)
+    ]
+    comm.all_reduce(np.ones(3))
+    assert all(each.done() for each in buckets)
 
-    ring_of_threads(2, work)
 
-
-def test_buckets_of_different_plans_differ_in_c_too():
-    def work(comm: Communicator) -> None:
-        for signature in (5, 6):
-            for _ in range(2):
-                bucket(comm, np.ones(301), ReduceOp.SUM, signature)
-        with pytest.raises(MismatchError, match="with other gradients"):
-            bucket(comm, np.ones(301), ReduceOp.SUM, 5 + comm.rank)
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_buckets_of_different_plans_differ_in_c_too(comm):
+    for signature in (5, 6):
+        for _ in range(2):
+            bucket(comm, np.ones(301), rr.ReduceOp.SUM, signature)
+    with pytest.raises(rr.MismatchError, match="with other gradients"):
+        bucket(comm, np.ones(301), rr.ReduceOp.SUM, 5 + comm.rank)
 
 
 def test_more_calls_than_are_kept_all_work():
@@ -295,7 +262,7 @@ def test_more_calls_than_are_kept_all_work():
         small.teach(np.empty(count, np.int8), "sum", 1, object())
     assert len(small._taught) <= 64
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         for count in [*range(200), *range(200)]:
             array = np.full(count, comm.rank + 1)
             np.testing.assert_array_equal(comm.all_reduce(array), np.full(count, 3))
@@ -303,44 +270,40 @@ def test_more_calls_than_are_kept_all_work():
     ring_of_threads(2, work)
 
 
-def test_messages_that_were_taught_arrive_as_sent():
+@on_each_rank(2)
+def test_messages_that_were_taught_arrive_as_sent(comm):
     """Three times each, with tags that Python shares and one that it makes anew."""
     cases = [
         (name, shape, tag)
         for name in ("float32", "float16", "int64")
         for shape, tag in (((0,), 0), ((6,), 0), ((2, 3), 7), ((9000,), 256), ((6,), 257))
     ]
-
-    def work(comm: Communicator) -> None:
-        other = 1 - comm.rank
-        for repeat in range(3):
-            for name, shape, tag in cases:
-                sent = (np.arange(np.prod(shape)) % 7 + repeat).reshape(shape)
-                sent = sent.astype(naive.DTYPES[name])
-                got = np.zeros_like(sent)
-                if comm.rank == 0:
-                    comm.send(sent, 1, tag=tag)
-                    assert comm.recv(got, 1, tag=tag) is got
-                else:
-                    assert comm.recv(got, 0, tag=tag) is got
-                    sent.flags.writeable = False
-                    comm.send(sent, 0, tag=tag)
-                np.testing.assert_array_equal(got, sent, strict=True)
-        pairs, place = comm._session.collectives.pairs_with(other)
-        end = pairs.end(place, is_sending=False)
-        assert end is not None
-        assert end.small is not None
-        assert 0 < end.small.nbytes < end.nbytes
-        nbytes = sum(naive.DTYPES[name].itemsize * np.prod(shape) for name, shape, _ in cases)
-        assert end.nbytes == 3 * nbytes
-
-    ring_of_threads(2, work)
+    other = 1 - comm.rank
+    for repeat in range(3):
+        for name, shape, tag in cases:
+            sent = (np.arange(np.prod(shape)) % 7 + repeat).reshape(shape)
+            sent = sent.astype(naive.DTYPES[name])
+            got = np.zeros_like(sent)
+            if comm.rank == 0:
+                comm.send(sent, 1, tag=tag)
+                assert comm.recv(got, 1, tag=tag) is got
+            else:
+                assert comm.recv(got, 0, tag=tag) is got
+                sent.flags.writeable = False
+                comm.send(sent, 0, tag=tag)
+            np.testing.assert_array_equal(got, sent, strict=True)
+    pairs, place = comm._session.collectives.pairs_with(other)
+    end = pairs.end(place, is_sending=False)
+    assert end.small is not None
+    assert 0 < end.small.nbytes < end.nbytes
+    nbytes = sum(naive.DTYPES[name].itemsize * np.prod(shape) for name, shape, _ in cases)
+    assert end.nbytes == 3 * nbytes
 
 
 def test_a_message_that_waits_in_c_is_known_to_wait():
-    communicators: dict[int, Communicator] = {}
+    communicators: dict[int, rr.Communicator] = {}
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         communicators[comm.rank] = comm
         for repeat in range(2):
             comm.barrier()
@@ -358,20 +321,18 @@ def test_a_message_that_waits_in_c_is_known_to_wait():
     ring_of_threads(2, work)
 
 
-def test_another_tag_than_the_one_due_is_named_in_c_too():
-    def work(comm: Communicator) -> None:
-        for tag in (1, 2):
-            for _ in range(2):
-                if comm.rank == 0:
-                    comm.send(np.ones(3), 1, tag=tag)
-                else:
-                    comm.recv(np.empty(3), 0, tag=tag)
-        if comm.rank == 0:
-            comm.send(np.ones(3), 1, tag=1)
-            with pytest.raises(MismatchError):
-                comm.barrier()
-        else:
-            with pytest.raises(MismatchError, match=r"tag 1.*tag 2|tag 2.*tag 1"):
-                comm.recv(np.empty(3), 0, tag=2)
-
-    ring_of_threads(2, work)
+@on_each_rank(2)
+def test_another_tag_than_the_one_due_is_named_in_c_too(comm):
+    for tag in (1, 2):
+        for _ in range(2):
+            if comm.rank == 0:
+                comm.send(np.ones(3), 1, tag=tag)
+            else:
+                comm.recv(np.empty(3), 0, tag=tag)
+    if comm.rank == 0:
+        comm.send(np.ones(3), 1, tag=1)
+        with pytest.raises(rr.MismatchError):
+            comm.barrier()
+    else:
+        with pytest.raises(rr.MismatchError, match=r"tag 1.*tag 2|tag 2.*tag 1"):
+            comm.recv(np.empty(3), 0, tag=2)

@@ -17,7 +17,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(stalls, "time", clock)
     monkeypatch.setattr(stalls, "TIMES", Times())
@@ -34,7 +34,7 @@ def look(stall: stalls.Stall, clock: Clock, times: int, every_s: float = 0.25) -
     return found
 
 
-def test_time_that_a_call_could_not_look_is_no_waiting(clock: Clock) -> None:
+def test_time_that_a_call_could_not_look_is_no_waiting(clock):
     stall = stalls.Stall(Timeouts(2.0, 10.0))
     assert not look(stall, clock, 2)
     # Another thread of this process has kept Python's lock: frames may have arrived meanwhile.
@@ -44,25 +44,20 @@ def test_time_that_a_call_could_not_look_is_no_waiting(clock: Clock) -> None:
     assert look(stall, clock, 5) == ["RINGREDUCE_TIMEOUT_S"]
 
 
-def test_a_rank_that_was_busy_has_the_whole_limit_from_then_on(clock: Clock) -> None:
+def test_a_rank_that_is_busy_has_the_longer_limit_and_the_whole_one_from_then_on(clock):
     timeouts = Timeouts(2.0, 10.0)
-    stall = stalls.Stall(timeouts)
+    other = stalls.Stall(timeouts)
     timeouts.is_busy = True
+    assert not look(other, clock, 40)
+    assert look(other, clock, 1) == ["RINGREDUCE_BUSY_TIMEOUT_S"]
+    stall = stalls.Stall(timeouts)
     assert not look(stall, clock, 21)
     timeouts.is_busy = False
     assert not look(stall, clock, 7)
     assert look(stall, clock, 1) == ["RINGREDUCE_TIMEOUT_S"]
 
 
-def test_a_rank_that_is_busy_for_ever_reaches_the_longer_limit(clock: Clock) -> None:
-    timeouts = Timeouts(2.0, 10.0)
-    stall = stalls.Stall(timeouts)
-    timeouts.is_busy = True
-    assert not look(stall, clock, 40)
-    assert look(stall, clock, 1) == ["RINGREDUCE_BUSY_TIMEOUT_S"]
-
-
-def test_progress_begins_anew(clock: Clock) -> None:
+def test_progress_begins_anew(clock):
     stall = stalls.Stall(Timeouts(2.0, 10.0))
     assert not look(stall, clock, 8)
     assert stall.look("advanced") is None

@@ -7,26 +7,22 @@ secret may end, with an error that names the stranger's frame.
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import socket
-import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import zmq
 
-from ringreduce import ProtocolError
+import ringreduce as rr
 from ringreduce.pure import wire
 from ringreduce.transport import listening
 from tests.fuzzing import STRANGERS, blast, bounded_memory, frame, mutate_bytes, mutate_frame
-from tests.processes import clean_environment, wait_until
+from tests.processes import run_python, wait_until
 from tests.proxy import LONG, greeting, ready, wrap
 from tests.rings import Ring, outcomes
 from tests.scope import in_full
@@ -180,13 +176,13 @@ def test_a_frame_of_a_stranger_is_a_protocol_error_on_every_rank(monkeypatch, na
             if comm.rank == 0:
                 stranger.connect(address)
                 stranger.send_multipart(parts)
-            with pytest.raises(ProtocolError) as caught:
+            with pytest.raises(rr.ProtocolError) as caught:
                 [comm.all_reduce(np.ones(50_000)) for _ in iter(int, 1)]
         assert f"received {text} on {address}" in str(caught.value)
         comm.barrier()
 
     for error in outcomes(2, work, transport="zmq", secret=""):
-        assert isinstance(error, ProtocolError)
+        assert isinstance(error, rr.ProtocolError)
         assert f"received {text} on " in str(error)
 
 
@@ -234,19 +230,6 @@ def test_no_stranger_hurts_a_ring_that_forms(tmp_path, encryption, chance):
         ring.release()
 
 
-def run(program: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh process."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=clean_environment(),
-        check=False,
-        **options,
-    )
-
-
 @pytest.mark.full
 def test_a_storm_at_a_data_port_does_not_wedge_a_link():
     """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
@@ -260,26 +243,5 @@ def test_a_storm_at_a_data_port_does_not_wedge_a_link():
     link.close()
     print("closed")
     """
-    done = run(program)
+    done = run_python(program)
     assert done.stdout == "closed\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "expected"), [in_full(48, 512, "formed"), (48, 48, "ConfigError")]
-)
-def test_too_few_descriptors_are_made_more_or_named(soft, hard, expected):
-    """libzmq would end the process."""
-    program = """
-    from ringreduce.vocabulary.errors import RingReduceError
-    from ringreduce.testing import ring_of_threads
-    try:
-        ring_of_threads(2, lambda comm: comm.barrier(), transport="zmq")
-        print("formed")
-    except RingReduceError as error:
-        print(type(error).__name__, error)
-    """
-    limits = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))  # noqa: E731
-    done = run(program, preexec_fn=limits)
-    assert done.stdout.startswith(expected), done.stderr
-    if expected != "formed":
-        assert "Raise the limit of open files (ulimit -n)" in done.stdout

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
+import ringreduce as rr
 from ringreduce.collectives.ring import Ring
 from ringreduce.communicator.session import Session
 from ringreduce.effects.events import Events
@@ -25,16 +26,8 @@ from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.zeromq import ZmqLink
-from ringreduce.vocabulary.errors import (
-    ClosedError,
-    MismatchError,
-    PeerLostError,
-    PeerTimeoutError,
-    RendezvousError,
-    RingReduceError,
-)
-from ringreduce.vocabulary.types import ReduceOp
 from tests.processes import wait_until
+from tests.rings import outcome
 
 # Three ranks of a job of twelve that form a ring of their own.
 MEMBERS = (1, 5, 10)
@@ -53,42 +46,37 @@ def rings_of(members: Sequence[int], world_size: int, **settings: object) -> Ite
     """The rings' ends of the connected links of `members`, of a job of `world_size`."""
     links = {rank: make_link(rank, world_size, **settings) for rank in members}
     addresses = {rank: link.address for rank, link in links.items()}
-    size, membership = len(members), Membership(tuple(members))
-    try:
+    common = {"size": len(members), "membership": Membership(tuple(members)), "job": 77}
+    common |= {"pairs": None, "places": range(len(members))}
+    with closing(*links.values()):
         for link in links.values():
-            link.connect(job=77, addresses=addresses, membership=membership, ranks_here=1)
-        yield [
-            Ring(
-                link,
-                rank=place,
-                size=size,
-                membership=membership,
-                pairs=None,
-                places=range(size),
-                job=77,
-            )
-            for place, link in enumerate(links.values())
-        ]
-    finally:
-        for link in links.values():
-            link.close()
+            link.connect(job=77, addresses=addresses, membership=common["membership"], ranks_here=1)
+        yield [Ring(link, rank=place, **common) for place, link in enumerate(links.values())]
 
 
 def on_each(rings: list[Ring], work: Callable[[Ring], object]) -> list[object]:
     """What `work` returned or raised for each end, run at once; one that fails tells the next."""
 
     def attempt(ring: Ring) -> object:
-        try:
-            return work(ring)
-        except RingReduceError as error:
+        found = outcome(lambda: work(ring))
+        if isinstance(found, rr.RingReduceError):
             ring.abort()
             # As the watchers do.
             for other in rings:
-                other._link._waiting.interrupt(error)
-            return error
+                other._link._waiting.interrupt(found)
+        return found
 
     with ThreadPoolExecutor(len(rings)) as pool:
         return list(pool.map(attempt, rings))
+
+
+@contextmanager
+def closing(*links: ZmqLink) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for link in links:
+            link.close()
 
 
 @pytest.mark.parametrize(
@@ -96,32 +84,24 @@ def on_each(rings: list[Ring], work: Callable[[Ring], object]) -> list[object]:
 )
 def test_address_has_a_port_for_each_stream_and_each_longer_distance(size, streams, ports):
     link = make_link(0, size, streams=streams)
-    try:
+    with closing(link):
         host, _, numbers = link.address.rpartition(":")
         assert host == "tcp://127.0.0.1"
         assert len(set(numbers.split(","))) == ports
-    finally:
-        link.close()
 
 
 def test_address_with_another_number_of_ports_is_refused():
     links = [make_link(0, 2, streams=1), make_link(1, 2, streams=2)]
-    try:
+    with closing(*links):
         addresses = {rank: link.address for rank, link in enumerate(links)}
-        with pytest.raises(RendezvousError, match="of rank 1, which has not 1 ports"):
+        with pytest.raises(rr.RendezvousError, match="of rank 1, which has not 1 ports"):
             links[0].connect(job=1, addresses=addresses, membership=whole(len(links)), ranks_here=1)
-    finally:
-        for link in links:
-            link.close()
 
 
 def test_link_that_is_not_connected_says_so():
     link = make_link(0)
-    try:
-        with pytest.raises(ClosedError, match="rank 0 of 3 has no connection"):
-            Ring(link, rank=0, size=3, membership=whole(3), pairs=None, places=range(3)).barrier()
-    finally:
-        link.close()
+    with closing(link), pytest.raises(rr.ClosedError, match="rank 0 of 3 has no connection"):
+        Ring(link, rank=0, size=3, membership=whole(3), pairs=None, places=range(3)).barrier()
 
 
 def test_a_connection_that_cannot_be_tried_is_lost():
@@ -148,11 +128,11 @@ def test_a_broadcast_that_is_not_taken_has_few_ciphertexts_in_memory(monkeypatch
         connect(link, **options)
         found[link._who["rank"]] = link
 
-    def held() -> int:
+    def held():
         [record] = found[0].records
         return record.borrowed - record.released
 
-    def work(comm) -> bool:
+    def work(comm):
         array = np.full(1 << 23, 1.0 - comm.rank)
         if comm.rank == 1:
             wait_until(lambda: held() >= 16, "rank 0 to wait for this one")
@@ -169,7 +149,7 @@ def test_signals_do_not_break_a_ring(count, calls, encryption):
     """Ten thousand a second, which interrupt libzmq's system calls in the threads of the loops."""
     timer = {signal.SIGALRM}
 
-    def work(comm) -> bool:
+    def work(comm):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, timer)
         try:
             return all((comm.all_reduce(np.ones(count)) == 2).all() for _ in range(calls))
@@ -189,35 +169,22 @@ def test_signals_do_not_break_a_ring(count, calls, encryption):
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("count", [10, 50_021])
-@pytest.mark.parametrize("streams", [1, 2])
-def test_ring_of_members_reduces_as_any_other(count, streams):
-    def work(ring: Ring) -> list[float]:
-        array = np.ones(count)
-        ring.all_reduce(array, ReduceOp.SUM)
-        ring.barrier()
-        return np.unique(array).tolist()
-
-    with rings_of(MEMBERS, WORLD_SIZE, streams=streams) as rings:
-        assert on_each(rings, work) == [[3.0]] * 3
-
-
 def test_mismatch_between_members_names_ranks_of_the_job():
     with rings_of(MEMBERS, WORLD_SIZE) as rings:
         counts = {id(ring): 10 + (place == 1) for place, ring in enumerate(rings)}
         errors = on_each(
-            rings, lambda ring: ring.all_reduce(np.ones(counts[id(ring)]), ReduceOp.SUM)
+            rings, lambda ring: ring.all_reduce(np.ones(counts[id(ring)]), rr.ReduceOp.SUM)
         )
-    assert all(isinstance(error, MismatchError) for error in errors), errors
+    assert all(isinstance(error, rr.MismatchError) for error in errors), errors
     first = errors[1]
-    assert isinstance(first, MismatchError)
+    assert isinstance(first, rr.MismatchError)
     assert (first.rank, first.size) == (5, WORLD_SIZE)
     told = first if first.origin is None else str(first)
     assert "rank 5 of 12" in str(told)
     assert all(
         error.peer in MEMBERS and (error.origin is None or error.origin in MEMBERS)
         for error in errors
-        if isinstance(error, MismatchError)
+        if isinstance(error, rr.MismatchError)
     )
 
 
@@ -229,7 +196,7 @@ def test_member_that_has_left_is_named_by_its_rank_in_the_job(call):
         errors = on_each(rings[:2], call)
     for error, rank in zip(errors, MEMBERS, strict=False):
         # The watcher knows more; here there is none. One that is told gets the other's error.
-        assert isinstance(error, PeerLostError), errors
+        assert isinstance(error, rr.PeerLostError), errors
         assert error.rank in MEMBERS[:2], rank
         assert (error.size, error.peer) == (WORLD_SIZE, 10)
         assert "rank 10" in str(error)
@@ -242,7 +209,7 @@ def test_silent_member_is_named_by_its_rank_in_the_job(call):
         errors = on_each(rings[1:], call)
     # The rank behind the silent one waited for it, and the next one for that; or were told.
     for error in errors:
-        assert isinstance(error, PeerTimeoutError), errors
+        assert isinstance(error, rr.PeerTimeoutError), errors
         silent = 5 if "all_reduce" in str(error) and error.rank == 10 else 1
         assert f"rank {error.rank} of 12" in str(error)
         assert f"from rank {silent} (tcp://127.0.0.1:" in str(error)
@@ -250,9 +217,9 @@ def test_silent_member_is_named_by_its_rank_in_the_job(call):
 
 def test_error_of_one_member_reaches_all_that_wait_over_any_distance():
     """Ranks wait for one another over one place and over two; aborts go both ways."""
-    cause = MismatchError("has seen enough", rank=3, size=5)
+    cause = rr.MismatchError("has seen enough", rank=3, size=5)
 
-    def work(ring: Ring) -> None:
+    def work(ring):
         if ring is rings[3]:
             raise cause
         ring.barrier()
@@ -261,28 +228,23 @@ def test_error_of_one_member_reaches_all_that_wait_over_any_distance():
         on_each(rings, Ring.barrier)
         errors = on_each(rings, work)
     for error in errors:
-        assert isinstance(error, MismatchError), errors
+        assert isinstance(error, rr.MismatchError), errors
         assert "has seen enough" in str(error)
         assert error is cause or error.origin == 3
 
 
-def test_a_closed_link_closes_nothing_in_a_child() -> None:
+def test_what_is_closed_closes_nothing_in_a_child():
     """Its ports may be another socket's by then, which a child inherits."""
-    link = make_link(0)
-    held = link.sockets
-    assert held in inherited._watched
-    link.close()
-    assert held not in inherited._watched
-
-
-def test_a_closed_communicator_closes_nothing_in_a_child() -> None:
     before = set(inherited._watched)
+    link = make_link(0)
+    assert link.sockets in inherited._watched
+    link.close()
+    assert link.sockets not in inherited._watched
     ring_of_threads(2, lambda comm: comm.barrier(), transport="zmq")
-    left = set(inherited._watched) - before
-    assert all(isinstance(each, Session) for each in left)
+    assert all(isinstance(each, Session) for each in set(inherited._watched) - before)
 
 
-def test_what_any_stream_has_borrowed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_any_stream_has_borrowed_counts(monkeypatch):
     """Python runs here what is compiled in a call."""
     monkeypatch.setattr(loop, "libzmq", SimpleNamespace(sched_yield=lambda: 0, usleep=lambda _: 0))
     is_released = loop.is_released.py_func
@@ -294,7 +256,7 @@ def test_what_any_stream_has_borrowed_counts(monkeypatch: pytest.MonkeyPatch) ->
         assert is_released(channels, 3, 0)
 
 
-def test_only_ranks_with_a_core_each_yield_while_they_wait() -> None:
+def test_only_ranks_with_a_core_each_yield_while_they_wait():
     cores = len(os.sched_getaffinity(0))
     assert frames.yields(cores) > 0
     assert frames.yields(cores + 1) == 0

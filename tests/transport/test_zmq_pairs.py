@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import os
-import random
 import secrets
-import signal
 import socket as sockets
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
-from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure.watcher_messages import Listening
+import ringreduce as rr
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.security import Admission
 from ringreduce.transport.zmq_pairs import ZmqPairs
-from ringreduce.vocabulary.errors import CorruptionError, PeerLostError, RingReduceError
 from tests.fuzzing import mutate_frame
-from tests.rings import Ring, assert_lost
+from tests.rings import Ring, on_each_rank
 
 
-def pairs_of(comm: Communicator) -> ZmqPairs:
+def pairs_of(comm: rr.Communicator) -> ZmqPairs:
     pairs = comm._session.collectives.pairs
-    assert pairs is not None
     return pairs
 
 
-def receiving(comm: Communicator, peer: int) -> Receiving:
+def receiving(comm: rr.Communicator, peer: int) -> Receiving:
     return pairs_of(comm)._receiving[peer, 0]
 
 
-def sending(comm: Communicator, peer: int) -> Sending:
+def sending(comm: rr.Communicator, peer: int) -> Sending:
     return pairs_of(comm)._sending[peer, 0]
 
 
-def test_a_communicator_has_no_socket_or_thread_for_pairs_before_their_first_use() -> None:
-    def work(comm: Communicator) -> None:
+def test_a_communicator_has_no_socket_or_thread_for_pairs_before_their_first_use():
+    def work(comm):
         comm.barrier()
         assert pairs_of(comm)._sockets is None
         assert not pairs_of(comm).traffic().bytes_sent
@@ -54,8 +47,8 @@ def test_a_communicator_has_no_socket_or_thread_for_pairs_before_their_first_use
 
 
 @pytest.mark.parametrize("secret", ["", secrets.token_hex(32)], ids=["open", "secret"])
-def test_a_port_is_shut_once_its_rank_has_connected(secret: str) -> None:
-    def work(comm: Communicator) -> None:
+def test_a_port_is_shut_once_its_rank_has_connected(secret):
+    def work(comm):
         if comm.rank == 0:
             comm.send(np.arange(3), 1)
         else:
@@ -73,20 +66,18 @@ def test_a_port_is_shut_once_its_rank_has_connected(secret: str) -> None:
     ring_of_threads(2, work, transport="zmq", secret=secret)
 
 
-def test_only_the_rank_that_is_due_gets_in_and_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_rank_that_is_due_gets_in_and_once(caplog, monkeypatch):
     """Not with the password of the ring's ports, which an eavesdropper may know by now."""
     listens, tried = threading.Event(), threading.Event()
     found = ZmqPairs.found
 
-    def find(pairs: ZmqPairs, listening: Listening) -> None:
+    def find(pairs, listening):
         found(pairs, listening)
         listens.set()
 
     monkeypatch.setattr(ZmqPairs, "found", find)
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         pairs = pairs_of(comm)
         if comm.rank == 0:
             pending = comm.recv(np.zeros(3, int), 1, async_op=True)
@@ -121,122 +112,58 @@ def visit(context: zmq.Context[Any], admission: Admission, channel: int, address
 
 
 @pytest.mark.parametrize("what", ["key", "number"])
-def test_a_sealed_frame_that_does_not_open_is_named_on_both_ends(what: str) -> None:
+@on_each_rank(2, transport="zmq", encryption="on")
+def test_a_sealed_frame_that_does_not_open_is_named_on_both_ends(comm, what):
     """Another key, or a frame before it is missing."""
-
-    def work(comm: Communicator) -> None:
-        if comm.rank == 0:
-            comm.send(np.arange(3), 1)
-            channel = sending(comm, 1).channel
-            channel.seal_nonce[0] += what == "number"
-            channel.seal_key[0] ^= what == "key"
-            comm.send(np.arange(3), 1)
-            with pytest.raises(CorruptionError, match="was told by rank 1"):
-                comm.recv(np.arange(3), 1)
-        else:
+    if comm.rank == 0:
+        comm.send(np.arange(3), 1)
+        channel = sending(comm, 1).channel
+        channel.seal_nonce[0] += what == "number"
+        channel.seal_key[0] ^= what == "key"
+        comm.send(np.arange(3), 1)
+        with pytest.raises(rr.CorruptionError, match="was told by rank 1"):
+            comm.recv(np.arange(3), 1)
+    else:
+        comm.recv(np.zeros(3, int), 0)
+        with pytest.raises(rr.CorruptionError, match=r"a frame from rank 0 .* in recv #1, tag 0"):
             comm.recv(np.zeros(3, int), 0)
-            with pytest.raises(CorruptionError, match=r"a frame from rank 0 .* in recv #1, tag 0"):
-                comm.recv(np.zeros(3, int), 0)
-
-    ring_of_threads(2, work, transport="zmq", encryption="on")
 
 
-def test_keys_of_a_pair_are_no_others() -> None:
-    def work(comm: Communicator) -> set[bytes]:
-        other = 1 - comm.rank
-        sent = comm.send(np.ones(3), other, async_op=True)
-        comm.recv(np.ones(3), other)
-        sent.wait()
-        comm.all_to_all(np.ones(10_000))
-        group = comm.split(0)
-        assert group is not None
-        sent = group.send(np.ones(3), other, async_op=True)
-        group.recv(np.ones(3), other)
-        sent.wait()
-        links = [each._session.collectives.links[0] for each in (comm, group)]
-        found = [r.seal_key for link in links for r in link.records]
-        ends = [pairs_of(each)._sending.values() for each in (comm, group)]
-        found += [end.channel.seal_key for each in ends for end in each]
-        assert len(found) == 2 + 3
-        return {bytes(key) for key in found}
-
-    one, other = ring_of_threads(2, work, transport="zmq", encryption="on")
-    assert len(one | other) == 10
-
-
-def test_a_broken_ring_ends_what_is_pending_with_its_error() -> None:
-    def work(comm: Communicator) -> None:
+def test_a_broken_ring_ends_what_is_pending_with_its_error():
+    def work(comm):
         if comm.rank == 2:
             comm.barrier()
-            raise comm._session.fail(PeerLostError("gives up", rank=2, size=3, peer=2))
+            raise comm._session.fail(rr.PeerLostError("gives up", rank=2, size=3, peer=2))
         pending = [comm.recv(np.ones(3), each, async_op=True) for each in (1 - comm.rank, 2)]
         comm.barrier()
         for each in pending:
-            with pytest.raises(PeerLostError, match="was told by rank 2: rank 2 of 3 gives up"):
+            with pytest.raises(rr.PeerLostError, match="was told by rank 2: rank 2 of 3 gives up"):
                 each.wait(20)
 
-    with pytest.raises(PeerLostError, match="gives up"):
+    with pytest.raises(rr.PeerLostError, match="gives up"):
         ring_of_threads(3, work, transport="zmq")
 
 
 @pytest.mark.full
-def test_a_rank_killed_while_others_wait_for_its_messages_is_named(tmp_path: Path) -> None:
-    """In the middle of a large one, and before it has ever connected; its child lives on."""
-    program = """
-    ring = join()
-    if RANK == 1:
-        ring.recv(np.zeros(10), 0)
-        if os.fork() == 0:
-            attempt("child", lambda: ring.recv(np.zeros(10), 0))
-            say("pid", pid=os.getpid())
-            time.sleep(60)
-        ring.recv(np.zeros(10), 0)
-        say("ready")
-        hold()
-    if RANK == 0:
-        ring.send(np.zeros(10), 1)
-        ring.send(np.zeros(10), 1)
-        attempt("result", lambda: ring.send(np.zeros(1 << 24), 1))
-        attempt("again", ring.barrier)
-    else:
-        attempt("result", lambda: ring.recv(np.zeros(10), 1))
-    hold()
-    """
-    with Ring(tmp_path, 3, program) as ring:
-        ring.wait("ready", [1])
-        [child] = ring.wait("child", [1])
-        assert child["kind"] == "ClosedError"
-        assert "child process" in child["text"]
-        ring.workers[1].signal(signal.SIGKILL)
-        assert_lost(ring.wait("result", [0, 2]), 1)
-        assert_lost(ring.wait("again", [0]), 1)
-        os.kill(ring.wait("pid", [1])[0]["pid"], signal.SIGKILL)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("encryption", ["off", "on"])
-def test_wrong_frames_of_a_rank_are_one_named_error(encryption: str) -> None:
+def test_wrong_frames_of_a_rank_are_one_named_error(encryption, chance):
     """Nothing is written outside the array that is received into, and nobody crashes."""
-    seed = int(os.environ.get("FUZZ_SEED", secrets.randbits(32)))
-    print(f"FUZZ_SEED={seed}")
-    chance = random.Random(f"{seed} {encryption}")
 
-    def work(comm: Communicator) -> None:
+    def work(comm):
         if comm.rank == 0:
             comm.send(np.arange(3), 1)
             end = sending(comm, 1)
             words = np.array(list(end.transfer.header), np.uint64)
             words[3] = 1  # The sequence number due.
             _, parts = mutate_frame(chance, words, [np.arange(3).tobytes()])
-            assert end.socket is not None
             end.socket.socket.send_multipart(parts, zmq.DONTWAIT)
             # A frame of another epoch is dropped: both wait for the same time then.
-            with pytest.raises(RingReduceError, match=r"rank 0 of 2 (was|waited)"):
+            with pytest.raises(rr.RingReduceError, match=r"rank 0 of 2 (was|waited)"):
                 comm.recv(np.zeros(3, int), 1)
         else:
             guarded = np.full(64, 7)
             comm.recv(guarded[30:33], 0)
-            with pytest.raises(RingReduceError, match="rank 1 of 2 "):
+            with pytest.raises(rr.RingReduceError, match="rank 1 of 2 "):
                 comm.recv(guarded[30:33], 0)
             assert (np.delete(guarded, slice(30, 33)) == 7).all()
 
@@ -247,9 +174,7 @@ def test_wrong_frames_of_a_rank_are_one_named_error(encryption: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
-def test_a_signal_in_a_recv_closes_the_communicator_or_breaks_it(
-    tmp_path: Path, transport: str
-) -> None:
+def test_a_signal_in_a_recv_closes_the_communicator_or_breaks_it(tmp_path, transport):
     program = """
     import gc, signal
     leaving, breaking = join(0), join(1)
