@@ -229,7 +229,7 @@ _SHARED: dict[str, Callable[[int], Any]] = {
 
 
 def on_each_rank(
-    size: int | None = None, *, over: str = "", **settings: Any
+    size: int | None = None, *, over: str = "", given: Sequence[str] = (), **settings: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """A test that runs on each rank of a ring of threads, whose communicator it gets first.
 
@@ -239,6 +239,7 @@ def on_each_rank(
         size: how many ranks; that of the argument `size` by default.
         over: the fixture that forms the ring; by default it is the module's `ring_of_threads`,
             in whose place a fixture may have put something.
+        given: arguments that are settings of the ring too.
     """
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
@@ -247,7 +248,8 @@ def on_each_rank(
             form = arguments.pop(over) if over else usual
             ranks = size or arguments["size"]
             arguments |= {name: make(ranks) for name, make in _SHARED.items() if name in named}
-            form(ranks, lambda comm: test(comm, **arguments), **settings)
+            more = {name: arguments[name] for name in given}
+            form(ranks, lambda comm: test(comm, **arguments), **settings, **more)
 
         named = inspect.signature(test).parameters
         first, *others = (each for name, each in named.items() if name not in _SHARED)

@@ -10,14 +10,12 @@ import functools
 import os
 import random
 import secrets
-import socket
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 
@@ -28,6 +26,7 @@ from ringreduce.bootstrap.hello import Hello, read
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.security import Security
 from tests.bootstrap import hellos
+from tests.bootstrap.test_rendezvous import Meeting, meeting_at
 from tests.fuzzing import bounded_memory, mutate_bytes
 
 SECRET = secrets.token_hex(32)
@@ -37,51 +36,23 @@ SECRET = secrets.token_hex(32)
 hello = functools.partial(hellos.hello, settings=rr.Config(transport="zmq").agreed())
 
 
+RING = {"secret": SECRET, "transport": "zmq"}
+
+
 @contextmanager
-def forming() -> Iterator[tuple[rr.Config, zmq.Socket[bytes]]]:
-    """Settings of two ranks, and a socket at their rendezvous that knows the secret."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = rr.Config(
-            size=2,
-            rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
-            rendezvous_fd=listener.detach(),
-            job_id="ours",
-            secret=SECRET,
-            transport="zmq",
-            timeout_s=10.0,
-            join_timeout_s=10.0,
-        )
-    with zmq.Context() as context, context.socket(zmq.DEALER) as erring:
+def forming() -> Iterator[tuple[Meeting, Future[rr.Communicator], zmq.Socket[bytes]]]:
+    """A meeting of two ranks, rank 0 at it, and a socket there that knows the secret."""
+    with (
+        meeting_at("127.0.0.1") as meeting,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as erring,
+    ):
         erring.setsockopt(zmq.LINGER, 0)
         erring.setsockopt(zmq.RCVTIMEO, 10_000)
         erring.setsockopt(zmq.SNDHWM, 0)
-        Security.of(config).join_meeting(erring)
-        erring.connect(f"tcp://{config.rendezvous}")
-        yield config, erring
-
-
-def form_both(config: rr.Config, first: threading.Thread, results: list[Any]) -> None:
-    """Have the right rank 1 join, and see that the ring works."""
-    fields = {**vars(config), "rank": 1, "rendezvous_fd": None}
-    with rr.Communicator(rr.Config(**fields)) as comm:
-        assert comm.all_reduce(np.ones(1))[0] == 2
-    first.join(20)
-    assert results == [2.0]
-
-
-def join_first(config: rr.Config) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-
-    def join() -> None:
-        try:
-            with rr.Communicator(config) as comm:
-                results.append(float(comm.all_reduce(np.ones(1))[0]))
-        except rr.RingReduceError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=join)
-    thread.start()
-    return thread, results
+        Security.of(meeting.config(0, 2, **RING)).join_meeting(erring)
+        erring.connect(f"tcp://{meeting.address}")
+        yield meeting, meeting.join(0, 2, **RING), erring
 
 
 # What a rank with the key says instead of its Hello, and the job goes on without it.
@@ -124,8 +95,7 @@ TOLD["rank 0"] = "rank 0 came twice"
 
 
 def test_no_hello_that_is_wrong_hurts_a_ring_that_forms():
-    with forming() as (config, erring), bounded_memory(os.getpid()):
-        first, results = join_first(config)
+    with forming() as (meeting, first, erring), bounded_memory(os.getpid()):
         for name, parts in HELLOS.items():
             erring.send_multipart(parts)
             # The answer to what comes after it shows that it was read.
@@ -140,15 +110,14 @@ def test_no_hello_that_is_wrong_hurts_a_ring_that_forms():
             assert any(TOLD.get(name, "") in text for text in texts), texts
         while erring.poll(0):
             erring.recv()
-        form_both(config, first, results)
+        assert meeting.all_reduce(first, meeting.join(1, 2, **RING)) == [2, 2]
 
 
 def test_a_flood_of_hellos_is_answered_for_a_while_only():
-    with forming() as (config, erring), bounded_memory(os.getpid()):
-        first, results = join_first(config)
+    with forming() as (meeting, first, erring), bounded_memory(os.getpid()):
         for _ in range(5000):
             erring.send(hello(job_id="theirs"))
-        form_both(config, first, results)
+        assert meeting.all_reduce(first, meeting.join(1, 2, **RING)) == [2, 2]
         answers = 0
         while erring.poll(100):
             erring.recv()
@@ -177,11 +146,9 @@ def assert_ends(error: Any, *texts: str) -> None:
     ],
 )
 def test_a_rightful_rank_with_another_opinion_ends_it_by_name(fields, text):
-    with forming() as (config, erring):
-        first, results = join_first(config)
+    with forming() as (_, first, erring):
         erring.send(hello(**fields))
-        first.join(20)
-        assert_ends(*results, text)
+        assert_ends(first.exception(20), text)
         if "key" not in fields:
             told = msgspec.msgpack.decode(erring.recv())
             assert told["mismatch"]
@@ -196,11 +163,9 @@ def test_a_rightful_rank_with_another_opinion_ends_it_by_name(fields, text):
     ],
 )
 def test_a_rank_with_an_impossible_address_is_a_named_error(address):
-    with forming() as (config, erring):
-        first, results = join_first(config)
+    with forming() as (_, first, erring):
         erring.send(hello(address=address, key=zmq.curve_keypair()[0].decode()))
-        first.join(20)
-        assert_ends(*results, "rank 1")
+        assert_ends(first.exception(20), "rank 1")
 
 
 def test_mutated_hellos_admit_nobody_who_has_no_place(chance):

@@ -261,22 +261,20 @@ def test_all_reduce_writes_nothing_beyond_a_view(comm):
         assert (memory[-10:] == -1).all()
 
 
-@pytest.mark.parametrize("settings", [{}, {"segment_bytes": 1 << 16, "streams": 3}])
-def test_callers_buffer_is_free_to_change_once_the_call_has_returned(settings):
+@pytest.mark.parametrize(("segment_bytes", "streams"), [(1 << 20, 1), (1 << 16, 3)])
+@on_each_rank(3, given=["segment_bytes", "streams"])
+def test_callers_buffer_is_free_to_change_once_the_call_has_returned(comm, segment_bytes, streams):
     """What is still queued for the next rank must not be what the caller writes next.
 
     And memory that is kept from call to call has nothing of the last result.
     """
-
-    def work(comm):
-        for count, turn in itertools.product((5, 300_007), range(20)):
-            array = np.full(count, float(turn + comm.rank))
+    for array in (np.empty(5), np.empty(300_007)):
+        for turn in range(20):
+            array[:] = turn + comm.rank
             comm.all_reduce(array)
             assert (array == 3 * turn + 3).all()
             comm.broadcast(array, root=turn % 3)
             array[:] = -1e9
-
-    ring_of_threads(3, work, **settings)
 
 
 # With two ranks the order of additions does not matter.
@@ -321,20 +319,19 @@ def test_numbers_at_the_edges_of_their_types(comm):
         assert (np.signbit(result) == np.signbit(value)).all()
 
 
-def test_halves_are_summed_in_float32():
+@on_each_rank(5)
+def test_halves_are_summed_in_float32(comm):
     """Ones added singly to a number whose neighbours are 2 away would be lost one by one."""
-    largest = {naive.DTYPES["float16"]: 2048, naive.DTYPES["bfloat16"]: 256}
-    assert all(dtype.type(n) + dtype.type(1) == dtype.type(n) for dtype, n in largest.items())
-
-    def work(comm):
-        for (dtype, large), count in itertools.product(largest.items(), (10, 20_011)):
-            # The large number comes from another rank at each element, so from each place in the
-            # order of additions.
-            array = np.where(np.arange(count) % 5 == comm.rank, large, 1).astype(dtype)
-            for reduce in (comm.all_reduce, comm.reduce_scatter):
-                assert (reduce(array.copy()).astype(np.float64) == large + 4).all()
-
-    ring_of_threads(5, work)
+    for (name, large), count in itertools.product(
+        (("float16", 2048), ("bfloat16", 256)), (10, 20_011)
+    ):
+        dtype = naive.DTYPES[name]
+        assert dtype.type(large) + dtype.type(1) == dtype.type(large)
+        # The large number comes from another rank at each element, so from each place in the
+        # order of additions.
+        array = np.where(np.arange(count) % 5 == comm.rank, large, 1).astype(dtype)
+        for reduce in (comm.all_reduce, comm.reduce_scatter):
+            assert (reduce(array.copy()).astype(np.float64) == large + 4).all()
 
 
 @pytest.mark.parametrize(
@@ -421,57 +418,41 @@ def test_encoded_bytes_between_hosts(name, most, way):
 
 @THIRDS
 @SEGMENTED
-def test_reduce_scatter_gives_each_rank_its_chunk(size, segment_bytes, step):
+@on_each_rank(given=["segment_bytes"])
+def test_reduce_scatter_gives_each_rank_its_chunk(comm, size, segment_bytes, step):
     """The result is a view of the array, where the chunk lies in it."""
     operators = (rr.ReduceOp.SUM, rr.ReduceOp.MEAN, rr.ReduceOp.MAX)
     cases = combinations(operators, lengths(size)[:-1], step)
-    cases.append((rr.ReduceOp.SUM, naive.DTYPES["float32"], 25_013))
-
-    def work(comm):
-        results = []
-        for op, dtype, count in cases:
-            array = naive.integer_valued(comm.rank, count, dtype)
-            chunk = comm.reduce_scatter(array, op)
-            bounds = chunk_bounds(count, size)
-            own = array[bounds[comm.rank] : bounds[comm.rank + 1]]
-            assert chunk.shape == own.shape
-            assert chunk.size == 0 or np.shares_memory(chunk, own)
-            results.append(chunk)
-        return results
-
-    results = ring_of_threads(size, work, segment_bytes=segment_bytes)
-    for index, (op, dtype, count) in enumerate(cases):
+    for op, dtype, count in [*cases, (rr.ReduceOp.SUM, naive.DTYPES["float32"], 25_013)]:
         inputs = [naive.integer_valued(rank, count, dtype) for rank in range(size)]
-        joined = np.concatenate([results[rank][index] for rank in range(size)])
-        assert np.array_equal(joined, naive.all_reduce(op, inputs)), f"{op!r} {dtype.name}[{count}]"
+        bounds, array = chunk_bounds(count, size), inputs[comm.rank].copy()
+        place = slice(bounds[comm.rank], bounds[comm.rank + 1])
+        chunk = comm.reduce_scatter(array, op)
+        assert chunk.size == 0 or np.shares_memory(chunk, array[place])
+        expected = naive.all_reduce(op, inputs)[place]
+        assert np.array_equal(chunk, expected), f"{op!r} {dtype.name}[{count}]"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, in_full(5), in_full(6)])
-def test_shares_of_a_sum_are_those_of_an_all_reduce(size):
+@on_each_rank()
+def test_shares_of_a_sum_are_those_of_an_all_reduce(comm, size):
     """To the last bit, on both sides of the limits for short ones; and all ranks get all."""
-    counts = [0, 1, size - 1, size, size + 1, 64 * size, 5000, 20_011, 200_003]
-
-    def work(comm):
-        calls, share = comm._session.calls, comm._session.collectives.shares
-        equal = []
-        for count in counts:
-            own = np.random.default_rng(comm.rank).normal(size=count).astype(np.float32)
-            whole, flat = own.copy(), own.copy()
-            comm.all_reduce(whole, rr.ReduceOp.MEAN)
-            calls.reduce_shares(flat, 7)
-            shares = share(count, 4)
-            covered = [element for begin, end in sorted(shares) for element in range(begin, end)]
-            assert covered == list(range(count))
-            begin, end = shares[comm.rank]
-            equal.append(flat[begin:end].tobytes() == whole[begin:end].tobytes())
-            kept = flat[begin:end].copy()
-            flat[:] = np.nan
-            flat[begin:end] = kept
-            calls.gather_shares(flat, 8)
-            equal.append(flat.tobytes() == whole.tobytes())
-        return equal
-
-    assert all(map(all, ring_of_threads(size, work)))
+    calls = comm._session.calls
+    for count in (0, 1, size - 1, size, size + 1, 64 * size, 5000, 20_011, 200_003):
+        whole = np.random.default_rng(comm.rank).normal(size=count).astype(np.float32)
+        flat = whole.copy()
+        comm.all_reduce(whole, rr.ReduceOp.MEAN)
+        calls.reduce_shares(flat, 7)
+        shares = comm._session.collectives.shares(count, 4)
+        covered = [element for begin, end in sorted(shares) for element in range(begin, end)]
+        assert covered == list(range(count))
+        begin, end = shares[comm.rank]
+        kept = flat[begin:end].copy()
+        assert kept.tobytes() == whole[begin:end].tobytes()
+        flat[:] = np.nan
+        flat[begin:end] = kept
+        calls.gather_shares(flat, 8)
+        assert flat.tobytes() == whole.tobytes()
 
 
 def gathered_shapes(rank: int, size: int) -> list[tuple[int, ...]]:
@@ -490,26 +471,17 @@ def gathered_shapes(rank: int, size: int) -> list[tuple[int, ...]]:
 
 
 @SEGMENTED
-def test_all_gather_joins_arrays_of_different_lengths(size, segment_bytes):
-    names = ("bfloat16", "int64", "uint8")
-
-    def inputs(rank):
-        return [
+@on_each_rank(given=["segment_bytes"])
+def test_all_gather_joins_arrays_of_different_lengths(comm, size, segment_bytes):
+    shapes = zip(*(gathered_shapes(rank, size) for rank in range(size)), strict=True)
+    for ours, name in itertools.product(shapes, ("bfloat16", "int64", "uint8")):
+        arrays = [
             naive.integer_valued(rank, int(np.prod(shape)), naive.DTYPES[name]).reshape(shape)
-            for shape in gathered_shapes(rank, size)
-            for name in names
+            for rank, shape in enumerate(ours)
         ]
-
-    def work(comm):
-        return [comm.all_gather(array) for array in inputs(comm.rank)]
-
-    results = ring_of_threads(size, work, segment_bytes=segment_bytes)
-    for index, arrays in enumerate(zip(*map(inputs, range(size)), strict=True)):
-        expected = naive.all_gather(arrays)
-        for rank in range(size):
-            got = results[rank][index]
-            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-            assert np.array_equal(got, expected)
+        expected, got = naive.all_gather(arrays), comm.all_gather(arrays[comm.rank])
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        assert np.array_equal(got, expected)
 
 
 @by_way(1, 3)
@@ -524,39 +496,28 @@ def test_all_gather_returns_memory_of_the_callers_own(comm, size):
 
 @THIRDS
 @SEGMENTED
-def test_broadcast_from_each_root(size, segment_bytes, step):
+@on_each_rank(given=["segment_bytes"])
+def test_broadcast_from_each_root(comm, size, segment_bytes, step):
     cases = combinations(range(size), lengths(size)[:-1], step)
-    cases += [(root, naive.DTYPES["float32"], 10_007) for root in range(size)]
-
-    def work(comm):
-        return [
-            comm.broadcast(naive.integer_valued(comm.rank, count, dtype), root)
-            for root, dtype, count in cases
-        ]
-
-    results = ring_of_threads(size, work, segment_bytes=segment_bytes)
-    for index, (root, dtype, count) in enumerate(cases):
-        expected = naive.integer_valued(root, count, dtype)
-        assert all(np.array_equal(result[index], expected) for result in results)
+    for root, dtype, count in [*cases, *((r, np.dtype(np.float32), 10_007) for r in range(size))]:
+        got = comm.broadcast(naive.integer_valued(comm.rank, count, dtype), root)
+        assert np.array_equal(got, naive.integer_valued(root, count, dtype))
 
 
-def test_broadcast_only_reads_the_roots_array():
-    def work(comm):
-        array = np.full(50_021, comm.rank)
-        array.flags.writeable = comm.rank != 1
-        return comm.broadcast(array, root=1)
-
-    assert all((result == 1).all() for result in ring_of_threads(3, work))
+@on_each_rank(3)
+def test_broadcast_only_reads_the_roots_array(comm):
+    array = np.full(50_021, comm.rank)
+    array.flags.writeable = comm.rank != 1
+    assert (comm.broadcast(array, root=1) == 1).all()
 
 
 @OVER_SOCKETS
-def test_operators_may_be_text_and_roots_numpys_integers_on_some_ranks():
-    def work(comm):
-        root = np.int64(1) if comm.rank == 0 else 1
-        total = comm.all_reduce(np.full(10, float(comm.rank)), "Mean" if comm.rank else "mean")
-        return int(comm.broadcast(np.array([comm.rank]), root)[0]), total.tolist()
-
-    assert ring_of_threads(3, work) == [(1, [1.0] * 10)] * 3
+@on_each_rank(3)
+def test_operators_may_be_text_and_roots_numpys_integers_on_some_ranks(comm):
+    total = comm.all_reduce(np.full(10, float(comm.rank)), "Mean" if comm.rank else "mean")
+    assert total.tolist() == [1.0] * 10
+    root = np.int64(1) if comm.rank == 0 else 1
+    assert comm.broadcast(np.array([comm.rank]), root) == 1
 
 
 @by_way(1, 2, 3, full=(5,))
@@ -581,31 +542,23 @@ OBJECTS = [
 
 
 @by_way(1, 2, 3, full=(5,))
-def test_objects_travel_from_each_root_and_in_the_order_of_ranks(size):
+@on_each_rank()
+def test_objects_travel_from_each_root_and_in_the_order_of_ranks(comm, size):
     """The root gets its own object, not a copy."""
-
-    def work(comm):
-        broadcast = [
-            [comm.broadcast_object(v if comm.rank == root else "ignored", root) for v in OBJECTS]
-            for root in range(size)
-        ]
-        value = {"a": 1}
-        assert (comm.broadcast_object(value, size - 1) is value) is (comm.rank == size - 1)
-        return broadcast, [comm.all_gather_object([comm.rank, value]) for value in OBJECTS]
-
-    gathered = [[[rank, value] for rank in range(size)] for value in OBJECTS]
-    assert ring_of_threads(size, work) == [([OBJECTS] * size, gathered)] * size
+    for value in OBJECTS:
+        for root in range(size):
+            assert comm.broadcast_object(value if comm.rank == root else "x", root) == value
+        gathered = comm.all_gather_object([comm.rank, value])
+        assert gathered == [[rank, value] for rank in range(size)]
+    own = {"a": 1}
+    assert (comm.broadcast_object(own, size - 1) is own) is (comm.rank == size - 1)
 
 
-def test_all_gather_object_around_the_length_that_needs_a_second_exchange():
-    def values(length):
-        return [b"", b"x" * length, b"y" * 9]
-
-    def gather(comm):
-        return [comm.all_gather_object(values(n)[comm.rank]) for n in range(499, 509)]
-
-    wanted = [values(length) for length in range(499, 509)]
-    assert ring_of_threads(3, gather) == [wanted] * 3
+@on_each_rank(3)
+def test_all_gather_object_around_the_length_that_needs_a_second_exchange(comm):
+    for length in range(499, 509):
+        values = [b"", b"x" * length, b"y" * 9]
+        assert comm.all_gather_object(values[comm.rank]) == values
 
 
 @on_each_rank(3)

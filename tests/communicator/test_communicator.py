@@ -79,12 +79,10 @@ def test_bad_arguments_are_refused_and_leave_the_ring_usable(comm, size):
 
 
 @pytest.mark.parametrize("hosts", ["", "aba"], ids=["one host", "two hosts"])
-def test_equal_signatures_change_nothing(hosts):
-    def work(comm):
-        assert comm.broadcast(np.full(5, comm.rank), 1, signature=7).tolist() == [1] * 5
-        return comm.reduce_scatter(np.ones(3), signature=7).tolist()
-
-    assert ring_of_threads(3, work, hosts=hosts) == [[3.0]] * 3
+@on_each_rank(3, given=["hosts"])
+def test_equal_signatures_change_nothing(comm, hosts):
+    assert comm.broadcast(np.full(5, comm.rank), 1, signature=7).tolist() == [1] * 5
+    assert comm.reduce_scatter(np.ones(3), signature=7).tolist() == [3.0]
 
 
 def unencodable() -> list[Any]:
@@ -168,26 +166,23 @@ def test_closed_communicator_says_so_in_every_collective(comm, size):
         assert (caught.value.rank, caught.value.size) == (comm.rank, size)
 
 
-def test_broken_communicator_raises_the_same_error_again_at_once():
-    def work(comm):
-        with pytest.raises(rr.MismatchError) as first:
-            comm.all_reduce(np.ones(3 + comm.rank))
-        started = time.monotonic()
-        for call in all_calls(comm):
-            with pytest.raises(rr.MismatchError) as again:
-                call()
-            assert str(again.value) == str(first.value)
-            assert again.value is not first.value
-            assert again.value.__cause__ is comm.failure
-        assert time.monotonic() - started < 2
-        with pytest.raises(rr.ArrayError):  # A bad argument still is one.
-            comm.all_reduce([1.0])
-        # Both sides are told.
-        return str(first.value)
-
-    for text in ring_of_threads(2, work, timeout_s=60):
-        assert "3 float64, sum" in text
-        assert "4 float64, sum" in text
+@on_each_rank(2, timeout_s=60)
+def test_broken_communicator_raises_the_same_error_again_at_once(comm):
+    with pytest.raises(rr.MismatchError) as first:
+        comm.all_reduce(np.ones(3 + comm.rank))
+    # Both sides are told.
+    assert "3 float64, sum" in str(first.value)
+    assert "4 float64, sum" in str(first.value)
+    started = time.monotonic()
+    for call in all_calls(comm):
+        with pytest.raises(rr.MismatchError) as again:
+            call()
+        assert str(again.value) == str(first.value)
+        assert again.value is not first.value
+        assert again.value.__cause__ is comm.failure
+    assert time.monotonic() - started < 2
+    with pytest.raises(rr.ArrayError):  # A bad argument still is one.
+        comm.all_reduce([1.0])
 
 
 def test_an_old_exception_is_no_reason_to_leave(monkeypatch):
@@ -205,17 +200,14 @@ def test_an_old_exception_is_no_reason_to_leave(monkeypatch):
     ring_of_threads(2, work, timeout_s=60)
 
 
-def test_failure_found_by_a_layer_above_reaches_every_rank():
+@on_each_rank(3)
+def test_failure_found_by_a_layer_above_reaches_every_rank(comm):
     """File names that are no UTF-8 come as lone surrogates, in texts that are none."""
-
-    def work(comm):
-        if comm.rank == 1:
-            comm._session.fail(rr.MismatchError("cannot read \udcff", rank=1, size=3))
-        with pytest.raises(rr.MismatchError, match="cannot read") as caught:
-            comm.barrier()
-        return caught.value.origin
-
-    assert ring_of_threads(3, work) == [1, None, 1]
+    if comm.rank == 1:
+        comm._session.fail(rr.MismatchError("cannot read \udcff", rank=1, size=3))
+    with pytest.raises(rr.MismatchError, match="cannot read") as caught:
+        comm.barrier()
+    assert caught.value.origin == (None if comm.rank == 1 else 1)
 
 
 def test_exception_in_the_middle_of_a_collective_breaks_the_ring(monkeypatch):

@@ -25,7 +25,6 @@ from ringreduce.vocabulary.config import TIMES
 from tests.figures import record
 from tests.processes import (
     DEADLINE_S,
-    clean_environment,
     launcher,
     run_python,
     wait_gone,

@@ -181,25 +181,21 @@ def test_what_cannot_be_is_refused_before_anything_is_sent():
 
 
 @pytest.mark.parametrize("transport", ["zmq", in_full("auto")])
-def test_what_nobody_sends_is_an_error_that_names_the_rank(transport):
-    ended = threading.Event()
-
-    def work(comm):
-        if comm.rank == 0:
-            done = r"Rank 1 (is alive, in user code|has shown)"
-            with pytest.raises(rr.PeerTimeoutError, match=done) as failed:
-                comm.recv(np.ones(5), 1, tag=9)
-            due = "40 bytes from rank 1" if transport == "zmq" else "rank 1 on the same host"
-            assert f"s for {due}" in str(failed.value)
-            assert "in recv #0, tag 9" in str(failed.value)
-            assert failed.value.peer == 1
-            ended.set()
-        else:
-            assert ended.wait(20)
-            with pytest.raises(rr.PeerTimeoutError, match="was told by rank 0"):
-                comm.barrier()
-
-    ring_of_threads(2, work, transport=transport, timeout_s=0.3, busy_timeout_s=0.6)
+@on_each_rank(2, given=["transport"], timeout_s=0.3, busy_timeout_s=0.6)
+def test_what_nobody_sends_is_an_error_that_names_the_rank(comm, event, transport):
+    if comm.rank == 0:
+        done = r"Rank 1 (is alive, in user code|has shown)"
+        with pytest.raises(rr.PeerTimeoutError, match=done) as failed:
+            comm.recv(np.ones(5), 1, tag=9)
+        due = "40 bytes from rank 1" if transport == "zmq" else "rank 1 on the same host"
+        assert f"s for {due}" in str(failed.value)
+        assert "in recv #0, tag 9" in str(failed.value)
+        assert failed.value.peer == 1
+        event.set()
+    else:
+        assert event.wait(20)
+        with pytest.raises(rr.PeerTimeoutError, match="was told by rank 0"):
+            comm.barrier()
 
 
 CYCLES: dict[str, tuple[int, Callable[[rr.Communicator], Any], str]] = {

@@ -9,7 +9,6 @@ import socket as sockets
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,8 @@ from ringreduce.transport.address import listens_on_loopback
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.security import MATERIAL_BYTES, Admission, Security
 from ringreduce.vocabulary.endpoints import is_loopback
-from tests.rings import outcome
+from tests.bootstrap.test_rendezvous import meeting_at
+from tests.rings import on_each_rank, outcome
 from tests.scope import in_full
 
 SECRET = "correct horse battery staple"
@@ -363,13 +363,10 @@ def greatest(comm: rr.Communicator) -> float:
 
 @pytest.mark.parametrize("encryption", ["auto", "on", "off"])
 @pytest.mark.parametrize("streams", [1, 3])
-def test_a_ring_with_a_secret_reduces_and_is_shut(encryption, streams):
-    def work(comm):
-        found = greatest(comm)
-        return found, comm._session.collectives._link.sockets._authenticator._thread is None
-
-    settings = {"transport": "zmq", "encryption": encryption, "streams": streams}
-    assert ring_of_threads(3, work, **settings) == [(3.0, True)] * 3
+@on_each_rank(3, transport="zmq", given=["encryption", "streams"])
+def test_a_ring_with_a_secret_reduces_and_is_shut(comm, encryption, streams):
+    assert greatest(comm) == 3.0
+    assert comm._session.collectives._link.sockets._authenticator._thread is None
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abb"])
@@ -380,26 +377,11 @@ def test_rings_between_hosts_are_shut_too(hosts):
 
 
 def join_both(*changes: dict[str, Any], **common: Any) -> list[object]:
-    """What two ranks get that join with those changes; rank 0 waits a second for the other."""
-    with sockets.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        descriptor = listener.detach()
-    over = threading.Barrier(2)
-
-    def join(rank: int) -> object:
-        fields = {"rank": rank, "rendezvous_fd": None if rank else descriptor, **common}
-        settings = config(address, join_timeout_s=2.0, timeout_s=5.0, **fields | changes[rank])
-
-        def work() -> float:
-            with rr.Communicator(settings) as comm:
-                return float(comm.all_reduce(np.ones(1))[0])
-
-        found = outcome(work)
-        over.wait(20)
-        return found
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(join, range(2)))
+    """What two ranks get that join with those changes; rank 0 waits a while for the other."""
+    limits = {"join_timeout_s": 2.0, "timeout_s": 5.0}
+    with meeting_at("127.0.0.1") as meeting:
+        both = [meeting.join(n, 2, **limits, **common, **each) for n, each in enumerate(changes)]
+        return [outcome(member.result) for member in both]
 
 
 @pytest.mark.parametrize(

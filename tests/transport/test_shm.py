@@ -85,36 +85,28 @@ def test_reduce_scatter_of_registered_arrays_leaves_the_rest_alone(comm):
 
 
 @pytest.mark.parametrize("size", [2, 3, in_full(5)])
-def test_all_to_all_reads_registered_and_ordinary_arrays_alike(size):
+@on_each_rank()
+def test_all_to_all_reads_registered_and_ordinary_arrays_alike(comm, size):
     """Also when some ranks' arrays are ordinary, from nothing to more than a cache holds."""
-    numbers = np.random.default_rng(size)
+    own, collectives, numbers = comm.rank, comm._session.collectives, np.random.default_rng(size)
     matrices = [np.full((size, size), count) for count in (0, 1, size, 1009, 60_013)]
     matrices += [numbers.integers(0, 90_001, (size, size)) for _ in range(2)]
     matrices[-1][0] = matrices[-2][:, 1] = 0
     large = np.full((size, size), (2 << 20) // size**2 + 1)
-
-    def work(comm):
-        own, collectives = comm.rank, comm._session.collectives
-        for dtype in (naive.DTYPES[name] for name in ("float64", "float16", "int8")):
-            for counts in [*matrices, large] if dtype == np.float64 else matrices:
-                rows = [
-                    naive.integer_valued(each, counts[each].sum(), dtype) for each in range(size)
-                ]
-                starts = np.cumsum(counts, axis=1) - counts
-                due = np.concatenate(
-                    [rows[i][starts[i, own] :][: counts[i, own]] for i in range(size)]
-                )
-                for ordinary_ranks in (0, 1, size):
-                    source = comm.empty(rows[own].shape, dtype)
-                    if own < ordinary_ranks:
-                        source = np.empty_like(source)
-                    source[:] = rows[own]
-                    target = np.empty_like(due)
-                    collectives.all_to_all(Kind.ALL_TO_ALL, source, target, counts)
-                    source[:] = 1  # Nobody reads it any more.
-                    assert np.array_equal(target, due)
-
-    ring_of_threads(size, work)
+    cases = [(naive.DTYPES[n], c) for n in ("float64", "float16", "int8") for c in matrices]
+    for dtype, counts in [*cases, (np.dtype(float), large)]:
+        rows = [naive.integer_valued(each, counts[each].sum(), dtype) for each in range(size)]
+        starts = np.cumsum(counts, axis=1) - counts
+        due = np.concatenate([rows[i][starts[i, own] :][: counts[i, own]] for i in range(size)])
+        for ordinary_ranks in (0, 1, size):
+            source = comm.empty(rows[own].shape, dtype)
+            if own < ordinary_ranks:
+                source = np.empty_like(source)
+            source[:] = rows[own]
+            target = np.empty_like(due)
+            collectives.all_to_all(Kind.ALL_TO_ALL, source, target, counts)
+            source[:] = 1  # Nobody reads it any more.
+            assert np.array_equal(target, due)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -68,27 +69,21 @@ def test_our_declarations_are_those_of_python_and_numpy(tmp_path):
 @on_each_rank()
 def test_calls_that_were_taught_give_what_numpy_gives(comm, size):
     """Twice each, other arrays the second time; shapes of one length share what was taught."""
-    names = ["float32", "float16", "int8", "int64"]
-    shapes = [(0,), (1,), (size + 1,), (2, 3), (6,), (1009,)]
-    for name in names:
-        for shape in shapes:
-            for op in OPS:
-                if op == "mean" and naive.DTYPES[name].kind == "i":
-                    continue
-                for repeat in range(2):
-                    inputs = [
-                        (np.arange(np.prod(shape)) % 5 + rank + repeat)
-                        .reshape(shape)
-                        .astype(naive.DTYPES[name])
-                        for rank in range(size)
-                    ]
-                    own = inputs[comm.rank].copy()
-                    assert comm.all_reduce(own, op) is own
-                    how = op if isinstance(op, rr.ReduceOp) else rr.ReduceOp[op.upper()]
-                    expected = naive.all_reduce(how, [each.reshape(-1) for each in inputs])
-                    np.testing.assert_array_equal(own.reshape(-1), expected, strict=True)
-    small = comm._session.collectives.small
-    assert small.nbytes > 0
+    names = ("float32", "float16", "int8", "int64")
+    shapes = ((0,), (1,), (size + 1,), (2, 3), (6,), (1009,))
+    for name, shape, op, repeat in itertools.product(names, shapes, OPS, (0, 1)):
+        if op == "mean" and naive.DTYPES[name].kind == "i":
+            continue
+        inputs = [
+            (np.arange(np.prod(shape)) % 5 + rank + repeat).astype(naive.DTYPES[name])
+            for rank in range(size)
+        ]
+        own = inputs[comm.rank].copy().reshape(shape)
+        assert comm.all_reduce(own, op) is own
+        how = op if isinstance(op, rr.ReduceOp) else rr.ReduceOp[op.upper()]
+        expected = naive.all_reduce(how, inputs)
+        np.testing.assert_array_equal(own.reshape(-1), expected, strict=True)
+    assert comm._session.collectives.small.nbytes > 0
 
 
 @on_each_rank(2)
@@ -148,27 +143,24 @@ def test_a_taught_call_is_refused_once_the_ring_is_closed_or_in_a_forked_child(c
         comm.all_reduce(np.ones(3))
 
 
-def test_calls_of_several_threads_exclude_each_other():
+@on_each_rank(2)
+def test_calls_of_several_threads_exclude_each_other(comm):
     """Each adds up the same array, so that any order is right, and no two at once are."""
     threads, calls = 3, 300
+    comm.all_reduce(np.ones(500))
+    before = comm.statistics()
 
-    def work(comm):
-        comm.all_reduce(np.ones(500))
-        before = comm.statistics()
+    def call():
+        for _ in range(calls):
+            np.testing.assert_array_equal(comm.all_reduce(np.ones(500)), np.full(500, 2))
 
-        def call():
-            for _ in range(calls):
-                np.testing.assert_array_equal(comm.all_reduce(np.ones(500)), np.full(500, 2))
-
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(call) for _ in range(threads)]:
-                done.result()
-        after = comm.statistics()
-        assert after.collectives - before.collectives == threads * calls
-        assert after.bytes_sent - before.bytes_sent == threads * calls * 500 * 8
-        assert comm._session.calls.caller is None
-
-    ring_of_threads(2, work)
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(call) for _ in range(threads)]:
+            done.result()
+    after = comm.statistics()
+    assert after.collectives - before.collectives == threads * calls
+    assert after.bytes_sent - before.bytes_sent == threads * calls * 500 * 8
+    assert comm._session.calls.caller is None
 
 
 @pytest.mark.parametrize("holds", ["lock", "caller"])

@@ -47,23 +47,19 @@ def test_a_communicator_has_no_socket_or_thread_for_pairs_before_their_first_use
 
 
 @pytest.mark.parametrize("secret", ["", secrets.token_hex(32)], ids=["open", "secret"])
-def test_a_port_is_shut_once_its_rank_has_connected(secret):
-    def work(comm):
-        if comm.rank == 0:
-            comm.send(np.arange(3), 1)
-        else:
-            comm.recv(np.zeros(3, int), 0)
-            end = receiving(comm, 0)
-            assert end.socket.is_locked
-            host, _, port = end.address.removeprefix("tcp://").rpartition(":")
-            with sockets.socket() as stranger:
-                stranger.settimeout(0.3)
-                # The kernel drops the attempt: it is not even refused.
-                with pytest.raises(TimeoutError):
-                    stranger.connect((host, int(port)))
-        comm.barrier()
-
-    ring_of_threads(2, work, transport="zmq", secret=secret)
+@on_each_rank(2, transport="zmq", given=["secret"])
+def test_a_port_is_shut_once_its_rank_has_connected(comm, secret):
+    if comm.rank == 0:
+        comm.send(np.arange(3), 1)
+    else:
+        comm.recv(np.zeros(3, int), 0)
+        end = receiving(comm, 0)
+        assert end.socket.is_locked
+        host, _, port = end.address.removeprefix("tcp://").rpartition(":")
+        # The kernel drops the attempt: it is not even refused.
+        with pytest.raises(TimeoutError):
+            sockets.create_connection((host, int(port)), 0.3)
+    comm.barrier()
 
 
 def test_only_the_rank_that_is_due_gets_in_and_once(caplog, monkeypatch):
