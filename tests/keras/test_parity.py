@@ -1,123 +1,177 @@
-"""N workers of batch B train to the weights of one process of batch N B, and end alike."""
+"""N workers of batch B train to the weights of plain Keras with batch N B, and end alike.
 
-from functools import cache
+Workers start from different seeds, rank 0 from the one that plain Keras starts from.
+"""
 
+from dataclasses import dataclass, field
+
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import ringreduce.keras as rr
 from ringreduce.effects import native
-from tests.jobs import run_job
 from tests.models import MUON_TRAINS
+from tests.programs.shared import built, difference, digest
 from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
-PROGRAM = "tests/programs/parity.py"
-# What each way of programs/parity.py may differ by. float32 sums in another order: after 8 steps
-# of SGD the weights differ in the last digits. Adam divides by the root of squared gradients, which
-# magnifies that where they are near zero; its relatives do alike.
+GLOBAL_BATCH, STEPS, EPOCHS = 12, 4, 2
+# float32 sums in another order: after 8 steps of SGD the weights differ in the last digits. Adam
+# divides by the root of squared gradients, which magnifies that where they are near zero; its
+# relatives do alike.
 SUMS, ROOTS = 2e-6, 2e-4
-# In half precision each rank's gradients are rounded, to 11 or 8 bits, before they are averaged.
-ROUNDED = {"mixed_float16": 5e-3, "mixed_bfloat16": 3e-2}
-# Beside each optimizer by itself; what the wrapper does then is the same for all of them.
-ACCUMULATED = ("sgd", "adam", "adamw_clipnorm", "lamb")
-HALVES = ("adam mixed_float16", "lamb mixed_float16", "sgd mixed_bfloat16", "nadam mixed_bfloat16")
-WAYS = {
-    **{f"{name} accumulated": ROOTS for name in ACCUMULATED},
-    **{name: ROUNDED[name.split()[1]] for name in HALVES},
-    "sgd": SUMS,
-    "adam": ROOTS,
-    "adamw": ROOTS,
-    "adamw_clipnorm": ROOTS,
-    "nadam": ROOTS,
-    "lamb": ROOTS,
-    "lion": SUMS,
-    "muon": ROOTS,
-    "averages": SUMS,
-    "loss_scale": SUMS,
-    "steps_per_execution": SUMS,
-    "small_buckets": SUMS,
-    "eager_loop": SUMS,
-    "graph_loop": SUMS,
+OPTIMIZERS = {
+    "sgd": (lambda: keras.optimizers.SGD(0.05, momentum=0.9), SUMS),
+    "adam": (lambda: keras.optimizers.Adam(0.01), ROOTS),
+    "adamw": (
+        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01, global_clipnorm=0.1),
+        ROOTS,
+    ),
+    "adamw clipnorm": (
+        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01, clipnorm=0.05),
+        ROOTS,
+    ),
+    "nadam": (lambda: keras.optimizers.Nadam(0.01), ROOTS),
+    "lamb": (lambda: keras.optimizers.Lamb(0.01), ROOTS),
+    "lion": (lambda: keras.optimizers.Lion(0.001), SUMS),
+    "muon": (lambda: keras.optimizers.Muon(0.01), ROOTS),
+    "averages": (
+        lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_overwrite_frequency=3),
+        SUMS,
+    ),
+    "loss scale": (
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.05, momentum=0.9), dynamic_growth_steps=4
+        ),
+        SUMS,
+    ),
 }
-# By XLA, for the same bounds: it fuses, and so rounds less often.
-JIT = ("sgd", "adam", "averages", "loss_scale", "adam accumulated", "adam mixed_float16")
-if native.library() is not None:
-    WAYS |= {f"{name} jit": WAYS[name] for name in JIT}
-    # Rounded to 8 bits for the journey.
-    WAYS["adam bf16 jit"] = ROUNDED["mixed_bfloat16"]
-if not MUON_TRAINS:
-    WAYS.pop("muon", None)
-# The others are further combinations of what these have one by one, and further optimizers.
+# Each rank's gradients are rounded, to 11 or 8 bits, before they are averaged.
+ROUNDED = {"mixed_float16": 5e-3, "mixed_bfloat16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        optimizer: a name in `OPTIMIZERS`.
+        how: `fit`, which is quicker "eager", by "jit" or of a model that is not "built"; or a
+            "loop", by which a step is traced once, and not twice.
+        policy: the model's dtype policy.
+        wrapper: options of `DistributedOptimizer`.
+    """
+
+    optimizer: str
+    how: str = "eager"
+    policy: str = "float32"
+    wrapper: dict = field(default_factory=dict)
+
+    def __str__(self):
+        return " ".join([self.optimizer, self.how, self.policy, *self.wrapper])
+
+    @property
+    def tolerance(self):
+        policy = "mixed_bfloat16" if "compression" in self.wrapper else self.policy
+        return ROUNDED.get(policy) or OPTIMIZERS[self.optimizer][1]
+
+
+ACCUMULATED, SMALL_BUCKETS = {"accumulate_steps": 2}, {"bucket_bytes": 64}
 QUICK = [
-    *("sgd", "adam", "small_buckets", "graph_loop"),
-    *("adam mixed_float16", "sgd mixed_bfloat16"),
+    Way("sgd", "unbuilt"),
+    Way("sgd", "loop"),
+    Way("sgd", wrapper=SMALL_BUCKETS),
+    Way("adam"),
+    Way("adam", policy="mixed_float16"),
+    Way("sgd", policy="mixed_bfloat16"),
 ]
-FULL = [way for way in WAYS if way not in QUICK]
-PARTS = {"full": FULL, "quick": QUICK}
-every_way = pytest.mark.parametrize(
+# Combinations of what these have one by one, and further optimizers.
+FULL = [
+    *(Way(name) for name in ("adamw", "averages", "loss scale")),
+    *(Way(name, "loop") for name in ("adamw clipnorm", "nadam", "lamb", "lion")),
+    *([Way("muon", "loop")] if MUON_TRAINS else []),
+    *(Way(name, "fit", wrapper=ACCUMULATED) for name in ("sgd", "adamw clipnorm", "lamb")),
+    Way("adam", wrapper=ACCUMULATED),
+    Way("lamb", "fit", "mixed_float16"),
+    Way("nadam", "fit", "mixed_bfloat16"),
+    Way("sgd", "several steps"),
+    Way("sgd", "eager loop"),
+]
+if native.library() is not None:
+    FULL += [
+        Way("sgd", "unbuilt jit"),
+        *(Way(name, "jit") for name in ("adam", "averages", "loss scale")),
+        Way("adam", "jit", wrapper=ACCUMULATED),
+        Way("adam", "jit", "mixed_float16"),
+        Way("adam", "jit", wrapper={"compression": "bf16"}),
+    ]
+
+
+def make_model(way, seed):
+    keras.utils.set_random_seed(seed)
+    keras.config.set_dtype_policy(way.policy)
+    try:
+        layers = [keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input((6,)), *layers])
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def train(model, way, optimizer, data):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        optimizer,
+        loss,
+        run_eagerly="eager" in way.how,
+        jit_compile="jit" in way.how,
+        steps_per_execution=4 if way.how == "several steps" else 1,
+    )
+    if "unbuilt" not in way.how:
+        built(model)
+    if "loop" not in way.how:
+        model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0)
+        return
+
+    def step(batch, target):
+        with tf.GradientTape() as tape:
+            value = loss(target, model(batch, training=True))
+        optimizer.apply(tape.gradient(value, model.trainable_variables))
+
+    step = step if "eager" in way.how else tf.function(step)
+    for _ in range(EPOCHS):
+        for batch, target in data:
+            step(batch, target)
+
+
+def trained(way):
+    rng = np.random.default_rng(7)
+    inputs = rng.normal(size=(GLOBAL_BATCH * STEPS, 6)).astype("float32")
+    labels = rng.integers(0, 3, size=GLOBAL_BATCH * STEPS)
+    data = tf.data.Dataset.from_tensor_slices((inputs, labels))
+    make_optimizer = OPTIMIZERS[way.optimizer][0]
+    model = make_model(way, seed=rr.rank())
+    optimizer = rr.DistributedOptimizer(make_optimizer(), **way.wrapper)
+    train(model, way, optimizer, rr.shard(data).batch(GLOBAL_BATCH // rr.size()))
+    if rr.rank() == 0:
+        alone = make_model(way, seed=0)
+        batch = GLOBAL_BATCH * way.wrapper.get("accumulate_steps", 1)
+        train(alone, Way(way.optimizer), make_optimizer(), data.batch(batch))
+        assert difference(model, alone) < way.tolerance
+        assert difference(alone, make_model(way, seed=0)) > 0.003
+    return digest(model.get_weights())
+
+
+@pytest.mark.parametrize(
     ("way", "size"),
     [
         *((way, 2) for way in QUICK),
         *(in_full(way, 3) for way in QUICK),
         *(in_full(way, 2) for way in FULL),
     ],
+    ids=str,
 )
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """`weights(size, way)`: those of each rank; they train when first asked for."""
-    folder = tmp_path_factory.mktemp("parity")
-
-    @cache
-    def trained(size, part):
-        result = run_job(size, [PROGRAM, str(folder), part, *PARTS[part]])
-        assert result.exit_code == 0, result.errors
-        found = []
-        for rank in range(size):
-            with np.load(folder / f"{part}-{size}-{rank}.npz") as arrays:
-                found.append({name: arrays[name] for name in arrays.files})
-        return found
-
-    def of_way(size, way):
-        ranks = trained(size, "full" if way in FULL else "quick")
-        return [
-            [array for name, array in sorted(arrays.items()) if name.split(".")[0] == way]
-            for arrays in ranks
-        ]
-
-    return of_way
-
-
-@every_way
-def test_ranks_end_bit_identical(weights, way, size):
-    first, *others = [[array.tobytes() for array in arrays] for arrays in weights(size, way)]
-    assert len(first) == 4
-    assert others == [first] * (size - 1)
-
-
-@every_way
-def test_workers_end_where_one_process_does(weights, way, size):
-    for alone, shared in zip(weights(1, way)[0], weights(size, way)[0], strict=True):
-        np.testing.assert_allclose(shared, alone, rtol=0, atol=WAYS[way])
-
-
-def test_training_changed_the_weights(weights):
-    """And each optimizer in its own way; otherwise equal weights would prove nothing."""
-    one, other = (np.concatenate([a.ravel() for a in weights(1, w)[0]]) for w in ("sgd", "adam"))
-    assert np.abs(one - other).max() > 0.003
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        in_full("steps_per_execution"),
-        "small_buckets",
-        "graph_loop",
-        *([in_full("sgd jit")] if "sgd jit" in WAYS else []),
-    ],
-)
-def test_the_way_of_calling_does_not_matter(weights, way):
-    for expected, actual in zip(weights(2, "sgd")[0], weights(2, way)[0], strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
+def test_workers_end_where_one_process_does_and_bit_identical(ranks, way, size):
+    assert len(set(ranks(size, trained, way))) == 1
