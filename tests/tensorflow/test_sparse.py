@@ -1,9 +1,8 @@
-"""Sparse gradients: eagerly on rings of threads, and by every way on rings of processes."""
+"""Sparse gradients, eagerly on rings of threads; test_sparse_routes.py has the other ways."""
 
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,43 +11,9 @@ import tensorflow as tf
 
 from ringreduce import ArrayError, ConfigError, MismatchError, NumericsError
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.effects import native
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.testing import ring_of_threads
-from tests.facts import facts_in
-from tests.jobs import run_job
-from tests.scope import in_full
-
-SIZES = (in_full(1), 2, in_full(3))
-# tests/programs/sparse.py runs each of these by every way.
-# On two ranks those of TRACED, and the others eagerly.
-SHARED_BY_WAYS = (
-    "duplicates",
-    "whole table",
-    "whole table with duplicates",
-    "rows of one rank only",
-    "no rows",
-    "no rows of one of two",
-    "two sparse",
-    "sparse and dense",
-    *(
-        f"{d} {i}"
-        for d, i in (
-            ("float16", "int64"),
-            ("bfloat16", "int32"),
-            ("float32", "int32"),
-            ("float64", "int64"),
-        )
-    ),
-    "width of zero",
-    "other rows in each step",
-)
-TRACED = ("duplicates", "sparse and dense", "bfloat16 int32", "other rows in each step")
-KERAS = ("adam", "clipnorm", "global_clipnorm", "decay", "ema", "loss scale", "eager")
-# On two ranks, all eager but the first.
-USUAL = ("adam", "global_clipnorm", "loss scale")
-REPEATED = ("SGD", "Adam", "Adagrad", "Ftrl", "Lion")
 
 
 def slices(values: Any, indices: Any, shape: Any, dtype: Any = tf.float32) -> tf.IndexedSlices:
@@ -250,117 +215,3 @@ def test_a_warning_comes_once_for_a_step_with_bad_rows_and_a_bad_bucket(caplog: 
     assert len(said) == 1
     assert "nan at [0] of dense" in said[0]
     assert "in step 0," in said[0]
-
-
-@pytest.fixture
-def facts(size: int) -> dict[Any, Any]:
-    """What programs/sparse.py said: by size and case a list, and in it by rank."""
-    return said_by(size)
-
-
-@cache
-def said_by(size: int) -> dict[Any, Any]:
-    result = run_job(size, ["tests/programs/sparse.py"], timeout_s=60)
-    assert result.exit_code == 0, result.errors
-    said: dict[Any, Any] = {}
-    for fact in facts_in(result.output):
-        of_case = said.setdefault((size, fact["case"]), {})
-        of_case.setdefault(fact["rank"], []).append(fact)
-    return said
-
-
-def on_processes(function: Any) -> Any:
-    """A test of what processes said, which import TensorFlow."""
-    return pytest.mark.tensorflow(pytest.mark.timeout(600)(function))
-
-
-def equal_on_all_ranks(facts: Any, size: int, case: str, key: str) -> list[Any]:
-    """What rank 0 said about a case, which all others must have said too."""
-    first = [fact[key] for fact in facts[size, case][0]]
-    for rank in range(1, size):
-        assert [fact[key] for fact in facts[size, case][rank]] == first
-    return first
-
-
-@on_processes
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", SHARED_BY_WAYS)
-def test_means_are_exact_and_bit_identical_by_every_way(facts: Any, case: str, size: int) -> None:
-    ways = ["eager", "python"] + ["native"] * (native.library() is not None)
-    assert equal_on_all_ranks(facts, size, "ways", "ways") == [ways]
-    ways = ways if size != 2 or case in TRACED else ["eager"]
-    assert equal_on_all_ranks(facts, size, case, "way") == ways
-    for right in equal_on_all_ranks(facts, size, case, "right"):
-        assert right
-        assert all(right)
-    assert len(set(equal_on_all_ranks(facts, size, case, "digest"))) == 1
-
-
-@on_processes
-@pytest.mark.parametrize("size", [2, in_full(3)])
-def test_both_ways_of_reducing_are_taken(facts: Any, size: int) -> None:
-    """The number of rows tells, and the test above would not show it."""
-    [gathered, *_] = equal_on_all_ranks(facts, size, "duplicates", "rows")
-    assert gathered == [[len({9, 4, *range(size)})]]
-    [mixed, *_] = equal_on_all_ranks(facts, size, "other rows in each step", "rows")
-    numbers = [rows for rows, _ in mixed]
-    assert numbers[0] == numbers[-1] == 0
-    assert 0 < numbers[1] < 20
-    [tables, *_] = equal_on_all_ranks(facts, size, "float32 int32", "rows")
-    assert tables == [[len({9, 4, *range(size), *range(1, size + 1)}), 5, None]]
-
-
-@on_processes
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", ["retracing", "loop"])
-def test_graphs_of_any_shape_give_the_same(facts: Any, case: str, size: int) -> None:
-    assert all(equal_on_all_ranks(facts, size, case, "right"))
-    assert len(set(equal_on_all_ranks(facts, size, case, "digest"))) == 1
-
-
-@on_processes
-@pytest.mark.parametrize("size", [2, in_full(3)])
-def test_ranks_may_trace_at_different_steps(facts: Any, size: int) -> None:
-    for rank in range(size):
-        assert {fact["traces"] for fact in facts[size, "retracing"][rank]} == {3}
-
-
-@on_processes
-@pytest.mark.parametrize("size", SIZES)
-def test_duplicates_of_halves_are_added_in_float32(facts: Any, size: int) -> None:
-    """Else 1 + 1 added to 2048 would be lost."""
-    for rank in range(size):
-        assert facts[size, "accumulation"][rank][0]["sum"] == 2050.0
-
-
-@on_processes
-@pytest.mark.parametrize(
-    ("size", "case"), [*((2, case) for case in USUAL), *(in_full(3, case) for case in KERAS)]
-)
-def test_keras_trains_to_the_weights_of_the_dense_way(facts: Any, case: str, size: int) -> None:
-    # Of two ranks a sum does not depend on the order; tf.clip_by_norm's depends on the rows.
-    limit = 1e-7 if size <= 2 else 1e-5
-    assert equal_on_all_ranks(facts, size, f"keras {case}", "apart")[0] <= limit
-    assert len(equal_on_all_ranks(facts, size, f"keras {case}", "digest")) == 1
-    [[sent, sent_dense]] = [fact["sent"] for fact in facts[size, f"keras {case}"][0]]
-    assert sent < sent_dense
-
-
-@on_processes
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", REPEATED)
-def test_rows_are_added_before_an_optimizer_sees_them(facts: Any, name: str, size: int) -> None:
-    """Keras's own squares them, or takes their signs, one by one: Adam's 13.4525 for 13.2389."""
-    [alone] = equal_on_all_ranks(facts, size, f"repeated {name}", "whole")
-    for table in equal_on_all_ranks(facts, size, f"repeated {name}", "tables")[0]:
-        np.testing.assert_allclose(table, alone, rtol=0, atol=1e-5)
-
-
-@on_processes
-@pytest.mark.parametrize("size", [2, in_full(3)])
-def test_sparse_on_some_ranks_only_is_our_error_out_of_a_function(facts: Any, size: int) -> None:
-    for rank in range(size):
-        [fact] = facts[size, "mismatch"][rank]
-        assert fact["error"] == "MismatchError"
-        assert "table: sparse float32 of shape (9, 2)" in fact["text"]
-        assert "table: float32 of shape (9, 2)" in fact["text"]

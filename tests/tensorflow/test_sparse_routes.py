@@ -1,0 +1,371 @@
+"""Sparse gradients on rings of processes, by every way through the bridge, and in Keras.
+
+Values are whole multiples of the number of ranks, so means are exact. Every rank knows what all
+have, and compares its results with what plain numpy makes of that.
+"""
+
+import functools
+import types
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import MismatchError
+from ringreduce.effects import native
+from ringreduce.tensorflow import GradientBridge, bridge, ops
+from tests.programs.shared import built, digest
+from tests.ranks import on_ranks
+from tests.scope import in_full
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+REWRITES_GRAPHS = True
+
+GRAPHS = ("python", "native") if native.library() else ("python",)
+on_1_to_3 = pytest.mark.parametrize("size", [in_full(1), 2, in_full(3)])
+on_2_and_3 = pytest.mark.parametrize("size", [2, in_full(3)])
+
+
+def sparse(indices, shape, dtype="float32", index_dtype="int64", seed=0):
+    """A gradient of each rank."""
+    generator = np.random.default_rng(seed)
+    values = [generator.integers(-3, 4, (len(own), *shape[1:])) * rr.size() for own in indices]
+    return [
+        tf.IndexedSlices(
+            tf.cast(rows, dtype), tf.constant(own, index_dtype), tf.constant(shape, tf.int64)
+        )
+        for rows, own in zip(values, indices, strict=True)
+    ]
+
+
+def dense(shape, dtype="float32"):
+    """Rank r has everywhere (r + 1) times the number of ranks."""
+    return [tf.cast(tf.fill(shape, (r + 1) * rr.size()), dtype) for r in range(rr.size())]
+
+
+def everywhere():
+    return [[0, 1, 2, 3, 4]] * rr.size()
+
+
+def repeated(number):
+    """Within a rank, and between ranks; in no order."""
+    return [[9, rank, 4, rank, 9, rank + number, 9] for rank in range(rr.size())]
+
+
+def of_dtypes(dtype, index_dtype):
+    kinds = {"dtype": dtype, "index_dtype": index_dtype}
+    gathered = sparse(repeated(1), (90, 3), **kinds, seed=3)
+    return [[gathered, sparse(everywhere(), (5, 3), **kinds, seed=4), dense((7,), dtype)]]
+
+
+def sparse_and_dense():
+    table = sparse(everywhere(), (5, 1), "float64", seed=2)
+    parts = [dense((3, 4)), sparse(repeated(2), (60, 3)), None]
+    return [[*parts, dense((1000,), "float64"), table, dense(())]]
+
+
+def other_rows_in_each_step():
+    def step(n):
+        indices = [[(rank * 3 + i * n) % 20 for i in range(n * 4)] for rank in range(rr.size())]
+        return [sparse(indices, (20, 4), seed=n), dense((5,))]
+
+    return [step(n) for n in (0, 1, 2, 5, 1, 0)]
+
+
+# Steps, each a list of the gradients of all variables, each of them a list by rank, or None.
+CASES = {
+    "duplicates": lambda: [[sparse(repeated(0), (40, 3))]],
+    "whole table": lambda: [[sparse(everywhere(), (5, 3))]],
+    "whole table, duplicates": lambda: [[sparse([[4, 2, 0, 4, 1, 3]] * rr.size(), (5, 2))]],
+    "rows of one rank": lambda: [[sparse([[]] * (rr.size() - 1) + [[3, 1, 3]], (40, 3))]],
+    "no rows": lambda: [[sparse([[]] * rr.size(), (40, 3))]],
+    "no rows of one of two": lambda: [
+        [sparse([[]] * rr.size(), (9, 3)), sparse(repeated(1), (40, 3))]
+    ],
+    "two sparse": lambda: [
+        [sparse(repeated(0), (50, 2, 2)), sparse(everywhere(), (5,), index_dtype="int32", seed=1)]
+    ],
+    "sparse and dense": sparse_and_dense,
+    "float16": lambda: of_dtypes("float16", "int64"),
+    "bfloat16": lambda: of_dtypes("bfloat16", "int32"),
+    "float32": lambda: of_dtypes("float32", "int32"),
+    "float64": lambda: of_dtypes("float64", "int64"),
+    "width of zero": lambda: [[sparse(everywhere(), (5, 0)), sparse(repeated(0), (40, 1))]],
+    "other rows in each step": other_rows_in_each_step,
+}
+TRACED = ("duplicates", "sparse and dense", "bfloat16", "other rows in each step")
+
+
+def bridged(way):
+    """The means by one way: eagerly, or in a graph of native ops or of Python functions."""
+    used = types.SimpleNamespace(are_available=lambda: False) if way == "python" else ops
+    made = GradientBridge(1 << 20)
+
+    def mean(gradients, names):
+        with mock.patch.object(bridge, "ops", used):
+            return made.mean(rr.init(), gradients, names)
+
+    return mean
+
+
+def whole(gradient):
+    """The sum of a gradient's rows as float64."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.cast(gradient, tf.float64).numpy()
+    table = np.zeros(gradient.dense_shape.numpy())
+    np.add.at(table, gradient.indices.numpy(), tf.cast(gradient.values, tf.float64).numpy())
+    return table
+
+
+def assert_is_mean(mean, by_rank):
+    if by_rank is None:
+        assert mean is None
+        return
+    assert type(mean) is type(by_rank[0])
+    assert mean.dtype == by_rank[0].dtype
+    assert (whole(mean) == sum(map(whole, by_rank)) / rr.size()).all()
+    if isinstance(mean, tf.IndexedSlices):
+        assert mean.indices.dtype == by_rank[0].indices.dtype
+        assert (mean.dense_shape.numpy() == by_rank[0].dense_shape.numpy()).all()
+        assert (np.diff(mean.indices.numpy()) > 0).all()
+
+
+def spec_of(gradient):
+    """With any number of rows."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.TensorSpec(gradient.shape, gradient.dtype)
+    index_dtype = gradient.indices.dtype
+    return tf.IndexedSlicesSpec(gradient.shape, gradient.dtype, index_dtype, tf.int64, [None])
+
+
+def reduced(steps, way):
+    """Reduce all steps; return the number of rows of each mean, and a digest of them."""
+    mean = bridged(way)
+    shapes = [by_rank and by_rank[0].shape for by_rank in steps[0]]
+
+    def step(*gradients):
+        remaining = iter(gradients)
+        own = [None if shape is None else next(remaining) for shape in shapes]
+        for n, gradient in enumerate(own):
+            if isinstance(gradient, tf.IndexedSlices):
+                shape = tf.constant(shapes[n].as_list(), tf.int64)
+                own[n] = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+        means = mean(own, [f"variable {number}" for number in range(len(shapes))])
+        for shape, result in zip(shapes, means, strict=True):
+            if isinstance(result, tf.IndexedSlices):
+                assert result.values.shape[1:] == shape[1:]
+        return means
+
+    if way != "eager":
+        firsts = [by_rank[0] for by_rank in steps[0] if by_rank]
+        step = tf.function(step, input_signature=[spec_of(gradient) for gradient in firsts])
+        nodes = {op.type for op in step.get_concrete_function().graph.get_operations()}
+        has_dense = any(isinstance(gradient, tf.Tensor) for gradient in firsts)
+        assert ("RingreduceWait" in nodes) == (way == "native" and has_dense and rr.size() > 1)
+    rows, arrays = [], []
+    for gradients in steps:
+        means = step(*(by_rank[rr.rank()] for by_rank in gradients if by_rank))
+        for result, by_rank in zip(means, gradients, strict=True):
+            assert_is_mean(result, by_rank)
+        rows.append([len(m.indices) for m in means if isinstance(m, tf.IndexedSlices)])
+        arrays += tf.nest.flatten([m for m in means if m is not None], expand_composites=True)
+    return rows, digest(arrays)
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_1_to_3
+@on_ranks()
+def test_means_are_exact_and_bit_identical_by_every_way(case):
+    """On two ranks, by those ways that take branches of their own."""
+    ways = ("eager", *(GRAPHS if rr.size() != 2 or case in TRACED else ()))
+    first, *others = (reduced(CASES[case](), way) for way in ways)
+    assert others == [first] * len(others)
+    return first
+
+
+@on_2_and_3
+@on_ranks()
+def test_both_ways_of_reducing_are_taken():
+    """The number of rows tells, and the test above would not show it."""
+    ranks = range(rr.size())
+    assert reduced(CASES["duplicates"](), "eager")[0] == [[len({9, 4, *ranks})]]
+    rows, _ = reduced(other_rows_in_each_step(), "eager")
+    assert rows[0] == rows[-1] == [0]
+    assert 0 < rows[1][0] < 20
+    gathered = len({9, 4, *ranks, *range(1, rr.size() + 1)})
+    assert reduced(CASES["float32"](), "eager")[0] == [[gathered, 5]]
+
+
+@on_1_to_3
+@on_ranks()
+def test_duplicates_of_halves_are_added_in_float32():
+    """2048 + 1 is 2048 in float16, but 2048 + 1 + 1 is not when added in float32."""
+    values = tf.constant([[2048.0], [1.0], [1.0]], tf.float16)
+    gradient = tf.IndexedSlices(values, tf.constant([2, 2, 2]), tf.constant([90, 1]))
+    [mean] = bridged("eager")([gradient], ["v"])
+    assert float(tf.reduce_sum(tf.cast(mean.values, tf.float32))) == 2050.0
+
+
+@pytest.mark.parametrize("way", GRAPHS)
+@on_1_to_3
+@on_ranks()
+def test_ranks_may_trace_at_different_steps(way):
+    """A batch of another length makes a rank trace again when the others do not."""
+    mean = bridged(way)
+
+    @tf.function
+    def step(indices):
+        values = tf.ones((len(indices), 2)) * rr.size()
+        gradient = tf.IndexedSlices(values, indices, tf.constant([100, 2]))
+        return tf.convert_to_tensor(mean([tf.ones(3), gradient], ["dense", "sparse"])[1])
+
+    tables = []
+    for number in range(5):
+        counts = [2 + (number // 2 if rank else number % 3) for rank in range(rr.size())]
+        tables.append(step(tf.fill([counts[rr.rank()]], number)).numpy())
+        assert (tables[-1][number] == sum(counts)).all()
+    assert step.experimental_get_tracing_count() == 3
+    return digest(tables)
+
+
+@pytest.mark.parametrize("way", GRAPHS)
+@on_1_to_3
+@on_ranks()
+def test_steps_in_a_loop_of_one_function(way):
+    """As with ``steps_per_execution``."""
+    mean = bridged(way)
+
+    @tf.function
+    def steps():
+        table = tf.zeros((50, 2))
+        for number in tf.range(4):
+            indices = tf.stack([number, number, number + 10 + rr.rank()])
+            gradient = tf.IndexedSlices(tf.ones((3, 2)) * rr.size(), indices, tf.constant([50, 2]))
+            table += tf.convert_to_tensor(mean([tf.ones(3), gradient], ["dense", "sparse"])[1])
+            table.set_shape((50, 2))
+        return table
+
+    expected = np.zeros((50, 2))
+    for number in range(4):
+        expected[number] += 2 * rr.size()
+        expected[number + 10 : number + 10 + rr.size()] += 1
+    assert (steps().numpy() == expected).all()
+
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.01),
+    "global clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.01),
+    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=64.0
+    ),
+}
+
+
+def embedded(make, is_eager, sparse_as_dense):
+    """Weights after training a model whose embedding is used twice, and the bytes sent for it."""
+    keras.utils.set_random_seed(7)
+    embed = keras.layers.Embedding(200, 4)
+    inputs = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
+    joined = keras.layers.Concatenate(axis=1)([embed(part) for part in inputs])
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(joined)))
+    optimizer = rr.DistributedOptimizer(make(), sparse_as_dense=sparse_as_dense)
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=is_eager)
+    if is_eager:
+        built(model)
+    generator = np.random.default_rng(rr.rank())
+    words = [generator.integers(0, 200, (12, count)).astype("int32") for count in (3, 2)]
+    labels = generator.normal(size=(12, 1)).astype("float32")
+    before = rr.init().statistics().bytes_sent
+    model.fit(words, labels, batch_size=4, shuffle=False, verbose=0)
+    return model.get_weights(), rr.init().statistics().bytes_sent - before
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "is_eager"),
+    [
+        (2, "adam", False),
+        (2, "global clipnorm", True),
+        (2, "loss scale", True),
+        in_full(3, "adam", True),
+        *(in_full(3, name, False) for name in OPTIMIZERS),
+    ],
+)
+@on_ranks()
+def test_keras_trains_to_the_weights_of_the_dense_way(name, is_eager):
+    weights, sent = embedded(OPTIMIZERS[name], is_eager, False)
+    expected, sent_dense = embedded(OPTIMIZERS[name], is_eager, True)
+    # Of two ranks a sum does not depend on the order; tf.clip_by_norm's depends on the rows.
+    limit = 1e-7 if rr.size() == 2 else 1e-5
+    assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) <= limit
+    assert sent < sent_dense
+    return digest(weights)
+
+
+WRAPS = {
+    "eager": lambda step: step,
+    "graph": tf.function,
+    "jit": functools.partial(tf.function, jit_compile=True),
+}
+if native.library() is None:
+    del WRAPS["jit"]
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "way", "options"),
+    [
+        *((2, name, "eager", {}) for name in ("SGD", "Adagrad", "Ftrl", "Lion", "Adam")),
+        (2, "Adam", "eager", {"sparse_as_dense": True}),
+        (2, "Adam", "graph", {}),
+        (2, "Adam", [*WRAPS][-1], {"accumulate_steps": 2}),
+        *(in_full(3, name, "graph", {}) for name in ("SGD", "Adagrad", "Ftrl", "Lion", "Adam")),
+        *(in_full(3, "Adam", way, {"sparse_as_dense": True}) for way in WRAPS),
+        *(in_full(size, "Adam", way, {"accumulate_steps": 2}) for way in WRAPS for size in (1, 3)),
+    ],
+)
+@on_ranks()
+def test_rows_are_added_before_an_optimizer_sees_them(name, way, options):
+    """Keras's own squares them, or takes their signs, one by one: Adam's 13.4525 for 13.2389."""
+    rows, indices = np.arange(12.0, dtype="float32").reshape(6, 2), np.array([1, 4, 1, 3, 4, 4])
+    table, expected = (keras.Variable(np.arange(1.0, 13.0).reshape(6, 2)) for _ in range(2))
+    plain = getattr(keras.optimizers, name)(learning_rate=0.1, name="repeated")
+    for _ in range(2):
+        plain.apply([tf.math.unsorted_segment_sum(rows, indices, 6)], [expected])
+    inner = getattr(keras.optimizers, name)(learning_rate=0.1, name="repeated")
+    optimizer = rr.DistributedOptimizer(inner, **options)
+    optimizer.build([table])
+    own = slice(rr.rank() * 6 // rr.size(), (rr.rank() + 1) * 6 // rr.size())
+
+    @WRAPS[way]
+    def step():
+        values = tf.constant(rows[own] * rr.size())
+        gradient = tf.IndexedSlices(values, tf.constant(indices[own]), tf.constant([6, 2]))
+        optimizer.apply([gradient], [table])
+
+    for _ in range(2 * options.get("accumulate_steps", 1)):
+        step()
+    np.testing.assert_allclose(table.numpy(), expected.numpy(), rtol=0, atol=1e-5)
+
+
+@on_2_and_3
+@on_ranks()
+def test_sparse_on_some_ranks_only_is_our_error_out_of_a_function():
+    mean = bridged("native")
+
+    @tf.function
+    def step():
+        gradient = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([9, 2]))
+        if rr.rank() == 0:
+            gradient = tf.convert_to_tensor(gradient)
+        return mean([tf.ones(3), gradient], ["kernel", "table"])[0]
+
+    with pytest.raises(MismatchError) as failure:
+        step()
+    for words in ("table: sparse float32 of shape (9, 2)", "table: float32 of shape (9, 2)"):
+        assert words in str(failure.value)
