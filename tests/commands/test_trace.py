@@ -91,15 +91,16 @@ def test_nobody_is_named_where_nobody_was_late(tmp_path):
 
 
 def test_ranks_are_named_by_how_long_others_waited(tmp_path, check_page):
-    """Of the latest job; some traces are missing, no trace, or lack records."""
+    """Of the latest job; some traces are missing, or lack records."""
     write(tmp_path, head(0, size=5), [(1, 5), (5, 9), (10, 11)])
     write(tmp_path, head(1, size=5), [(4, 5), (5, 9), (11, 11)], lost=500)
     write(tmp_path, head(2, size=5), [(1, 5), (7, 9), (10, 11)], lost=1000)
     write(tmp_path, head(3, job="old", when=0.5), [(1, 2)])
-    (tmp_path / "rank-7.trace").write_bytes(b"text")
     page = said(tmp_path)
     assert page.startswith("Rank 1 was the last to begin 2 of 3 calls: others waited for it 40.0%")
     check_page("trace.txt", page)
+    (tmp_path / "rank-7.trace").write_bytes(b"text")
+    assert "Note: rank-7.trace is left out: it is no trace" in said(tmp_path)
 
 
 def test_clocks_of_several_hosts_are_compared(tmp_path):
