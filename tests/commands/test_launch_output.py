@@ -95,5 +95,5 @@ def test_an_overlong_line_is_cut_between_characters_rather_than_kept():
     text, buffer = "x" + "\N{EURO SIGN}" * 130_000, LineBuffer()
     chunks = filter(None, pieces(text.encode(), range(0, 390_000, 1000)))
     shown = "".join(line for chunk in chunks for line in buffer.feed(chunk))
-    assert len(shown) > 100_000
+    assert len(shown) > 60_000
     assert shown + "".join(buffer.feed(b"")) == text
