@@ -107,15 +107,16 @@ class Way:
             queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
             tasks += [self._take(direction, source, queue), self._give(direction, queue, sink)]
         running = [asyncio.ensure_future(task) for task in tasks]
-        try:
+        with contextlib.suppress(asyncio.CancelledError):  # The proxy ends.
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-            has_failed = any(task.done() and task.exception() for task in running)
-            for end in ends:
-                _reset(end) if has_failed else end.close()
-        finally:
-            for task in running:
-                task.cancel()
-            self.connections.remove(ends)
+        has_failed = any(
+            not task.done() or task.cancelled() or task.exception() for task in running
+        )
+        for task in running:
+            task.cancel()
+        for end in ends:
+            _reset(end) if has_failed else end.close()
+        self.connections.remove(ends)
 
     async def _take(
         self, direction: str, source: asyncio.StreamReader, queue: asyncio.Queue[Any]
