@@ -201,12 +201,12 @@ Q, K = (GradientSpec(f"{name}/kernel", (2, 2), "float32") for name in "qk")
     ],
 )
 def test_the_first_difference_is_described_as_each_side_has_it(ours, theirs, first, second):
-    found = first_difference(ours, theirs)
-    assert found is not None
-    assert found[0].startswith(first)
-    assert found[1].startswith(second)
-    renamed = first_difference(ours, theirs, "variables")
-    assert renamed == tuple(text.replace("gradients", "variables") for text in found)
+    difference = first_difference(ours, theirs)
+    assert difference is not None
+    assert difference[0].startswith(first)
+    assert difference[1].startswith(second)
+    of_variables = tuple(text.replace("gradients", "variables") for text in difference)
+    assert first_difference(ours, theirs, "variables") == of_variables
 
 
 @given(

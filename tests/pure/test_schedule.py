@@ -100,8 +100,8 @@ def test_broadcast_gives_every_rank_the_chunk_of_any_root(size):
 def test_number_of_steps_is_the_least_possible_and_each_has_an_action(size):
     for make, steps in (("reduce_scatter", 1), ("all_gather", 1), ("all_reduce", 2)):
         for rank in range(size):
-            own = getattr(schedule, make)(rank, size)
-            assert len(own.chunks) == len(own.actions) == steps * (size - 1)
+            plan = getattr(schedule, make)(rank, size)
+            assert len(plan.chunks) == len(plan.actions) == steps * (size - 1)
 
 
 @sizes
@@ -144,10 +144,10 @@ def test_steps_are_described_counted_from_one(size):
     )
     for rank in range(size):
         # The root's own frame is hop 1, and so is what the rank after it waits for.
-        for own, names in (
+        for plan, names in (
             (schedule.all_reduce(rank, size), scatter + gather),
             (schedule.all_gather(rank, size), gather),
             (schedule.broadcast(rank, size, root=0), [f"hop {max(1, rank)}"]),
         ):
-            assert [own.describe_step(step) for step in range(len(names))] == names
+            assert [plan.describe_step(step) for step in range(len(names))] == names
     assert schedule.exchange(5).describe_step(2) == "exchange step 3 of 3"
