@@ -1,652 +1,413 @@
-"""Callbacks that need all ranks: alone, in rings of threads, and in training on rings of processes.
+"""Callbacks in training on rings of processes; test_callback_parts.py needs no training.
 
-What programs/callbacks.py does in processes is looked at here; the rest needs no training.
+Numbers are small fractions with a power of two below, so that sums are exact and the results of
+one process can be compared with ``==``.
 """
+
+import contextlib
+import io
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
-from ringreduce.keras.callbacks.metric_average import MetricAverage
-from ringreduce.keras.callbacks.rank_zero import WRITERS, share_states
-from ringreduce.keras.metric_states import combined_results, states_of
-from ringreduce.testing import ring_of_threads
-from tests.facts import facts_in
-from tests.jobs import run_job
+from ringreduce import ConfigError, MismatchError
+from ringreduce.keras.callbacks.together import StopTogether
+from tests.programs.shared import built, digest
+from tests.ranks import on_ranks
 from tests.scope import in_full
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+SGD = keras.optimizers.SGD
+LambdaCallback, Together = keras.callbacks.LambdaCallback, rr.callbacks.Together
+several_ranks = pytest.mark.parametrize("size", [2, in_full(3)])
 
 
-@pytest.fixture
-def world_of_one():
-    """A default communicator of one rank."""
-    with ringreduce.init() as communicator:
-        yield communicator
-    ringreduce.shutdown()
+def on_2_and_3(function):
+    return several_ranks(on_ranks()(function))
 
 
-# In processes ------------------------------------------------------------------------------
+def line_model(rate, kernel=0.0, *, distributed=True, metrics=(), run_eagerly=True):
+    """Prediction = kernel * input; eager, since tracing takes longer than its few steps."""
+    start = keras.initializers.Constant(kernel)
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer=start)
+    model = keras.Sequential([keras.Input((1,)), layer])
+    optimizer = rr.DistributedOptimizer(SGD(rate)) if distributed else SGD(rate)
+    model.compile(optimizer, "mse", metrics=list(metrics), run_eagerly=run_eagerly)
+    return model if metrics else built(model)
 
 
-@pytest.fixture(scope="module", params=[2, in_full(3)])
-def facts(request, tmp_path_factory):
-    """What each case of programs/callbacks.py said, by rank."""
-    size = request.param
-    arguments = ["tests/programs/callbacks.py", str(tmp_path_factory.mktemp("callbacks"))]
-    result = run_job(size, arguments, timeout_s=60)
-    assert result.exit_code == 0, result.errors
-    said = {"size": size}
-    for fact in facts_in(result.output):
-        said.setdefault(fact["case"], {})[fact["rank"]] = fact
-    lines = [line.partition("] ")[2] for line in result.output.splitlines()]
-    said["printed"] = [line for line in lines if not line.startswith("{")]
-    return said
+def fit(model, x, y=None, *callbacks, **options):
+    """Train on columns of numbers."""
+    x, y = column(*x), column(*(x if y is None else y))
+    return model.fit(x, y, verbose=0, callbacks=list(callbacks), **options)
 
 
-def of_all_ranks(facts, case):
-    return [facts[case][rank] for rank in range(facts["size"])]
+def column(*values):
+    return np.array(values, "float32").reshape(-1, 1)
 
 
-@pytest.mark.tensorflow
-def test_logs_are_those_of_one_process_on_all_data(facts):
-    for fact in of_all_ranks(facts, "averaged logs"):
-        assert fact["logged"] == {name: [value] * 2 for name, value in fact["expected"].items()}
-        assert fact["last"] == fact["expected"]
-        assert fact["keeps"]
-    assert len(fact["expected"]) == 6
+def scores(rank):
+    """Predictions 0, 1/4, ... 1 and labels 0 or 1 of one rank; other ranks have more or fewer."""
+    rng = np.random.default_rng(rank)
+    count = 4 << rank
+    return rng.integers(0, 5, (count, 1)).astype("float32") / 4, rng.integers(0, 2, (count, 1))
 
 
-@pytest.mark.tensorflow
-def test_early_stopping_and_plateaus_are_those_of_one_process_on_all_data(facts):
-    for fact in of_all_ranks(facts, "stopping"):
-        assert fact["epochs"] == fact["alone_epochs"]
-        assert fact["rates"] == fact["alone_rates"]
-        assert fact["weights"] == fact["alone_weights"]
-        assert 4 < len(fact["epochs"]) < 40
-        assert fact["rate"] < fact["rates"][0]
-        assert fact["losses"] == facts["stopping"][0]["losses"]
+def measures():
+    return ["mae", keras.metrics.AUC(num_thresholds=8, name="auc")]
 
 
-@pytest.mark.tensorflow
-def test_a_loss_that_is_nan_on_one_rank_stops_all_after_that_batch(facts):
-    finite = []
-    for fact in of_all_ranks(facts, "nan"):
-        assert fact["batches"] == [0, 1, 2]
-        assert fact["epochs"] == [0]
-        assert fact["logged_nan"]
-        finite.append(fact["finite"])
-    assert finite == [True] * (facts["size"] - 1) + [False]
+@on_2_and_3
+def test_logs_are_those_of_one_process_on_all_data():
+    """Rank r trains on two batches of 2 << r rows; rank 0 has nothing to validate."""
+    every, ours = [scores(rank) for rank in range(rr.size())], scores(rr.rank())
+    held = [
+        scores(2 + rank) if rank else [part[:0] for part in every[0]] for rank in range(rr.size())
+    ]
+    model = line_model(0.0, 1.0, metrics=measures())
+    last = {}
+    history = model.fit(
+        *ours,
+        batch_size=2 << rr.rank(),
+        validation_data=tuple(held[rr.rank()]),
+        epochs=2,
+        verbose=0,
+        callbacks=[Together([LambdaCallback(on_train_end=lambda logs: last.update(logs))])],
+    ).history
+    alone = line_model(0.0, 1.0, distributed=False, metrics=measures())
+
+    def evaluated(*parts):
+        data = map(np.concatenate, zip(*parts, strict=True))
+        return alone.evaluate(*data, batch_size=8, verbose=0, return_dict=True)
+
+    expected = evaluated(*every)
+    expected.update({f"val_{name}": value for name, value in evaluated(*held).items()})
+    assert len(expected) == 6
+    assert history == {name: [value] * 2 for name, value in expected.items()}
+    assert last == expected
+    # The state that the metrics of this rank are left with is that of its own last data.
+    if rr.rank():
+        evaluated(held[rr.rank()])
+        states, kept = (digest(m.metrics_variables) for m in (model, alone))
+        assert states == kept
 
 
-@pytest.mark.tensorflow
-def test_a_rank_that_stops_takes_all_with_it(facts):
-    assert [f["batches"] for f in of_all_ranks(facts, "one rank stops")] == [[0, 1]] * facts["size"]
+@on_2_and_3
+def test_early_stopping_and_plateaus_are_those_of_one_process_on_all_data():
+    """By its own val_loss rank 0 would stop at once and the last rank never."""
+    targets = [8 * rank / (rr.size() - 1) for rank in range(rr.size())]
+
+    def trained(model, held, wrap):
+        callbacks = [
+            keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5),
+        ]
+        data = column(*[1] * len(held)), column(*held)
+        history = fit(model, (1, 1), (8, 8), *wrap(callbacks), validation_data=data, epochs=40)
+        return history.epoch, history.history, model.get_weights()[0].tolist()
+
+    model = line_model(0.0625)
+    epochs, history, weights = trained(model, [targets[rr.rank()]], lambda own: [Together(own)])
+    alone = line_model(0.0625, distributed=False)
+    expected_epochs, expected, expected_weights = trained(alone, targets, list)
+    assert (epochs, weights) == (expected_epochs, expected_weights)
+    assert history["learning_rate"] == expected["learning_rate"]
+    assert 4 < len(epochs) < 40
+    assert float(model.optimizer.learning_rate) < history["learning_rate"][0]
+    return history["val_loss"]
 
 
-@pytest.mark.tensorflow
-def test_ranks_stop_and_call_alike_whoever_looks_at_batches(facts):
-    for rank, fact in enumerate(of_all_ranks(facts, "several")):
-        assert fact["looked"] == 24
-        assert fact["batches"] == (list(range(8)) * 3 if rank == 0 else [])
-        # As in one process: after the first batch, the epoch, the third batch.
-        stopped = [fact[f"on_{hook}"] for hook in ("epoch_begin", "epoch_end", "train_batch_end")]
-        assert stopped == [9, 16, 3]
-        # Sixteen steps more, each with one bucket of gradients and nothing else.
-        assert fact["asked"] == 16
-
-
-@pytest.mark.tensorflow
-def test_a_backup_on_rank_0_is_restored_on_all(facts):
-    restored = of_all_ranks(facts, "restored")
-    left = restored[0]["left"]
-    for rank, fact in enumerate(restored):
-        assert fact["had_backup"] is (rank == 0)
-        assert not fact["has_backup"]  # Deleted at the end, as Keras does it.
-        assert fact["epochs"] == [2]
-        assert fact["start"] == [2, left]
-    # Normalization had seen other data there, so this was copied and not merely equal.
-    assert restored[1]["left"] != left
-    # What random generators draw must stay each rank's own.
-    assert len({str(fact["seeds"]) for fact in restored}) == facts["size"]
-
-
-@pytest.mark.tensorflow
-def test_a_backup_for_a_model_that_is_not_built_is_an_error_on_all(facts):
-    for fact in of_all_ranks(facts, "unbuilt"):
-        assert fact["error"] == "ConfigError"
-        assert "the model is built on 0 ranks" in fact["text"]
-        assert "keras.Input" in fact["text"]
-
-
-@pytest.mark.tensorflow
-def test_only_rank_0_writes_files(facts):
-    first, *others = of_all_ranks(facts, "files")
-    assert first["files"] == ["log.csv", "model.keras", "own.txt"]
-    assert [fact["files"] for fact in others] == [[]] * len(others)
-    # The mean over ranks of targets 0, 1, ... squared: averaged before it was written.
-    loss = float(first["log"].splitlines()[1].split(",")[1])
-    assert loss == np.float32(np.mean(np.arange(facts["size"]) ** 2))
-
-
-@pytest.mark.tensorflow
-def test_learning_rates_that_differ_become_rank_0s(facts):
-    assert [fact["rate"] for fact in of_all_ranks(facts, "rates")] == [1.0] * facts["size"]
-
-
-@pytest.mark.tensorflow
-def test_the_learning_rate_is_warmed_up(facts):
-    size = facts["size"]
-    # From half the rate of one rank, 0.5, to `size` times it, over 4 batches of 2 epochs.
-    expected = [0.5 * (1 + done / 4 * (size - 1)) for done in (1, 2, 3, 4, 4, 4)]
-    for fact in of_all_ranks(facts, "warm-up"):
-        assert fact["rates"] == [pytest.approx(rate, rel=1e-6) for rate in expected]
-        assert fact["rates"][-1] == 0.5 * size
-    said = f"Epoch 2: learning rate warmed up to {0.5 * size:g}."
-    assert facts["printed"].count(said) == 1
-
-
-@pytest.mark.tensorflow
-def test_all_begin_with_the_roots_weights(facts):
-    last = facts["size"] - 1
-    for fact in of_all_ranks(facts, "broadcast"):
-        assert fact["start"] == facts["broadcast"][last]["start"]
-        assert fact["start"][:2] == facts["broadcast"][last]["mine"]
-        assert fact["means"] == [float(last)] * 3
-
-
-@pytest.mark.tensorflow
-def test_weights_that_come_with_the_first_batch_are_copied_after_it(facts):
-    weights = [fact["weights"] for fact in of_all_ranks(facts, "broadcast unbuilt")]
-    assert weights == [weights[0]] * facts["size"]
-
-
-@pytest.mark.tensorflow
-def test_evaluation_by_all_is_that_of_one(facts):
-    for fact in of_all_ranks(facts, "evaluate"):
-        assert len(fact["pairs"]) == 5
-        for what, (together, alone) in fact["pairs"].items():
-            assert together == alone, what
-
-
-@pytest.mark.tensorflow
-def test_predictions_of_all_are_those_of_one(facts):
-    for fact in of_all_ranks(facts, "predict"):
-        assert len(fact["same"]) == 5
-        assert all(fact["same"].values()), fact["same"]
-
-
-@pytest.mark.tensorflow
-def test_a_model_is_evaluated_with_the_moving_averages_of_rank_0(facts):
-    for rank, fact in enumerate(of_all_ranks(facts, "averages")):
-        assert fact["loss"][0] == pytest.approx(fact["loss"][1], rel=1e-6)
-        assert fact["outputs"] < 1e-6
-        assert fact["kept"] == [float(rank)] * 3
-
-
-@pytest.mark.tensorflow
-def test_ranks_that_log_under_different_names_are_an_error_on_all(facts):
-    for fact in of_all_ranks(facts, "names"):
-        assert fact["error"] == "MismatchError"
-        assert "rank 0 logs loss, val_loss and rank 1 logs loss" in fact["text"]
-
-
-# Metric states, in threads -----------------------------------------------------------------
-
-
-class States(keras.metrics.Metric):
-    """A state for each word that says how replicas combine."""
+class Record(keras.callbacks.Callback):
+    """Remembers batches, losses and with what the first epoch begins."""
 
     def __init__(self):
-        super().__init__(name="states")
-        self.states = {
-            word: self.add_variable((), "zeros", aggregation=word, name=word)
-            for word in ("sum", "mean", "only_first_replica", "none")
-        }
+        super().__init__()
+        self.batches, self.losses, self.start = [], [], None
 
-    def update_state(self, *arguments, **options):
-        raise AssertionError("set by the test")
+    def on_epoch_begin(self, epoch, logs=None):
+        self.start = self.start or (epoch, state_of(self.model))
 
-    def result(self):
-        return {word: variable.value + 0.0 for word, variable in self.states.items()}
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(batch)
+        self.losses.append(logs["loss"])
 
 
-def model_with(metric):
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(loss="mse")
-    model.extra = metric  # Tracked, as one made in __init__ is.
+def state_of(model):
+    return [v.numpy().tolist() for v in (*model.weights, *model.optimizer.variables)]
+
+
+@on_2_and_3
+def test_a_loss_that_is_nan_on_one_rank_stops_all_after_that_batch():
+    is_last = rr.rank() == rr.size() - 1
+    targets = [1.0, 1.0, np.nan if is_last else 1.0, *[1.0] * 5]
+    record, stop = Record(), Together(keras.callbacks.TerminateOnNaN())
+    options = {"batch_size": 1, "epochs": 3, "shuffle": False}
+    history = fit(line_model(0.125), [1.0] * 8, targets, record, stop, **options)
+    assert record.batches == [0, 1, 2]
+    assert history.epoch == [0]
+    assert np.isnan(history.history["loss"]).all()
+    assert np.isfinite(record.losses).all() != is_last
+
+
+class Stop(keras.callbacks.Callback):
+    """Stops training on rank 1, from one hook."""
+
+    def __init__(self, hook, number):
+        super().__init__()
+        setattr(self, hook, self.stop)
+        self.number = number
+
+    def stop(self, number, logs=None):
+        self.model.stop_training |= rr.rank() == 1 and number == self.number
+
+
+@on_2_and_3
+def test_a_rank_that_stops_takes_all_with_it():
+    """`StopTogether` alone; the callback of one rank stops training in its second batch."""
+    record = Record()
+    stop = Stop("on_train_batch_end", 1), StopTogether(), record
+    fit(line_model(0.125), range(5), None, *stop, batch_size=1)
+    assert record.batches == [0, 1]
+
+
+@on_2_and_3
+def test_ranks_stop_and_call_alike_whoever_looks_at_batches():
+    """`rr.fit`, with callbacks of one rank that look at each batch, or at epochs alone."""
+    model = line_model(0.125, run_eagerly=False)
+    ones = column(*[1] * 8 * rr.size())
+    data = tf.data.Dataset.from_tensor_slices((ones, ones)).batch(rr.size())
+
+    def steps(*callbacks):
+        before = int(model.optimizer.iterations.numpy())
+        rr.fit(model, data, epochs=3, verbose=0, callbacks=list(callbacks))
+        return int(model.optimizer.iterations.numpy()) - before
+
+    def calls(data):
+        before = rr.init().statistics().collectives
+        rr.fit(model, data, verbose=0)
+        return rr.init().statistics().collectives - before
+
+    looks = Record()
+    assert steps(*[rr.callbacks.OnRankZero(looks)] * (rr.rank() == 0)) == 24
+    assert looks.batches == (list(range(8)) * 3 if rr.rank() == 0 else [])
+    # As in one process: after the first batch, the epoch, the third batch.
+    stops = ("on_epoch_begin", 1), ("on_epoch_end", 1), ("on_train_batch_end", 2)
+    assert [steps(Stop(*when)) for when in stops] == [9, 16, 3]
+    # Sixteen steps more, each with one bucket of gradients and nothing else.
+    assert -calls(data) + calls(data.repeat(3)) == 16
+
+
+def deep_model(seed):
+    keras.utils.set_random_seed(seed)
+    middle = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    layers = [keras.layers.Dense(3), *middle, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile(rr.DistributedOptimizer(SGD(0.0625, momentum=0.5)), "mse", run_eagerly=True)
     return model
 
 
-def test_states_combine_as_their_variables_say():
-    models = [model_with(States()) for _ in range(3)]
-
-    def work(comm):
-        model = models[comm.rank]
-        for variable in model.extra.variables:
-            variable.assign(2.0**comm.rank)
-        # Rank 0 has had no batch, so what is there is none of the data's.
-        together = combined_results(model, states_of(model, comm.rank), comm)
-        return together, [float(v.numpy()) for v in model.extra.variables]
-
-    for rank, (together, kept) in enumerate(ring_of_threads(3, work)):
-        # 2 on rank 1 and 4 on rank 2. Results that are each rank's own are averaged.
-        assert together == {
-            "loss": 0.0,
-            "sum": 6.0,
-            "mean": 3.0,
-            "only_first_replica": 2.0,
-            "none": 3.0,
-        }
-        assert kept == [2.0**rank] * 4
+class Interruption(Exception):
+    """Ends training on all ranks."""
 
 
-class Vector(keras.metrics.Metric):
-    """A metric with several numbers."""
+def restored(folder):
+    """Interrupt after two epochs, and restore as in new processes, with each rank's own weights."""
+    folder /= f"rank{rr.rank()}"
+    rng = np.random.default_rng(rr.rank())
+    data = rng.normal(size=(8, 2)), rng.normal(size=(8, 1))
+    options = {"batch_size": 4, "epochs": 3, "verbose": 0}
 
-    def __init__(self, length):
-        super().__init__(name="vector")
-        self.total = self.add_variable((length,), "zeros", dtype="int32", name="total")
+    def interrupt(epoch, logs):
+        if epoch == 2:
+            raise Interruption
 
-    def result(self):
-        return self.total.value * 2
-
-
-def test_a_metric_of_several_numbers_is_added_too():
-    models = [model_with(Vector(3)) for _ in range(2)]
-
-    def work(comm):
-        model = models[comm.rank]
-        model.extra.total.assign([comm.rank, 2, 3])
-        return combined_results(model, states_of(model, comm.rank + 1), comm)["vector"]
-
-    for vector in ring_of_threads(2, work):
-        assert vector.dtype == np.int32
-        assert vector.tolist() == [2, 8, 12]
-
-
-def test_nobody_has_had_a_batch():
-    models = [model_with(States()) for _ in range(2)]
-
-    def work(comm):
-        model = models[comm.rank]
-        return combined_results(model, states_of(model, 0), comm)
-
-    assert ring_of_threads(2, work) == [{}, {}]
+    first, second, record = deep_model(rr.rank()), deep_model(100 + rr.rank()), Record()
+    backup, stop = keras.callbacks.BackupAndRestore(folder), LambdaCallback(interrupt)
+    with contextlib.suppress(Interruption):
+        first.fit(*data, callbacks=[Together([backup, stop])], **options)
+    assert folder.exists() == (rr.rank() == 0)
+    seeds = [v.numpy().tolist() for v in second.variables if "seed" in v.path]
+    backup = keras.callbacks.BackupAndRestore(folder)
+    history = second.fit(*data, callbacks=[Together([backup]), record], **options)
+    rr.verify_replicas([*second.trainable_variables, *second.optimizer.variables])
+    assert history.epoch == [2]
+    assert not folder.exists()  # Deleted at the end, as Keras does it.
+    return state_of(first), record.start, str(seeds)
 
 
-def test_metrics_that_differ_are_an_error_that_names_both():
-    models = [model_with(Vector(3)), model_with(Vector(4))]
-
-    def work(comm):
-        model = models[comm.rank]
-        try:
-            combined_results(model, states_of(model, 1), comm)
-        except ringreduce.MismatchError as error:
-            return str(error)
-
-    for text in ring_of_threads(2, work):
-        assert "rank 0 keeps metrics in" in text
-        assert "int32 of shape (3,)" in text
-        assert "int32 of shape (4,)" in text
+@several_ranks
+def test_a_backup_on_rank_0_is_restored_on_all(ranks, size, tmp_path):
+    left, starts, seeds = zip(*ranks(size, restored, tmp_path), strict=True)
+    assert starts == ((2, left[0]),) * size
+    # Normalization had seen other data there, so this was copied and not merely equal.
+    assert left[1] != left[0]
+    # What random generators draw must stay each rank's own.
+    assert len(set(seeds)) == size
 
 
-def test_states_are_put_back_where_a_result_fails():
-    class Fails(Vector):
-        fails = False
-
-        def result(self):
-            if self.fails:
-                raise RuntimeError("no result")
-            return super().result()
-
-    models = [model_with(Fails(1)), model_with(Fails(1))]
-
-    def work(comm):
-        model = models[comm.rank]
-        model.extra.total.assign([comm.rank + 1])
-        states = states_of(model, 1)
-        model.extra.fails = True
-        try:
-            combined_results(model, states, comm)
-        except RuntimeError:
-            return model.extra.total.numpy().tolist()
-
-    assert ring_of_threads(2, work) == [[1], [2]]
+@on_2_and_3
+def test_a_backup_for_a_model_that_is_not_built_is_an_error_on_all(tmp_path):
+    """The other ranks have left out what acts on rank 0 only."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer=rr.DistributedOptimizer(SGD(0.1)), loss="mse")
+    own = [keras.callbacks.BackupAndRestore(tmp_path / "backup")] if rr.rank() == 0 else []
+    with pytest.raises(ConfigError, match=r"the model is built on 0 ranks[^@]*keras\.Input"):
+        fit(model, [1], None, Together(own))
 
 
-# Logs, in threads --------------------------------------------------------------------------
-
-
-def averaged(size, logs_of, model_of=lambda rank: model_with(Vector(1)), batches=1):
-    """`logs_of` each rank after an epoch's end of `MetricAverage`."""
-    models = [model_of(rank) for rank in range(size)]
-
-    def work(comm):
-        callback = MetricAverage(comm)
-        callback.set_model(models[comm.rank])
-        callback.on_epoch_begin(0)
-        for batch in range(batches):
-            callback.on_train_batch_end(batch)
-        logs = logs_of(comm.rank)
-        callback.on_epoch_end(0, logs)
-        return logs
-
-    return ring_of_threads(size, work)
-
-
-def test_numbers_that_are_no_metrics_are_averaged_with_equal_weight():
-    # "loss" has a tracker, which this train_step leaves alone: it says 0.
-    logs = averaged(3, lambda rank: {"mine": rank + 1, "loss": float(3 * rank), "same": 0.1})
-    assert logs == [{"mine": 2.0, "loss": 3.0, "same": 0.1}] * 3
-
-
-def test_what_is_no_number_stays():
-    def logs_of(rank):
-        return {"text": str(rank), "none": None, "array": np.full(2, rank)}
-
-    for rank, logs in enumerate(averaged(2, logs_of)):
-        assert logs["text"] == str(rank)
-        assert logs["none"] is None
-        assert logs["array"].tolist() == [rank, rank]
-
-
-def test_a_name_that_one_rank_lacks_is_an_error_on_all():
-    def work(comm):
-        callback = MetricAverage(comm)
-        callback.set_model(models[comm.rank])
-        try:
-            callback.on_epoch_end(0, {"a": 1.0} if comm.rank else {"a": 1.0, "b": 2.0})
-        except ringreduce.MismatchError as error:
-            return str(error)
-
-    models = [model_with(Vector(1)) for _ in range(3)]
-    for text in ring_of_threads(3, work):
-        assert "rank 0 logs a, b and rank 1 logs a" in text
-
-
-def test_an_evaluation_between_epochs_needs_nobody_else():
-    """Another callback's, on one rank, with the same callbacks."""
-    models = [model_with(Vector(1)) for _ in range(2)]
-
-    def work(comm):
-        callback = MetricAverage(comm)
-        callback.set_model(models[comm.rank])
-        before = comm.statistics().collectives
-        if comm.rank == 1:
-            callback.on_test_begin()
-            callback.on_test_batch_end(0)
-            callback.on_test_end({"loss": 1.0})
-        return comm.statistics().collectives - before
-
-    assert ring_of_threads(2, work) == [0, 0]
-
-
-def test_alone_logs_are_left_alone(world_of_one):
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
-    data = np.ones((4, 1)), np.ones((4, 1))
-    callbacks = [
-        rr.callbacks.Together([keras.callbacks.EarlyStopping("loss")]),
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+@on_2_and_3
+def test_only_rank_0_writes_files(tmp_path):
+    folder = tmp_path / f"rank{rr.rank()}"
+    folder.mkdir()
+    own = LambdaCallback(
+        on_epoch_end=lambda epoch, logs: (folder / "own.txt").write_text("written")
+    )
+    writers = [
+        keras.callbacks.ModelCheckpoint(folder / "model.keras"),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+        rr.callbacks.OnRankZero(own),
     ]
-    before = world_of_one.statistics().collectives
-    history = model.fit(*data, epochs=2, verbose=0, callbacks=callbacks)
-    assert sorted(history.history) == ["loss"]
-    assert world_of_one.statistics().collectives == before
+    fit(line_model(0.125), [1], [rr.rank()], Together(writers), epochs=2)
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == (["log.csv", "model.keras", "own.txt"] if rr.rank() == 0 else [])
+    if rr.rank() == 0:
+        # The mean over ranks of targets 0, 1, ... squared: averaged before it was written.
+        loss = float((folder / "log.csv").read_text().splitlines()[1].split(",")[1])
+        assert loss == np.float32(np.mean(np.arange(rr.size()) ** 2))
 
 
-# Forwarding --------------------------------------------------------------------------------
-
-
-class Called(keras.callbacks.Callback):
-    """Remembers which hooks were called, in which order."""
-
-    def __init__(self, name, log):
-        super().__init__()
-        self.name, self.log = name, log
-
-    def __getattribute__(self, attribute):
-        if attribute.startswith(("on_", "set_")):
-            return lambda *a, **o: self.log.append((self.name, attribute))
-        return super().__getattribute__(attribute)
-
-
-HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
-
-
-def call(callback, hook):
-    arguments = (0, {}) if "batch" in hook or "epoch" in hook else ({},)
-    getattr(callback, hook)(*arguments)
-
-
-def test_every_hook_of_keras_is_forwarded_in_order(world_of_one):
-    log = []
-    together = rr.callbacks.Together([Called("first", log), Called("second", log)])
-    model = model_with(Vector(1))
-    together.set_model(model)
-    together.set_params({"epochs": 3})
-    assert together.model is model
-    assert together.params == {"epochs": 3}
-    assert len(HOOKS) >= 16
-    for hook in HOOKS:
-        call(together, hook)
-    expected = ["set_model", "set_params", *HOOKS]
-    assert log == [(name, hook) for hook in expected for name in ("first", "second")]
-
-
-def test_a_callback_on_rank_zero_is_not_called_elsewhere():
-    def work(comm):
-        log = []
-        callback = rr.callbacks.OnRankZero(Called("own", log), comm)
-        callback.set_model(models[comm.rank])
-        callback.set_params({})
-        for hook in HOOKS:
-            call(callback, hook)
-        return len(log)
-
-    models = [model_with(Vector(1)) for _ in range(2)]
-    assert ring_of_threads(2, work) == [len(HOOKS) + 2, 0]
-
-
-def test_the_next_training_may_begin_with_what_rank_0_s_callback_knew_on_any_rank():
-    def work(comm):
-        best = keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True)
-        if comm.rank == 0:
-            best.best = 0.5
-        # A loop of its own may give callbacks to rank 0 alone.
-        more = [] if comm.rank else [keras.callbacks.CSVLogger("log.csv")]
-        given = [rr.callbacks.OnRankZero(each, comm) for each in [best, *more]]
-        share_states(given, comm)
-        share_states(given[1:], comm)
-        return best.best
-
-    assert ring_of_threads(2, work) == [0.5, 0.5]
-
-
-def test_callbacks_that_write_files_are_known():
-    names = {kind.__name__ for kind in WRITERS}
-    assert names >= {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger"}
-
-
-RECORDERS = [
-    "wandb.integration.keras.callbacks.metrics_logger",
-    "mlflow.tensorflow.callback",
-    "neptune_tensorflow_keras.impl",
-    "comet_ml.keras",
-    "clearml.callbacks",
-    "aim.sdk.adapters.keras",
-    "dvclive.keras",
-]
-
-
-@pytest.mark.parametrize("module", [*RECORDERS, "wandbox.keras", "my_project.mlflow"])
-@pytest.mark.parametrize("derived", [False, True])
-def test_callbacks_that_record_a_run_act_on_rank_zero(module, derived):
-    kind = type("Theirs", (Called,), {"__module__": module})
-    if derived:
-        kind = type("Mine", (kind,), {"__module__": "__main__"})
-
-    def work(comm):
-        log = []
-        together = rr.callbacks.Together([kind("own", log)], comm)
-        together.on_train_batch_begin(0, {})
-        return len(log)
-
-    assert ring_of_threads(2, work) == ([1, 0] if module in RECORDERS else [1, 1])
-
-
-@pytest.mark.parametrize("make", [rr.callbacks.Together, rr.callbacks.OnRankZero])
-def test_what_is_no_callback_is_refused(make):
-    with pytest.raises(ringreduce.ConfigError, match=r"no keras\.callbacks\.Callback"):
-        make(keras.callbacks.EarlyStopping)
-
-
-# Learning rates ----------------------------------------------------------------------------
-
-
-def rates_of(callback, *, epochs=3, steps=2, optimizer=None):
-    """The rate in each batch, as Keras would call the hooks."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer=optimizer or keras.optimizers.SGD(0.5), loss="mse")
-    callback.set_model(model)
-    callback.set_params({"steps": steps})
-    callback.on_train_begin()
-    rates = []
-    for epoch in range(epochs):
-        callback.on_epoch_begin(epoch)
-        for batch in range(steps or 2):
-            callback.on_train_batch_begin(batch)
-            rates.append(float(model.optimizer.learning_rate))
-            callback.on_train_batch_end(batch)
-        logs = {}
-        callback.on_epoch_end(epoch, logs)
-        assert logs == {"learning_rate": rates[-1]}
-    return rates
-
-
-def test_a_staircase_sets_the_rate_by_epoch():
-    schedule = hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 2.0**-epoch)
-    assert rates_of(schedule) == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
-
-
-def test_a_curve_sets_it_by_batch():
-    schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
-    assert rates_of(schedule) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-
-
-def test_outside_its_epochs_the_rate_is_left_alone():
-    schedule = hvd.callbacks.LearningRateScheduleCallback(8.0, 0.125, start_epoch=1, end_epoch=2)
-    assert rates_of(schedule, optimizer=keras.optimizers.SGD(0.25)) == [0.25] * 2 + [1.0] * 4
-
-
-def test_alone_there_is_nothing_to_warm_up(world_of_one):
-    warmup = hvd.callbacks.LearningRateWarmupCallback(0.5, warmup_epochs=2)
-    assert rates_of(warmup) == [0.5] * 6
-
-
-def test_momentum_correction_is_that_of_a_momentum_scaled_for_one_step():
-    """Goyal et al., remark 2: v = m * (new rate / old rate) * v + new rate * g."""
-
-    def velocity(optimizer, callback):
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-        model.compile(optimizer=optimizer, loss="mse")
-        optimizer.build(model.trainable_variables)
-        callback.set_model(model)
-        callback.on_epoch_begin(0)
-        optimizer.apply([tf.constant([[1.0]])])
-        callback.on_epoch_begin(1)
-        optimizer.apply([tf.constant([[1.0]])])
-        return float(optimizer.momentums[0].numpy().item())
-
-    def make(**options):
-        return hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 2.0**epoch, **options)
-
-    # -0.5, then half of it and -1; with the correction half of twice it and -1.
-    sgd = keras.optimizers.SGD(0.5, momentum=0.5)
-    assert velocity(sgd, make(momentum_correction=False)) == -1.25
-    assert velocity(keras.optimizers.SGD(0.5, momentum=0.5), make()) == -1.5
-    wrapped = rr.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.5))
-    with ringreduce.init():
-        assert velocity(wrapped, make()) == -1.5
-    ringreduce.shutdown()
-
-
-@pytest.mark.parametrize(
-    "make", [keras.optimizers.Adam, keras.optimizers.SGD, keras.optimizers.RMSprop]
-)
-def test_optimizers_without_such_a_momentum_need_no_correction(make):
-    optimizer = make(0.25)
-    schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch + 1.0)
-    assert rates_of(schedule, optimizer=optimizer) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
-
-
-def test_an_epoch_of_unknown_length_needs_steps(world_of_one):
-    with pytest.raises(ringreduce.ConfigError, match="Pass steps_per_epoch"):
-        rates_of(hvd.callbacks.LearningRateWarmupCallback(1.0), steps=None)
-    with pytest.raises(ringreduce.ConfigError, match="LearningRateScheduleCallback does not know"):
-        rates_of(hvd.callbacks.LearningRateScheduleCallback(1.0, abs, staircase=False), steps=None)
-    assert rates_of(hvd.callbacks.LearningRateWarmupCallback(1.0, steps_per_epoch=2), steps=None)
-
-
-def test_a_negative_warm_up_is_refused():
-    with pytest.raises(ringreduce.ConfigError, match="warmup_epochs is -1"):
-        hvd.callbacks.LearningRateWarmupCallback(1.0, warmup_epochs=-1)
-
-
-def test_a_root_that_is_no_rank_is_refused(world_of_one):
-    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
-    callback.set_model(model_with(Vector(1)))
-    with pytest.raises(ringreduce.ArrayError, match="Roots are 0 to 0"):
-        callback.on_train_begin()
-
-
-def test_a_root_other_than_0_needs_a_model_that_is_built():
-    models = [keras.Sequential([keras.layers.Dense(1)]) for _ in range(2)]
-
-    def work(comm):
-        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(1, communicator=comm)
-        callback.set_model(models[comm.rank])
-        with pytest.raises(ringreduce.ConfigError, match="the model is built on 0 ranks"):
-            callback.on_train_begin()
-
-    ring_of_threads(2, work)
-
-
-def test_local_variables_keep_their_values_when_others_are_copied():
-    models = [keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]) for _ in range(2)]
-
-    def work(comm):
-        model = models[comm.rank]
-        model.set_weights([np.full((1, 1), comm.rank + 1.0), np.full(1, comm.rank + 1.0)])
-        model.compile(optimizer=keras.optimizers.SGD(0.1))
-        local = model.layers[0].bias
-        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", [local], communicator=comm)
-        callback.set_model(model)
-        callback.on_train_begin()
-        return [float(np.squeeze(weight)) for weight in model.get_weights()]
-
-    assert ring_of_threads(2, work) == [[1.0, 1.0], [1.0, 2.0]]
-
-
-def test_horovods_names_and_arguments_are_taken():
-    callbacks = hvd.callbacks
-    assert callbacks.MetricAverageCallback()
-    assert callbacks.BroadcastGlobalVariablesCallback(root_rank=0)
-    assert callbacks.BroadcastGlobalVariablesCallback(0, "", None)
-    assert callbacks.LearningRateWarmupCallback(
-        initial_lr=0.1, warmup_epochs=5, momentum_correction=True, steps_per_epoch=None, verbose=1
+@on_2_and_3
+def test_learning_rates_that_differ_become_rank_0s():
+    model = line_model(0.125)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.25)
+    own = LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(
+            model.optimizer, "learning_rate", 2.0 ** -rr.rank()
+        )
     )
-    assert callbacks.LearningRateScheduleCallback(
-        initial_lr=0.1,
-        multiplier=1.0,
-        start_epoch=5,
-        end_epoch=30,
-        staircase=True,
-        momentum_correction=True,
-        steps_per_epoch=None,
+    fit(model, [1], None, Together([schedule, own]))
+    assert float(model.optimizer.learning_rate) == 1.0
+
+
+@on_2_and_3
+def test_the_learning_rate_is_warmed_up():
+    """From half the rate of one rank, 0.5, to `size` times it, over 4 batches of 2 epochs."""
+    size = rr.size()
+    model, rates = line_model(0.5), []
+    record = LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
     )
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.5 * size, warmup_epochs=2, verbose=1)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        fit(model, [1, 1], None, Together([warmup, record]), batch_size=1, epochs=3)
+    expected = [0.5 * (1 + done / 4 * (size - 1)) for done in (1, 2, 3, 4, 4, 4)]
+    assert rates == [pytest.approx(rate, rel=1e-6) for rate in expected]
+    assert rates[-1] == 0.5 * size
+    text = f"Epoch 2: learning rate warmed up to {0.5 * size:g}."
+    assert printed.getvalue().splitlines().count(text) == (rr.rank() == 0)
+
+
+def broadcast_from_last():
+    model, record = deep_model(200 + rr.rank()), Record()
+    model.layers[1].moving_mean.assign([float(rr.rank())] * 3)
+    own = [w.tolist() for w in model.get_weights()[:2]]
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(rr.size() - 1), record]
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0, callbacks=callbacks)
+    return own, record.start[1]
+
+
+@several_ranks
+def test_all_begin_with_the_roots_weights(ranks, size):
+    own, starts = zip(*ranks(size, broadcast_from_last), strict=True)
+    assert starts == (starts[-1],) * size
+    assert starts[0][:2] == own[-1]
+    assert starts[0][4] == [size - 1.0] * 3
+
+
+@on_2_and_3
+def test_weights_that_come_with_the_first_batch_are_copied_after_it():
+    keras.utils.set_random_seed(300 + rr.rank())
+    layers = [keras.layers.Dense(2), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(rr.DistributedOptimizer(SGD(0.0)), "mse", run_eagerly=True)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    inputs = np.full((2, 3), rr.rank() + 1.0)
+    model.fit(inputs, np.ones((2, 1)), verbose=0, callbacks=callbacks)
+    return digest(model.get_weights())
+
+
+@on_2_and_3
+def test_evaluation_by_all_is_that_of_one():
+    """More and fewer rows than ranks, arrays and datasets, an unbuilt model."""
+    # Not compiled for metrics that are built: a rank without data has never called them.
+    model = line_model(0.0, 1.0, metrics=measures())
+    x, y = scores(4)
+    few, whole = (
+        tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows])).batch(4) for rows in (4, 23)
+    )
+    for data, options in (
+        ((x[:1], y[:1]), {}),
+        ((x[:23], y[:23]), {"sample_weight": np.arange(23) % 4, "batch_size": 4}),
+        ((x, y), {"batch_size": 4, "steps": 2, "return_dict": True}),
+        ((few,), {}),
+        ((whole.filter(lambda *_: True),), {}),
+    ):
+        expected = rr.on_rank_zero(lambda d=data, o=options: model.evaluate(*d, verbose=0, **o))
+        assert rr.evaluate(model, *data, **options) == expected
+
+
+@on_2_and_3
+def test_predictions_of_all_are_those_of_one():
+    inputs = keras.Input((3,))
+    outputs = {
+        "double": keras.layers.Rescaling(2.0)(inputs),
+        "parts": [keras.layers.Rescaling(1.0)(inputs), keras.ops.argmax(inputs, axis=-1)],
+    }
+    model = keras.Model(inputs, outputs)
+    model.compile(run_eagerly=True)
+    x = np.arange(69, dtype="float32").reshape(23, 3) % 16
+    whole = tf.data.Dataset.from_tensor_slices(x).batch(4)
+    one = tf.data.Dataset.from_tensor_slices((x[:3], x[:3])).batch(4)
+    for data, same, options in (
+        (x[:1], x[:1], {}),
+        (x, x, {"batch_size": 2}),
+        (x, x, {"batch_size": 5, "steps": 3}),
+        (whole.filter(lambda _: True), x, {}),
+        (one, x[:3], {}),
+    ):
+        ours = rr.predict(model, data, **options)
+        expected = model.predict(same, verbose=0, **options)
+        keras.tree.assert_same_structure(ours, expected)
+        pairs = zip(keras.tree.flatten(ours), keras.tree.flatten(expected), strict=True)
+        for a, b in pairs:
+            assert (type(a), a.dtype, a.shape) == (type(b), b.dtype, b.shape)
+            assert (a == b).all()
+
+
+@on_2_and_3
+def test_a_model_is_evaluated_with_the_moving_averages_of_rank_0():
+    """And keeps its own."""
+    keras.utils.set_random_seed(3)
+    norm = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+    rows = np.arange(21, dtype="float32").reshape(7, 3)
+    norm.moving_mean.assign(np.zeros(3))
+    loss, outputs = model.evaluate(rows, rows[:, :1], verbose=0), model.predict(rows, verbose=0)
+    norm.moving_mean.assign(np.full(3, rr.rank()))
+    assert rr.evaluate(model, rows, rows[:, :1]) == pytest.approx(loss, rel=1e-6)
+    assert np.abs(rr.predict(model, rows) - outputs).max() < 1e-6
+    assert norm.moving_mean.numpy().tolist() == [rr.rank()] * 3
+
+
+@on_2_and_3
+def test_ranks_that_log_under_different_names_are_an_error_on_all():
+    held = (column(1), column(1)) if rr.rank() == 0 else None
+    average = hvd.callbacks.MetricAverageCallback()
+    with pytest.raises(MismatchError, match="rank 0 logs loss, val_loss and rank 1 logs loss"):
+        fit(line_model(0.0), [1], None, average, validation_data=held)
