@@ -1,13 +1,20 @@
-"""Training steps that XLA compiles, with the ring in them: programs/jit.py on real rings."""
+"""Training steps that XLA compiles, with the ring in them.
 
-from __future__ import annotations
+What must come out is computed beside it, by the same step without XLA.
+"""
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import ringreduce.keras as rr
+from ringreduce import ArrayError, ConfigError, MismatchError
 from ringreduce.effects import native
-from tests.facts import facts_of
+from ringreduce.tensorflow import python_calls
 from tests.jobs import run_job
+from tests.programs.shared import built, difference, digest
+from tests.ranks import on_ranks
 from tests.scope import in_full
 
 pytestmark = [
@@ -16,117 +23,293 @@ pytestmark = [
     pytest.mark.skipif(native.library() is None, reason="without the native library"),
 ]
 
+REWRITES_GRAPHS = True
 
-@pytest.fixture(params=[2, in_full(3)], scope="module")
-def facts(request):
-    """By case and rank, what the program said on a ring of that size."""
-    return facts_of("jit", request.param)
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
-def of(facts, case):
-    """What every rank said of `case`, in rank order."""
-    return [fact for _, fact in sorted(facts[case].items())]
+def on_2_and_3(function):
+    return pytest.mark.parametrize("size", [2, in_full(3)])(on_ranks()(function))
 
 
-@pytest.mark.parametrize("case", ["retraced", "sparse", "accumulated", "join"])
-def test_it_is_the_same_training_as_without(facts, case):
-    said = of(facts, case)
-    assert len({fact["digest"] for fact in said}) == 1
-    for fact in said:
-        assert fact["difference"] < 2e-6
+def data(count=24):
+    """This rank's."""
+    inputs = np.random.default_rng(3).normal(size=(count * rr.size(), 4)).astype("float32")
+    targets = inputs[:, :2] - inputs[:, 2:] ** 2
+    return inputs[rr.rank() :: rr.size()], targets[rr.rank() :: rr.size()]
 
 
-def test_ranks_that_compile_again_at_different_steps_go_on(facts):
+def make_model():
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def compiled(model, inner, jit, **options):
+    """With XLA, or eagerly: tracing the reference would take longer."""
+    optimizer = rr.DistributedOptimizer(inner)
+    model.compile(optimizer, "mse", jit_compile=jit, run_eagerly=not jit, **options)
+    return model
+
+
+def optimizer_of(variables, inner=None, **options):
+    optimizer = rr.DistributedOptimizer(inner or SGD(1.0), **options)
+    optimizer.build(variables)
+    return optimizer
+
+
+@on_2_and_3
+def test_ranks_that_compile_again_at_different_steps_train_as_without():
     """One has a last batch of 2 and the others of 3, so no step is the same program on all."""
-    for fact in of(facts, "retraced"):
-        assert fact["moved"] > 0.1
-        for name, values in fact["expected"].items():
-            assert fact["history"][name] == pytest.approx(values, rel=1e-5)
+    inputs, targets = data(22 if rr.rank() == 0 else 23)
+    models, histories = [], []
+    for jit in (True, False):
+        models.append(built(compiled(make_model(), SGD(0.1), jit, metrics=["mae"])))
+        options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        histories.append(models[-1].fit(inputs, targets, **options).history)
+    assert difference(*models) < 2e-6
+    assert difference(models[0], make_model()) > 0.1
+    for name, values in histories[1].items():
+        assert histories[0][name] == pytest.approx(values, rel=1e-5)
+    return digest(models[0].get_weights())
 
 
-def test_what_comes_after_a_reduction_that_is_not_due_in_each_step_stays_in_order(facts):
-    for fact in of(facts, "accumulated"):
-        compiled, plain = fact["losses"]
-        assert compiled == pytest.approx(plain, rel=1e-5)
+@on_2_and_3
+def test_sparse_gradients_become_dense():
+    inputs = np.array([[0, 1, 1], [2, 1, rr.rank()]])
+    models = []
+    for jit in (True, False):
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.Embedding(7, 2), keras.layers.GlobalMaxPooling1D()]
+        models.append(compiled(keras.Sequential([keras.Input((3,)), *layers]), SGD(0.5), jit))
+        models[-1].fit(inputs, np.ones((2, 2)), verbose=0)
+    assert difference(*models) < 2e-6
+    return digest(models[0].get_weights())
 
 
-def test_an_epoch_has_as_many_steps(facts):
-    for fact in of(facts, "join"):
-        assert fact["steps"] == [8, 8]
+@on_2_and_3
+def test_a_reduction_that_is_not_due_in_each_step_and_what_comes_after_it():
+    """In every third step, in a branch, and a collective after it in each."""
+    models, losses = [make_model(), make_model()], []
+    inputs, targets = data()
+    for model, jit in zip(models, (True, False), strict=True):
+        optimizer = optimizer_of(model.trainable_variables, Adam(0.01), accumulate_steps=3)
+
+        def step(x, y, optimizer=optimizer, model=model):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+            return rr.all_reduce(loss, "mean")
+
+        step = tf.function(step, jit_compile=True) if jit else step
+        batches = [slice(first, first + 4) for first in range(0, len(inputs), 4)]
+        losses.append([float(step(inputs[batch], targets[batch])) for batch in batches])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert difference(*models) < 2e-6
+    return digest(models[0].get_weights())
 
 
-def test_large_gradients_are_reduced_where_they_lie_and_hurt_nobody(facts):
-    for rank, fact in enumerate(of(facts, "in place")):
-        assert fact["own"] == [True, rank]
-        assert fact["local"] == [600 * 2 * (rank + 1), 2 * rank * sum(range(600))]
-        for weight in ("first", "second", "third"):
-            found, expected = fact[weight]
-            assert found == pytest.approx(expected, rel=1e-6)
-    assert len({fact["digest"] for fact in of(facts, "in place")}) == 1
+@on_2_and_3
+def test_unequal_data():
+    """With a join, all of a step compiled."""
+    count = 24 - 8 * rr.rank() if rr.rank() < 3 else 0
+    rows = tf.data.Dataset.from_tensor_slices(tuple(part[:count] for part in data())).batch(6)
+    models = [compiled(make_model(), Adam(0.01), jit) for jit in (True, False)]
+    for model in models:
+        for _ in range(2):
+            rr.fit(model, rows, sharded=True, verbose=0)
+        assert int(model.optimizer.iterations) == 8
+    assert difference(*models) < 2e-6
+    return digest(models[0].get_weights())
 
 
-def test_two_optimizers_in_one_program_keep_its_order(facts):
-    digests = {tuple(fact["digests"]) for fact in of(facts, "two optimizers")}
-    assert len(digests) == 1
-    first, second = digests.pop()
-    assert first == second
-    assert facts["two optimizers"][0]["moved"] > 0.1
+@on_2_and_3
+def test_large_gradients_are_reduced_where_they_lie_and_hurt_nobody():
+    """Of 1 MiB or more; what XLA gives the ring must not be what others still need."""
+    rank, mean_rank = rr.rank(), (rr.size() - 1) / 2
+    weights = [tf.Variable(tf.zeros(shape)) for shape in ((600, 600), (600, 600), 3)]
+    optimizer = optimizer_of(weights)
+    own = [tf.fill((600, 600), rank + 1.0), tf.reshape(tf.range(360000.0), (600, 600)) * rank]
+
+    @tf.function(jit_compile=True)
+    def step(gradients):
+        # Also an argument, whose memory is the caller's, is used after it is started, and so is
+        # what is made of it; a third gradient is packed.
+        derived = [gradient * 2.0 for gradient in gradients]
+        optimizer.apply([*derived, tf.fill((3,), float(rank))], weights)
+        local = [tf.reduce_sum(gradient[0]) for gradient in derived]
+        optimizer.apply([*gradients, None], weights)
+        return local
+
+    local = [step(own) for _ in range(3)][-1]
+    assert (own[0].numpy() == rank + 1.0).all()
+    assert float(own[1][0, 1]) == rank
+    assert [float(value) for value in local] == [1200 * (rank + 1), 2 * rank * sum(range(600))]
+    ends = [float(weights[0][0, 0]), float(weights[1][599, 599]), float(weights[2][0])]
+    expected = [-9 * (mean_rank + 1), -9 * 359999.0 * mean_rank, -3 * mean_rank]
+    assert ends == pytest.approx(expected, rel=1e-6)
+    return digest(weights)
 
 
-def test_reductions_that_depend_on_nothing_keep_the_order_of_the_program(facts):
-    size = len(facts["linear"])
-    ranks = np.arange(size)
-    first, second = -3 * 111 * (ranks + 1).mean(), -9 * ranks.mean()
-    for fact in of(facts, "linear"):
-        assert fact["weights"] == [[pytest.approx(first)] * 3, [pytest.approx(second)] * 3]
+@on_2_and_3
+def test_two_optimizers_in_one_program_keep_its_order():
+    """Their buckets must leave in it, though XLA sees two independent halves."""
+    models = [make_model(), make_model()]
+    pairs = [(optimizer_of(model.trainable_variables, SGD(0.1)), model) for model in models]
+    inputs, targets = data()
+
+    @tf.function(jit_compile=True)
+    def step(x, y):
+        for optimizer, model in pairs:
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((model(x) - y) ** 2)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply(gradients, model.trainable_variables)
+
+    for _ in range(5):
+        step(inputs, targets)
+    assert difference(*models) == 0
+    assert difference(models[0], make_model()) > 0.1
+    return digest(models[0].get_weights())
 
 
-def test_a_mean_that_one_rank_does_not_use_is_computed_all_the_same(facts):
-    size = len(facts["unused"])
-    for rank, fact in enumerate(of(facts, "unused")):
-        expected = (size + 1) / 2 if rank == 0 else 0.0
-        assert fact["results"] == [[expected]] * 4
-        # Rank 0's values in four; in each step a bucket and a tensor; gradients are compared once.
-        assert fact["collectives"] == 4 + 4 * 2 + 1
+@on_2_and_3
+def test_reductions_that_depend_on_nothing_keep_the_order_of_the_program():
+    weights = [tf.Variable(tf.zeros(3)) for _ in range(2)]
+    optimizer = optimizer_of(weights, bucket_bytes=8)
+
+    @tf.function(jit_compile=True)
+    def steps():
+        for turn in range(3):
+            values = (rr.rank() + 1) * 10**turn, rr.rank()
+            optimizer.apply([tf.fill((3,), float(value)) for value in values], weights)
+
+    for _ in range(3):
+        steps()
+    mean_rank = (rr.size() - 1) / 2
+    for weight, expected in zip(weights, (-3 * 111 * (mean_rank + 1), -9 * mean_rank), strict=True):
+        assert weight.numpy().tolist() == [pytest.approx(expected)] * 3
 
 
-def test_a_loop_communicates_in_each_turn(facts):
-    size = len(facts["loop"])
-    gathered = [value * rank for rank in range(size) for value in (1.0, 2.0)]
-    for fact in of(facts, "loop"):
-        assert fact["results"] == [[size**3, 2.0 * size**3], gathered]
+@on_2_and_3
+def test_a_mean_that_one_rank_does_not_use_is_computed_all_the_same():
+    """XLA drops what has no effect; the rank must take part, step after step."""
+    weights = [tf.Variable([1.0]), tf.Variable(tf.ones(100))]
+    is_first = rr.rank() == 0
+
+    @tf.function(jit_compile=True)
+    def step():
+        with rr.DistributedGradientTape() as tape:
+            loss = tf.reduce_sum(weights[0]) * (rr.rank() + 1.0) + tf.reduce_sum(weights[1])
+        gradients = tape.gradient(loss, weights)
+        ignored = rr.all_reduce(tf.ones(5))
+        del ignored
+        return gradients[0] if is_first else tf.constant([0.0])
+
+    before = rr.init().statistics().collectives
+    for _ in range(4):
+        assert step().numpy().tolist() == [(rr.size() + 1) / 2 if is_first else 0.0]
+    # Rank 0's values in four; in each step a bucket and a tensor; gradients are compared once.
+    assert rr.init().statistics().collectives - before == 4 + 4 * 2 + 1
 
 
-def test_what_a_loop_does_not_change_is_reduced_in_each_turn(facts):
-    size = len(facts["invariant"])
-    small, large = -5 * (size + 1) / 2, -5 * (size - 1)
-    for fact in of(facts, "invariant"):
-        assert fact["totals"] == [0.0, 16.0 * size, 0.0, 24.0 * size]
-        assert fact["ends"] == [small, large, small, large]
+@on_2_and_3
+def test_a_loop_communicates_in_each_turn():
+    value = tf.constant([1.0, 2.0])
+
+    @tf.function(jit_compile=True, autograph=False)
+    def loop():
+        turns = tf.while_loop(
+            lambda turn, total: turn < 3,
+            lambda turn, total: (turn + 1, rr.all_reduce(total, "sum")),
+            (0, value),
+        )[1]
+        return turns, rr.all_gather(value * float(rr.rank()))
+
+    total, gathered = loop()
+    assert total.numpy().tolist() == [rr.size() ** 3, 2.0 * rr.size() ** 3]
+    assert gathered.numpy().tolist() == [v * rank for rank in range(rr.size()) for v in (1.0, 2.0)]
 
 
-@pytest.mark.parametrize(
-    ("case", "error", "text"),
-    [
-        ("cond", "ConfigError", "inside a branch of tf.cond"),
-        ("refused", "UnknownError", "cannot do this the first time"),
-        ("unequal rows", "MismatchError", "Under jit_compile=True"),
-        ("afterwards", "MismatchError", "Under jit_compile=True"),
-        # It would round otherwise, and weights would drift apart in silence.
-        ("one alone 1", "MismatchError", "with jit_compile=True"),
-        ("one alone 2", "MismatchError", "with jit_compile=True"),
-    ],
-)
-def test_what_cannot_be_is_said(facts, case, error, text):
-    for fact in of(facts, case):
-        assert fact["error"] == error, fact["text"]
-        assert text in fact["text"]
+@on_2_and_3
+def test_what_a_loop_does_not_change_is_reduced_in_each_turn():
+    """XLA takes such things out of loops; what is done must be so in each turn, or in none."""
+    weights = [tf.Variable(tf.zeros(4)), tf.Variable(tf.zeros((600, 600)))]
+    optimizer = optimizer_of(weights)
+    gradients = [tf.fill((4,), rr.rank() + 1.0), tf.fill((600, 600), 2.0 * rr.rank())]
+
+    @tf.function(jit_compile=True)
+    def steps(turns):
+        total = 0.0
+        for _ in tf.range(turns):
+            total += rr.all_reduce(tf.constant(8.0), "sum")
+            optimizer.apply(gradients, weights)
+        return total
+
+    for turns in (0, 2, 0, 3):
+        assert float(steps(tf.constant(turns))) == 8.0 * turns * rr.size()
+    for weight, mean in zip(weights, ((rr.size() + 1) / 2, rr.size() - 1), strict=True):
+        assert (weight.numpy() == -5 * mean).all()
 
 
-def test_an_error_that_breaks_nothing_leaves_the_program_usable(facts):
-    size = len(facts["after refused"])
-    for fact in of(facts, "after refused"):
-        assert fact["total"] == [size, 2.0 * size]
+@on_2_and_3
+def test_an_error_that_breaks_nothing_leaves_the_program_usable():
+    """Such as of an operator that a dtype does not have."""
+    turns = []
+
+    def run(array):
+        turns.append(len(turns))
+        if not turns[-1]:
+            raise ArrayError("cannot do this the first time")
+        rr.init().all_reduce(array)
+        return [array]
+
+    @tf.function(jit_compile=True)
+    def step(value):
+        return python_calls.call(rr.init(), "try", run, [value], [((2,), tf.float32)])[0]
+
+    with pytest.raises(tf.errors.UnknownError, match="cannot do this the first time"):
+        step(tf.constant([1.0, 2.0]))
+    assert step(tf.constant([1.0, 2.0])).numpy().tolist() == [rr.size(), 2.0 * rr.size()]
+
+
+@on_2_and_3
+def test_a_branch_that_one_rank_takes_is_refused():
+    @tf.function(jit_compile=True, autograph=False)
+    def branch(flag):
+        return tf.cond(flag, lambda: rr.all_reduce(1.0), lambda: 1.0)
+
+    with pytest.raises(ConfigError, match=r"inside a branch of tf\.cond"):
+        branch(tf.constant(rr.rank() == 0))
+
+
+@pytest.mark.parametrize("eager_steps", [0, 1])
+@on_2_and_3
+def test_a_step_that_one_rank_alone_compiles_is_refused(eager_steps):
+    """It would round differently, and weights would drift apart in silence."""
+    model, ring = make_model(), rr.init().split(0)
+    optimizer = rr.DistributedOptimizer(SGD(0.1), ring)
+
+    def run(jit):
+        model.compile(optimizer, "mse", jit_compile=jit)
+        model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0)
+
+    for _ in range(eager_steps):
+        run(False)
+    with pytest.raises(MismatchError, match="with jit_compile=True"):
+        run(rr.rank() == 0)
+
+
+@on_2_and_3
+def test_rows_that_differ_are_refused_and_so_is_every_later_step():
+    @tf.function(jit_compile=True)
+    def gather(rows):
+        return rr.all_gather(rows)
+
+    for rows in (2 + (rr.rank() == 0), 2):
+        with pytest.raises(MismatchError, match="Under jit_compile=True"):
+            gather(tf.ones((rows, 2)))
 
 
 REASONS = """
