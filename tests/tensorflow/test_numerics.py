@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import ringreduce.keras as rr
 from ringreduce import ConfigError, NumericsError
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_threads
+from tests.ranks import on_ranks
 from tests.scope import in_full
-from tests.tensorflow.test_bridge_failures import bridge, training_ring  # noqa: F401  a fixture
+from tests.ways import needs_xla
 
 PATHS = ["first/kernel", "second/bias", "third/scale"]
 
 
 def gradients(rank: int, bad: dict[int, list[tuple[int, Any, float]]]) -> list[Any]:
-    """Of three variables; `bad` has of each rank the gradient, the index and the value."""
+    """Make gradients of three variables; `bad`: by rank, the gradient, the index and the value."""
     values = [np.ones((3, 5), np.float32), np.ones(100, np.float32), np.ones((), np.float32)]
     for which, index, value in bad.get(rank, []):
         values[which][index] = value
@@ -34,7 +37,7 @@ def run(
     steps: list[dict[int, list[tuple[int, Any, float]]]],
     bucket_bytes: int = 1,
 ) -> list[Any]:
-    """What each rank raised, or the means of its last step."""
+    """Return what each rank raised, or the means of its last step."""
 
     def work(comm: Communicator) -> Any:
         made = GradientBridge(bucket_bytes, check_numerics=mode)
@@ -150,50 +153,40 @@ def test_another_mode_is_refused():
         GradientBridge(1, check_numerics="maybe")
 
 
-POISONED = """
-poison = tf.Variable(1.0)
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("jit_compile", [pytest.param(True, marks=needs_xla), in_full(False)])
+@on_ranks(3)
+def test_a_poisoned_gradient_comes_out_of_fit_as_our_error_on_all_ranks(jit_compile):
+    poison = tf.Variable(1.0)
 
-@tf.custom_gradient
-def poisoned(x):
-    return tf.identity(x), lambda upstream: upstream * poison
+    @tf.custom_gradient
+    def poisoned(x):
+        return tf.identity(x), lambda upstream: upstream * poison
 
-class Layer(keras.layers.Layer):
-    def call(self, x):
-        return poisoned(x)
+    class Poisoned(keras.layers.Layer):
+        def call(self, x):
+            return poisoned(x)
 
-keras.utils.set_random_seed(1)
-layers = [keras.layers.Dense(8, name="near"), Layer(), keras.layers.Dense(8, name="far")]
-model = keras.Sequential([keras.Input((8,)), *layers])
-optimizer = DistributedOptimizer(
-    keras.optimizers.SGD(0.0), communicator=ring, bucket_bytes=300, check_numerics="raise"
-)
-model.compile(optimizer=optimizer, loss="mse", jit_compile=JIT)
-
-class Poison(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        if RANK == 2 and batch == 3:
+    def set_poison(batch, logs):
+        if rr.rank() == 2 and batch == 3:
             poison.assign(float("nan"))
 
-attempt("result", lambda: model.fit(endless, steps_per_epoch=9, verbose=0, callbacks=[Poison()]))
-attempt("again", ring.barrier)
-hold()
-"""
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("bridge", ["jit", in_full("native")], indirect=True)
-def test_a_poisoned_gradient_comes_out_of_fit_as_our_error_on_all_ranks(
-    tmp_path: Path,
-    bridge: str,  # noqa: F811
-) -> None:
-    with training_ring(tmp_path, 3, bridge, POISONED) as ring:
-        for event in ("result", "again"):
-            facts = ring.wait(event)
-            assert [fact["kind"] for fact in facts] == ["NumericsError"] * 3, facts
-            assert [fact["peer"] for fact in facts] == [2] * 3
-            for fact in facts:
-                assert "rank 2 of 3 has nan at [" in fact["text"]
-                # The layer behind the poison is well.
-                assert "] of sequential/near/" in fact["text"]
-                assert "in step 3, in gradient reduction" in fact["text"]
-        ring.release()
+    layers = [keras.layers.Dense(8, name="near"), Poisoned(), keras.layers.Dense(8, name="far")]
+    model = keras.Sequential([keras.Input((8,)), *layers], name="model")
+    optimizer = rr.DistributedOptimizer(
+        keras.optimizers.SGD(0.0), bucket_bytes=300, check_numerics="raise"
+    )
+    model.compile(optimizer, "mse", jit_compile=jit_compile)
+    ones = tf.data.Dataset.from_tensors((np.ones((2, 8)), np.ones((2, 8)))).repeat()
+    callback = keras.callbacks.LambdaCallback(on_train_batch_begin=set_poison)
+    for action in (
+        lambda: model.fit(ones, steps_per_epoch=9, verbose=0, callbacks=[callback]),
+        default_communicator().barrier,
+    ):
+        with pytest.raises(NumericsError) as raised:
+            action()
+        assert raised.value.peer == 2
+        assert "rank 2 of 3 has nan at [" in str(raised.value)
+        # The layer behind the poison is well.
+        assert "] of model/near/" in str(raised.value)
+        assert "in step 3, in gradient reduction" in str(raised.value)
