@@ -1,37 +1,36 @@
 """Models and training steps in which ranks disagree: all find out soon, and name the variable.
 
-Real processes. Each way that ranks reach each other, and each bridge, goes through all
-scenarios in one start of the workers, a ring for each.
+On real rings. Each scenario has a group of all ranks of its own, which breaks alone.
 """
 
-from __future__ import annotations
+import time
 
-import textwrap
-from typing import Any
-
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
+import ringreduce.keras as rr
+from ringreduce import MismatchError
+from ringreduce.communicator.process import default_communicator
 from ringreduce.effects import native
-from tests.rings import MISMATCH_S, Ring
+from ringreduce.tensorflow import ops
+from tests.rings import MISMATCH_S
 from tests.scope import in_full
 
 pytestmark = pytest.mark.tensorflow
 
-VICTIM = 1
+ONES = np.ones((2, 4), np.float32)
+SGD = keras.optimizers.SGD
 
-PREAMBLE = """
-import keras
-import tensorflow as tf
-from ringreduce.keras import DistributedGradientTape, DistributedOptimizer
-from ringreduce.keras import fit as fit_divided
-from ringreduce.tensorflow import ops
 
-assert ops.are_available() is {native}
-ODD = RANK == {victim}
-ones = np.ones((2, 4), np.float32)
+def odd(other, usual):
+    """Return the first on rank 1, and the second on the others."""
+    return other if rr.rank() == 1 else usual
+
 
 class Gate(keras.layers.Layer):
-    '''Passes gradients on, or not.'''
+    """Passes gradients on, or not."""
 
     closed = False
 
@@ -41,26 +40,26 @@ class Gate(keras.layers.Layer):
     def compute_output_shape(self, shape):
         return shape
 
+
 def make(
+    ring,
     names=("first", "second", "third"),
     bucket_bytes=100,
     units=4,
-    dtype="float32",
     rate=0.0,
     accumulate_steps=1,
-    sgd=(),
+    momentum=0.0,
     activation=None,
     run_eagerly=True,
 ):
-    '''Eager, since a trace takes long, but where what is traced is told apart.'''
+    """A model with a bucket for each layer; eager, but where what is traced is told apart."""
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(units, activation, name=name, dtype=dtype) for name in names]
+    layers = [keras.layers.Dense(units, activation, name=name) for name in names]
     gate = Gate()
     model = keras.Sequential([keras.Input((4,)), layers[0], gate, *layers[1:]], name="model")
     model.gate = gate
-    # A bucket for each layer.
-    optimizer = DistributedOptimizer(
-        keras.optimizers.SGD(rate, **dict(sgd)),
+    optimizer = rr.DistributedOptimizer(
+        SGD(rate, momentum=momentum),
         communicator=ring,
         bucket_bytes=bucket_bytes,
         accumulate_steps=accumulate_steps,
@@ -68,147 +67,142 @@ def make(
     model.compile(optimizer=optimizer, loss="mse", run_eagerly=run_eagerly)
     return model
 
-def fit(model):
-    model.fit(ones, np.ones((2, model.output_shape[-1]), np.float32), verbose=0)
 
-def fit_twice(**options):
-    '''The second time without the first layer's gradients, on one rank.'''
-    model = make(**options)
-    fit(model)
-    model.gate.closed = ODD
+def fit(ring, **options):
+    """Train a new model for a step."""
+    model = make(ring, **options)
+    model.fit(ONES, np.ones((2, model.output_shape[-1])), verbose=0)
+    return model
+
+
+def fit_twice(ring, **options):
+    """The second time without the first layer's gradients, on one rank."""
+    model = fit(ring, **options)
+    model.gate.closed = odd(True, False)
     model.make_train_function(force=True)
-    fit(model)
+    model.fit(ONES, ONES, verbose=0)
 
-def fit_closed():
-    model = make(run_eagerly=False)
-    model.gate.closed = ODD
-    fit(model)
 
-def stepper(model, wrap=tf.function):
+def fit_closed(ring):
+    model = make(ring, run_eagerly=False)
+    model.gate.closed = odd(True, False)
+    model.fit(ONES, ONES, verbose=0)
+
+
+def steps(ring, *calls, wrap=tf.function):
+    """Make a step for each: whether the first layer has no gradient, and the order is reversed."""
+    model = make(ring)
     model.optimizer.build(model.trainable_variables)
 
-    def step(closed, backwards=False):
+    @wrap
+    def step(closed, backwards):
         model.gate.closed = closed
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(ones) ** 2)
+            loss = tf.reduce_mean(model(ONES) ** 2)
         variables = model.trainable_variables
-        pairs = list(zip(tape.gradient(loss, variables), variables))
+        pairs = list(zip(tape.gradient(loss, variables), variables, strict=True))
         model.optimizer.apply_gradients(pairs[::-1] if backwards else pairs)
 
-    return wrap(step)
+    for closed, backwards in calls:
+        step(closed, backwards)
 
-def steps(wrap):
-    step = stepper(make(), wrap)
-    for number in range(5):
-        step(ODD and number >= 3)
 
-def back_and_forth():
-    step = stepper(make())
-    for closed in (False, True, False, True):
-        step(closed)
-    step(ODD)
+OPEN, CLOSED, BACKWARDS = (False, False), (True, False), (False, True)
 
-def backwards():
-    step = stepper(make())
-    step(False)
-    step(False, ODD)
 
-def pretending(module):
+def pretending(ring, module):
     true = module.__version__
-    if ODD:
-        module.__version__ = "99.0"
+    module.__version__ = odd("99.0", true)
     try:
-        fit(make())
+        fit(ring)
     finally:
         module.__version__ = true
 
-def decay(rate):
-    return keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.5)
+
+def schedule(ring):
+    rate = keras.optimizers.schedules.ExponentialDecay(odd(0.5, 0.25), 10, 0.5)
+    fit(ring, rate=rate)
+
 
 class Taped(keras.Model):
-    '''Averages gradients by itself.'''
+    """Averages gradients by itself."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, ring):
         super().__init__()
-        self.inner = inner
+        self.inner, self.ring = inner, ring
 
     def call(self, inputs):
         return self.inner(inputs)
 
     def train_step(self, data):
-        with DistributedGradientTape(communicator=ring) as tape:
+        with rr.DistributedGradientTape(communicator=self.ring) as tape:
             loss = tf.reduce_mean(self(data[0]) ** 2)
         weights = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, weights), weights)
         return {"loss": loss}
 
+
 class FasterOnOneRank(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
-        if ODD and epoch == 1:
-            self.model.optimizer.learning_rate = 0.5
+        if epoch == 1:
+            self.model.optimizer.learning_rate = odd(0.5, 0.25)
 
-def divided(loss="mse", activation=None, own_step=False, **options):
-    model = make(rate=0.25, activation=activation)
+
+def divided(ring, loss="mse", activation=None, own_step=False, **options):
+    """Train by `rr.fit`."""
+    model = make(ring, rate=0.25, activation=activation)
+    optimizer = model.optimizer
     if own_step:
-        model = Taped(model)
-    optimizer = "sgd" if own_step else model.optimizer
+        model, optimizer = Taped(model, ring), "sgd"
     model.compile(optimizer=optimizer, loss=loss, run_eagerly=True)
     x = np.arange(48, dtype=np.float32).reshape(12, 4) % 5
     usual = {"batch_size": 12, "epochs": 2, "verbose": 0, "communicator": ring}
-    fit_divided(model, x, x, **{**usual, **options})
+    rr.fit(model, x, x, **{**usual, **options})
 
-def timed(name, call):
-    def run():
-        try:
-            call()
-        finally:
-            say(name + " at", at=time.monotonic())
-    attempt(name, run)
 
-rings = []
-for number, (name, call) in enumerate(SCENARIOS.items()):
-    ring = join(number)
-    rings.append(ring)
-    timed(name, call)
-    attempt(name + " again", ring.barrier)
-hold()
-"""
-
-# What is called, and what must be in every rank's error.
-CLOSED = ("model/first/kernel: float32 of shape (4, 4)", "model/first/kernel: no gradient (None)")
+# What is done, and what must be in every rank's error.
+NO_GRADIENT = (
+    "model/first/kernel: float32 of shape (4, 4)",
+    "model/first/kernel: no gradient (None)",
+)
 SCENARIOS = {
     "names": (
-        "fit(make(('first', *('second', 'third')[:: -1 if ODD else 1]), run_eagerly=False))",
+        lambda ring: fit(
+            ring, names=("first", *odd(("third", "second"), ("second", "third"))), run_eagerly=False
+        ),
         ("model/second/kernel: float32", "model/third/kernel: float32", "has another model"),
     ),
     "more variables": (
-        "fit(make(('first', 'second', 'third', 'fourth')[: 4 if ODD else 3]))",
+        lambda ring: fit(ring, names=("first", "second", "third", "fourth")[: odd(4, 3)]),
         ("model/fourth/kernel: float32", "8 variables", "6 variables"),
     ),
     "shape": (
-        "fit(make(units=5 if ODD else 4))",
+        lambda ring: fit(ring, units=odd(5, 4)),
         ("model/first/kernel: float32 of shape (4, 5)", "float32 of shape (4, 4)"),
     ),
-    "TensorFlow": ("pretending(tf)", ("runs TensorFlow 99.0", "runs TensorFlow 2.")),
-    "Keras": ("pretending(keras)", ("runs Keras 99.0", "runs Keras 3.")),
+    "TensorFlow": (
+        lambda ring: pretending(ring, tf),
+        ("runs TensorFlow 99.0", "runs TensorFlow 2."),
+    ),
+    "Keras": (lambda ring: pretending(ring, keras), ("runs Keras 99.0", "runs Keras 3.")),
     "buckets": (
-        "fit(make(bucket_bytes=10_000 if ODD else 100))",
+        lambda ring: fit(ring, bucket_bytes=odd(10_000, 100)),
         ("1 bucket, the first of ", "(bucket_bytes=10000)", "(bucket_bytes=100)"),
     ),
     "momentum": (
-        "fit(make(sgd={'momentum': 0.5 if ODD else 0.75}))",
+        lambda ring: fit(ring, momentum=odd(0.5, 0.75)),
         ("found different optimizers: momentum is 0.75 on rank 0 and 0.5 on rank 1",),
     ),
     "schedule": (
-        "fit(make(rate=decay(0.5 if ODD else 0.25)))",
+        schedule,
         ("learning_rate.config.initial_learning_rate is 0.25 on rank 0 and 0.5 on rank 1",),
     ),
     "accumulated steps": (
-        "fit(make(accumulate_steps=3 if ODD else 2))",
+        lambda ring: fit(ring, accumulate_steps=odd(3, 2)),
         ("strategy.steps is 2 on rank 0 and 3 on rank 1",),
     ),
     "activation": (
-        "fit(make(activation='tanh' if ODD else 'relu'))",
+        lambda ring: fit(ring, activation=odd("tanh", "relu")),
         (
             "found different models: layer 'first': activation is 'relu' on rank 0 and 'tanh' on "
             "rank 1, in comparison of settings.",
@@ -216,90 +210,80 @@ SCENARIOS = {
         ),
     ),
     "activation in a step of the user's": (
-        "divided(activation='tanh' if ODD else 'relu', own_step=True)",
+        lambda ring: divided(ring, activation=odd("tanh", "relu"), own_step=True),
         ("found different models: layer 'third': activation is 'relu' on rank 0 and 'tanh' on",),
     ),
     "batch size and seed of rr.fit": (
-        "divided(batch_size=6, seed=3) if ODD else divided()",
+        lambda ring: divided(ring, **odd({"batch_size": 6, "seed": 3}, {})),
         (
             "found different arguments of rr.fit and compile: batch_size is 12 on rank 0 and 6 on "
             "rank 1; seed is 0 on rank 0 and 3 on rank 1",
         ),
     ),
-    "loss": ("divided('mae' if ODD else 'mse')", ("loss is 'mse' on rank 0 and 'mae' on rank 1",)),
+    "loss": (
+        lambda ring: divided(ring, odd("mae", "mse")),
+        ("loss is 'mse' on rank 0 and 'mae' on rank 1",),
+    ),
     "a callback of one rank": (
-        "divided(callbacks=[FasterOnOneRank()])",
+        lambda ring: divided(ring, callbacks=[FasterOnOneRank()]),
         ("the learning rate is 0.25 on rank 0 and 0.5 on rank 1", "alike on all ranks"),
     ),
-    "None from the start": ("fit_closed()", CLOSED),
-    "None later in fit": ("fit_twice(run_eagerly=False)", CLOSED),
-    "None later in fit, eagerly": ("fit_twice()", CLOSED),
-    "None later in a function": ("steps(tf.function)", CLOSED),
-    "None later in an eager loop": ("steps(lambda step: step)", CLOSED),
-    "a plan of before": ("back_and_forth()", CLOSED),
+    "None from the start": (fit_closed, NO_GRADIENT),
+    "None later in fit": (lambda ring: fit_twice(ring, run_eagerly=False), NO_GRADIENT),
+    "None later in fit, eagerly": (fit_twice, NO_GRADIENT),
+    "None later in a function": (
+        lambda ring: steps(ring, *[OPEN] * 3, *odd([CLOSED] * 2, [OPEN] * 2)),
+        NO_GRADIENT,
+    ),
+    "None later in an eager loop": (
+        lambda ring: steps(
+            ring, *[OPEN] * 3, *odd([CLOSED] * 2, [OPEN] * 2), wrap=lambda step: step
+        ),
+        NO_GRADIENT,
+    ),
+    "a plan of before": (
+        lambda ring: steps(ring, OPEN, CLOSED, OPEN, CLOSED, odd(CLOSED, OPEN)),
+        NO_GRADIENT,
+    ),
     "another order later": (
-        "backwards()",
+        lambda ring: steps(ring, OPEN, odd(BACKWARDS, OPEN)),
         ("model/first/kernel: float32", "model/third/bias: float32"),
     ),
 }
 
-# How ranks reach each other, their number and hosts, and whether there is a native library.
+
+def disagree(name, is_native):
+    """Check how a scenario ends on this rank, and return when."""
+    assert ops.are_available() is is_native
+    act, texts = SCENARIOS[name]
+    ring = default_communicator().split(0)
+    with pytest.raises(MismatchError) as raised:
+        act(ring)
+    ended = time.monotonic()
+    for text in texts:
+        assert text in str(raised.value)
+    with pytest.raises(MismatchError):
+        ring.barrier()
+    assert time.monotonic() - ended < 2
+    ring.close()
+    return ended
+
+
+# How ranks reach each other: their number, hosts and variables.
 WAYS = {
-    "shm": ("shm", 2, (), True),
-    "two hosts": ("auto", 3, ("a", "a", "b"), True),
-    "zmq, in Python": ("zmq", 3, (), False),
+    "shm": (2, (), {"RINGREDUCE_TRANSPORT": "shm"}),
+    "two hosts": (3, ("a", "a", "b"), {}),
+    "zmq, in Python": (3, (), {"RINGREDUCE_TRANSPORT": "zmq", "RINGREDUCE_NATIVE": "0"}),
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=["shm", in_full("two hosts"), in_full("zmq, in Python")],
-)
-def disagreements(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, list[dict[str, Any]]]:
-    """What each rank said in each scenario."""
-    transport, size, hosts, is_native = WAYS[request.param]
+@pytest.mark.parametrize("way", ["shm", in_full("two hosts"), in_full("zmq, in Python")])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_ranks_soon_get_a_mismatch_with_both_sides(ranks, name, way):
+    """The first cannot know before the last has come to the call in which they differ."""
+    size, hosts, environment = WAYS[way]
+    is_native = "RINGREDUCE_NATIVE" not in environment
     if is_native and native.library() is None:
         pytest.skip(native.why_missing())
-    calls = ", ".join(f"{name!r}: lambda: {call}" for name, (call, _) in SCENARIOS.items())
-    program = PREAMBLE.replace("{native}", str(is_native)).replace("{victim}", str(VICTIM))
-    program = program.replace("rings = []\n", f"SCENARIOS = {{{calls}}}\nrings = []\n")
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    if not is_native:
-        environment["RINGREDUCE_NATIVE"] = "0"
-    with Ring(
-        tmp_path_factory.mktemp("agreement"),
-        size,
-        textwrap.dedent(program),
-        rings=len(SCENARIOS),
-        transport=transport,
-        hosts=hosts,
-        environment=environment,
-    ) as ring:
-        found = {}
-        for name in SCENARIOS:
-            for event in (name, f"{name} at", f"{name} again"):
-                found[event] = ring.wait(event)
-        ring.release()
-    return found
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_all_ranks_get_a_mismatch_with_both_sides(
-    name: str, disagreements: dict[str, list[dict[str, Any]]]
-) -> None:
-    for fact in disagreements[name]:
-        assert fact["kind"] == "MismatchError", fact
-        for words in SCENARIOS[name][1]:
-            assert words in fact["text"], fact
-    for fact in disagreements[f"{name} again"]:
-        assert fact["kind"] == "MismatchError", fact
-        assert fact["seconds"] < 2
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_all_ranks_find_out_soon(name: str, disagreements: dict[str, list[dict[str, Any]]]) -> None:
-    """The first cannot know before the last has come to the call in which they differ."""
-    times = [fact["at"] for fact in disagreements[f"{name} at"]]
-    assert max(times) - min(times) < MISMATCH_S, times
+    times = ranks.ring(size, hosts=hosts, **environment)(disagree, name, is_native)
+    assert max(times) - min(times) < MISMATCH_S
