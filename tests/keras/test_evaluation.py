@@ -20,6 +20,8 @@ from ringreduce.vocabulary.errors import ConfigError
 from tests.scope import in_full
 
 pytestmark = pytest.mark.timeout(120)
+# Keras's own warning, for a dataset whose length it has to find out.
+RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 
 
 def rows(count):
@@ -71,49 +73,43 @@ def test_evaluation_is_that_of_one_process(size, count, make):
     assert results == [expected] * size
 
 
-def test_evaluation_of_a_loss_alone_is_a_number():
-    def make():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.layers[0].set_weights([np.ones((2, 1)), np.zeros(1)])
-        model.compile(loss="mse", run_eagerly=True)
-        return model
-
-    x, y = rows(5)
-    expected = make().evaluate(x, y, verbose=0)
-    assert isinstance(expected, float)
-    results = by_all(2, lambda m, comm: rr.evaluate(m, x, y, communicator=comm), make)
-    assert results == [expected] * 2
+def one_loss():
+    """A model whose result is a number."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.layers[0].set_weights([np.ones((2, 1)), np.zeros(1)])
+    model.compile(loss="mse", run_eagerly=True)
+    return model
 
 
-def test_tensors_and_nested_inputs_are_shared_out():
-    def make():
-        inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
-        model = keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]]))
-        model.compile(loss="mse", run_eagerly=True)
-        return model
-
-    x, y = rows(7)
-    data = {"a": tf.constant(x), "b": x}
-    expected = make().evaluate(data, y, verbose=0)
-    results = by_all(3, lambda m, comm: rr.evaluate(m, data, y, communicator=comm), make)
-    assert results == [expected] * 3
+def nested_inputs():
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
+    model = keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]]))
+    model.compile(loss="mse", run_eagerly=True)
+    return model
 
 
-def test_several_outputs_are_listed_in_keras_order():
-    def make():
-        inputs = keras.Input((2,))
-        model = keras.Model(inputs, {"a": inputs * 2, "b": inputs * 4})
-        losses, metrics = {"a": "mse", "b": "mae"}, {"a": ["mae"], "b": ["mse"]}
-        model.compile(loss=losses, metrics=metrics, run_eagerly=True)
-        return model
+def several_outputs():
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, {"a": inputs * 2, "b": inputs * 4})
+    losses, metrics = {"a": "mse", "b": "mae"}, {"a": ["mae"], "b": ["mse"]}
+    model.compile(loss=losses, metrics=metrics, run_eagerly=True)
+    return model
 
-    x, _ = rows(3)
-    targets = {"a": x, "b": x}
-    expected = make().evaluate(x, targets, verbose=0)
-    assert len(expected) == 5
-    # On 4 ranks one has nothing, and so never gets to know its metrics.
-    results = by_all(4, lambda m, comm: rr.evaluate(m, x, targets, communicator=comm), make)
-    assert results == [expected] * 4
+
+@pytest.mark.parametrize(
+    ("size", "make", "data", "shape"),
+    [
+        (2, one_loss, rows(5), ()),
+        (3, nested_inputs, ({"a": tf.constant(rows(7)[0]), "b": rows(7)[0]}, rows(7)[1]), ()),
+        # On 4 ranks one has nothing, and so never gets to know its metrics.
+        (4, several_outputs, (rows(3)[0], {"a": rows(3)[0], "b": rows(3)[0]}), (5,)),
+    ],
+)
+def test_evaluation_has_keras_form_and_order(size, make, data, shape):
+    expected = make().evaluate(*data, verbose=0)
+    assert np.shape(expected) == shape
+    results = by_all(size, lambda m, comm: rr.evaluate(m, *data, communicator=comm), make)
+    assert results == [expected] * size
 
 
 def test_metrics_of_several_numbers_are_added():
@@ -175,8 +171,7 @@ def test_callbacks_see_this_ranks_share():
     assert by_all(2, work) == [[0, 1, 2]] * 2
 
 
-# Keras's own warning, for a dataset whose length it has to find out.
-@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@RAN_OUT
 @pytest.mark.parametrize(
     ("size", "count", "known"),
     [
@@ -307,9 +302,6 @@ def refused(function, make, y=None):
         return str(caught.value)
 
     return by_all(2, work)
-
-
-RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 
 
 @pytest.mark.parametrize("function", [rr.evaluate, rr.predict])

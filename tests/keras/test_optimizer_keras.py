@@ -1,4 +1,4 @@
-"""What Keras promises of its optimizers holds of a wrapped one, alone in its ring, exactly."""
+"""A wrapped optimizer, alone in its ring, does exactly what Keras promises of the plain one."""
 
 import keras
 import numpy as np
@@ -441,6 +441,8 @@ def test_options_are_read_and_written_through():
     optimizer.clipnorm, optimizer.beta_1 = 0.75, 0.5
     assert (inner.clipnorm, inner.beta_1) == (0.75, 0.5)
     assert "clipnorm" not in vars(optimizer)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = optimizer.no_such_thing
 
 
 def test_an_attribute_of_the_users_own_stays_on_the_wrapper():
@@ -478,13 +480,10 @@ def test_repr_names_both():
     assert "SGD" in text
 
 
-def test_config_is_the_inner_one():
+def test_the_class_makes_another_one_from_its_config_which_is_the_inner_one():
     inner = optimizers.SGD(0.5, momentum=0.25, name="mine")
-    assert rr.DistributedOptimizer(inner).get_config() == inner.get_config()
-
-
-def test_the_class_makes_another_one_from_its_config():
-    optimizer = rr.DistributedOptimizer(optimizers.SGD(0.5, momentum=0.25))
+    optimizer = rr.DistributedOptimizer(inner)
+    assert optimizer.get_config() == inner.get_config()
     again = type(optimizer).from_config(optimizer.get_config())
     assert isinstance(again, rr.DistributedOptimizer)
     assert type(again.inner_optimizer) is optimizers.SGD
@@ -504,7 +503,7 @@ WITHOUT_STATE = {"assign", "assign_add", "assign_sub"}
 
 
 def test_everything_else_that_keras_offers_is_forwarded():
-    """What a new Keras adds acts on the wrapper's base until it is forwarded."""
+    """Until it is forwarded, an addition of Keras's would act on the wrapper's base."""
     offered = {name for name in dir(optimizers.Optimizer) if not name.startswith("_")}
     ours = rr.DistributedOptimizer.__mro__[:2]
     forwarded = {name for name in offered if any(name in vars(one) for one in ours)}

@@ -1,4 +1,4 @@
-"""What was trained under the wrapper is saved as if that were not there, and goes on unbroken."""
+"""A model trained under the wrapper is saved as if that were not there, and goes on unbroken."""
 
 import copy
 import itertools
@@ -313,87 +313,68 @@ print(json.dumps(classes))
 """
 
 
-@pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory):
-    """What files of these kinds are in a process where ringreduce cannot be imported."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    np.savez(folder / "data.npz", inputs=INPUTS, targets=TARGETS)
+def test_files_load_and_train_on_where_ringreduce_is_not_installed(tmp_path):
+    """They have Keras's own optimizers and layers there."""
+    np.savez(tmp_path / "data.npz", inputs=INPUTS, targets=TARGETS)
     expected = {}
 
     def keep(name, model):
         expected[name] = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
-    with ringreduce.init():
-        for kind in ONCE:
-            model = trained(kind)
-            model.save(folder / f"{kind}.keras")
-            model.save_weights(folder / f"{kind}.weights.h5")
-            keep(f"{kind} loaded", model)
-            keep(f"{kind} weights", model)
-            keep(f"{kind} trained", fit(model))
-        keras.utils.set_random_seed(4)
-        layers = [keras.layers.Dense(4), rr.SyncBatchNormalization(momentum=0.5)]
-        model = keras.Sequential([keras.Input(INPUTS.shape[1:]), *layers])
-        expected["normalized"] = [model.predict(INPUTS, verbose=0)]
-        model.save(folder / "normalized.keras")
-    ringreduce.shutdown()
+    for kind in ONCE:
+        model = trained(kind)
+        model.save(tmp_path / f"{kind}.keras")
+        model.save_weights(tmp_path / f"{kind}.weights.h5")
+        keep(f"{kind} loaded", model)
+        keep(f"{kind} weights", model)
+        keep(f"{kind} trained", fit(model))
+    keras.utils.set_random_seed(4)
+    layers = [keras.layers.Dense(4), rr.SyncBatchNormalization(momentum=0.5)]
+    model = keras.Sequential([keras.Input(INPUTS.shape[1:]), *layers])
+    expected["normalized"] = [model.predict(INPUTS, verbose=0)]
+    model.save(tmp_path / "normalized.keras")
     done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(folder), *ONCE],
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path), *ONCE],
         capture_output=True,
         text=True,
         timeout=100,
         env=clean_environment(),
-        cwd=folder,
+        cwd=tmp_path,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    with np.load(folder / "elsewhere.npz") as arrays:
-        found = {
-            name: [arrays[key] for key in sorted(arrays.files) if key.startswith(f"{name}.")]
-            for name in expected
-        }
-    return expected, found, json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("when", ["loaded", "weights", "trained"])
-@pytest.mark.parametrize("kind", ONCE)
-def test_files_load_and_train_on_where_ringreduce_is_not_installed(elsewhere, kind, when):
-    expected, found, _ = elsewhere
-    name = f"{kind} {when}"
-    assert len(found[name]) > 6
-    for one, other in zip(expected[name], found[name], strict=True):
-        assert one.tobytes() == other.tobytes()
-
-
-def test_synchronized_normalization_is_keras_own_elsewhere(elsewhere):
-    expected, found, _ = elsewhere
-    assert np.array_equal(expected["normalized"], found["normalized"])
-
-
-@pytest.mark.parametrize("kind", ONCE)
-def test_elsewhere_it_is_the_class_of_keras(elsewhere, kind):
-    inner = type(KINDS[kind]())
-    assert elsewhere[2][kind] == f"{inner.__module__}.{inner.__name__}"
+    with np.load(tmp_path / "elsewhere.npz") as found:
+        for name, arrays in expected.items():
+            keys = [key for key in sorted(found.files) if key.startswith(f"{name}.")]
+            assert len(arrays) > 6 or name == "normalized"
+            assert [a.tobytes() for a in arrays] == [found[key].tobytes() for key in keys], name
+    classes = {kind: type(KINDS[kind]()) for kind in ONCE}
+    names = {kind: f"{inner.__module__}.{inner.__name__}" for kind, inner in classes.items()}
+    assert json.loads(done.stdout.splitlines()[-1]) == names
 
 
 # load_model.
 
 
-@every_kind
-def test_a_loaded_model_trains_on_as_if_it_had_not_been_saved(kind, tmp_path):
-    model = trained(kind)
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [
+        ("adam", plain),
+        *(
+            (kind, rr.DistributedOptimizer)
+            if kind in ONCE
+            else in_full(kind, rr.DistributedOptimizer)
+            for kind in sorted(KINDS)
+        ),
+    ],
+)
+def test_a_loaded_model_trains_on_as_if_it_had_not_been_saved(kind, wrap, tmp_path):
+    """Wrapped, also if plain Keras has saved it."""
+    model = trained(kind, wrap)
     model.save(tmp_path / "model.keras")
     loaded = rr.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.optimizer, rr.DistributedOptimizer)
     assert_equal_state(model, loaded)
-    assert_equal_state(fit(model), fit(loaded))
-
-
-def test_a_model_saved_by_plain_keras_is_wrapped(tmp_path):
-    model = trained("adam", plain)
-    model.save(tmp_path / "model.keras")
-    loaded = rr.load_model(tmp_path / "model.keras")
-    assert isinstance(loaded.optimizer, rr.DistributedOptimizer)
     assert_equal_state(fit(model), fit(loaded))
 
 
