@@ -8,26 +8,18 @@ that the worker died in again and again.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
 __all__ = ["Scheduling"]
 
-# Look at what one run of a program said (tests/tensor_facts.py).
-_TENSORS = {"test_tensors.py", "test_tape.py", "test_normalization.py"}
 # Some of their tests take minutes in `make test-full`: begun last, all would wait for one.
 _FIRST = [f"tests/project/test_{name}.py" for name in ("dist", "bench_strategies", "bench")]
 
 
 class Scheduling(LoadFileScheduling):
     """`--dist loadfile`, where a test that ends its worker fails once and the others go on."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        """The file of a test, or what some files share and would otherwise each start."""
-        file = super()._split_scope(nodeid)
-        return "programs/tensors.py" if Path(file).name in _TENSORS else file
 
     def remove_node(self, node: Any) -> str | None:
         """Take the files of a worker that has ended back; return the test that it died in."""

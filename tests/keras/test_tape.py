@@ -1,10 +1,13 @@
 """`DistributedGradientTape`: averages what a tape gives, and keeps what the ranks agreed on."""
 
+import functools
 import gc
 import inspect
 import json
 import weakref
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl.conversion import is_allowlisted
@@ -12,100 +15,175 @@ from tensorflow.python.autograph.impl.conversion import is_allowlisted
 import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.tape import _Shared
 from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import run_job
-from tests.scope import in_full
-from tests.tensor_facts import SIZES, WAYS, facts_of, of_every_rank, on_2_only
+from tests.ways import by, outcomes, plain, wrapped
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+REWRITES_GRAPHS = True
 
-every_size = pytest.mark.parametrize("size", SIZES)
-every_way = pytest.mark.parametrize("how", WAYS)
-
-
-@on_2_only("eager")
-def test_training_with_it_is_training_with_the_wrapper(how, size):
-    first = facts_of(size)["tape"][0]
-    for fact in facts_of(size)["tape"]:
-        assert fact[f"{how} tape"] == fact[f"{how} wrapper"] == first[f"{how} tape"]
+every_way = by("eager", "graph", "jit")
 
 
-@pytest.mark.parametrize("size", [2, in_full(3)])
-def test_all_tapes_share_a_bridge(size):
-    for fact in facts_of(size)["tape"]:
-        assert fact["bridges"] == 1
+def counted(action):
+    """Return what an action returns, as lists, and how many collectives it took."""
+    comm = default_communicator()
+    before = comm.statistics().collectives
+    return plain(action()), comm.statistics().collectives - before
 
 
-@pytest.mark.parametrize("size", [2, in_full(3)])
-def test_a_new_tape_has_nothing_to_agree_on_again(size):
-    # The gradients are those that the training loops before have agreed on; one bucket holds all.
-    for fact in facts_of(size)["tape collectives"]:
-        assert fact["counts"][1:] == [1, 1]
+def trained(how, with_tape):
+    """The weights after three steps, by the tape or by the wrapper, and each step's collectives."""
+    data = tf.reshape(tf.range(48.0), (12, 4))[rr.rank() :: rr.size()] / 48
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(2)]
+    )
+    optimizer = keras.optimizers.SGD(0.5)
+    if not with_tape:
+        optimizer = rr.DistributedOptimizer(optimizer)
+    optimizer.build(model.trainable_variables)
+
+    def step():
+        with rr.DistributedGradientTape() if with_tape else tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(data, training=True) - data[:, :2]) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    step = wrapped(how, step)
+    return plain(model.get_weights()), [counted(step)[1] for _ in range(3)]
 
 
-@every_size
+@by("eager", full=("graph", "jit"))
+def test_training_with_it_is_training_with_the_wrapper(how):
+    """All tapes share a bridge, and have nothing to agree on again; one bucket holds all."""
+    bridges = kept(default_communicator(), _Shared).bridges
+    weights, _ = trained(how, with_tape=True)
+    seen = list(bridges.items())
+    again, collectives = trained(how, with_tape=True)
+    assert weights == again == trained(how, with_tape=False)[0]
+    assert list(bridges.items()) == seen
+    assert rr.size() == 1 or collectives[1:] == [1, 1]
+    return weights
+
+
 @every_way
-def test_every_rank_begins_with_rank_0s_values(how, size):
-    mean = (size + 1) / 2
+def test_every_rank_begins_with_rank_0s_values_which_travel_once(how):
+    """A second variable is a source from the second step on; a third one never."""
+    rank, mean = rr.rank(), (rr.size() + 1) / 2
+    data = tf.constant(rank + 1.0)
+    first = keras.Variable([2.0 * rank + 1, 2.0])
+    second, apart = tf.Variable(10.0 * rank + 3), tf.Variable(float(rank))
+
+    def step(sources):
+        with rr.DistributedGradientTape() as tape:
+            tape.watch(data)
+            squares = tf.reduce_sum(tf.square(first)) + tf.square(second) + tf.square(apart)
+            loss = data * squares
+        return tape.gradient(loss, sources)
+
+    sources = [second, {"b": first}, first]
+    # No arguments: a tf.function would make tensors of variables.
+    steps = [
+        wrapped(how, functools.partial(step, chosen))
+        for chosen in ({"a": [first, data]}, sources, sources)
+    ]
+    gradients, counts = zip(*map(counted, steps), strict=True)
     # Eagerly the other ranks computed the first ones with other weights: they are left out.
     begun = 1 if how == "eager" else mean
-    for rank, fact in enumerate(facts_of(size)[f"tape initial {how}"]):
-        one, second, third = fact["gradients"]
-        assert one["a"][0] == [2 * begun, 4 * begun]
-        assert third == [6 * mean, {"b": [2 * mean, 4 * mean]}, [2 * mean, 4 * mean]]
-        assert second == [6 * begun, {"b": [2 * begun, 4 * begun]}, [2 * begun, 4 * begun]]
-        # No source, so left alone.
-        assert fact["values"] == [[1, 2], 3, rank]
+    assert gradients[0]["a"][0] == [2 * begun, 4 * begun]
+    assert gradients[1:] == (
+        [6 * begun, {"b": [2 * begun, 4 * begun]}, [2 * begun, 4 * begun]],
+        [6 * mean, {"b": [2 * mean, 4 * mean]}, [2 * mean, 4 * mean]],
+    )
+    assert plain([first, second, apart]) == [[1, 2], 3, rank]
+    if rr.size() > 1:
+        assert counts[1] > counts[2] == 1
 
 
-@pytest.mark.parametrize("size", [2, in_full(3)])
 @every_way
-def test_values_travel_once(how, size):
-    for fact in facts_of(size)[f"tape initial {how}"]:
-        assert fact["collectives"][2] == 1
-        assert fact["collectives"][1] > 1
+def test_variables_that_a_function_makes_begin_alike(how):
+    """It has values for them only when it is traced again."""
+    made = []
+
+    def step():
+        if not made:
+            made.append(tf.Variable(rr.rank() + 1.0))
+        with rr.DistributedGradientTape() as tape:
+            loss = tf.square(made[0])
+        return tape.gradient(loss, made[0]), made[0]
+
+    assert plain(wrapped(how, step)()) == [2, 1]
 
 
-@every_size
 @every_way
-def test_variables_that_a_function_makes_begin_alike(how, size):
-    for fact in facts_of(size)[f"tape made {how}"]:
-        assert fact["gradient_and_value"] == [2, 1]
-
-
-@every_size
-@every_way
-def test_gradients_have_the_structure_of_the_sources(how, size):
+def test_gradients_have_the_structure_of_the_sources(how):
+    """And what the tape can, it can: its options, watched tensors, no sources, a jacobian."""
+    rank, size = rr.rank(), rr.size()
     mean = (size + 1) / 2
+    first, second = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
+    unused, table = tf.Variable(1.0), tf.Variable(tf.ones((4, 2)))
+    constant = tf.constant([1.0, 2.0])
+
+    def loss_of(tape):
+        with tape:
+            picked = tf.gather(table, [rank, rank, 3])
+            loss = (tf.reduce_sum(first**2) + second) * (rank + 1.0) + tf.reduce_sum(picked)
+        return loss
+
+    def nested():
+        tape = rr.DistributedGradientTape()
+        return tape.gradient(loss_of(tape), {"a": [first, unused], "b": (second, table)})
+
+    def with_options():
+        tape = rr.DistributedGradientTape(tf.GradientTape(True))
+        loss = loss_of(tape)
+        zero = tf.UnconnectedGradients.ZERO
+        return (
+            tape.gradient(loss, [unused, second], unconnected_gradients=zero),
+            tape.gradient(loss, second, output_gradients=tf.constant(10.0)),
+            tape.gradient(loss, []),
+            tape.gradient(loss, unused),
+        )
+
+    def watched():
+        with rr.DistributedGradientTape(tf.GradientTape(watch_accessed_variables=False)) as tape:
+            tape.watch(constant)
+            result = constant**2 * (rank + 1.0)
+        return tape.gradient(result, constant), len(tape.watched_variables())
+
     # Of the table each rank has picked its own row twice and row 3 once.
     rows = [[2 / size] * 2 if row < size else [0, 0] for row in range(3)]
-    expected = {"a": [[2 * mean, 4 * mean], None], "b": [mean, [*rows, [1, 1]]]}
-    for got in of_every_rank("tape structure", size, how):
-        assert got["a"] == expected["a"]
-        assert got["b"][0] == expected["b"][0]
-        for row, wanted in zip(got["b"][1], expected["b"][1], strict=True):
-            assert row == pytest.approx(wanted, rel=1e-6)
+    structure, options, of_a_tensor = outcomes(how, nested, with_options, watched)
+    assert structure["a"] == [[2 * mean, 4 * mean], None]
+    assert structure["b"] == [mean, np.float32([*rows, [1, 1]]).tolist()]
+    assert options == [[0, mean], 10 * mean, [], None]
+    assert of_a_tensor == [[2 * mean, 4 * mean], 0]
+    with rr.DistributedGradientTape(tf.GradientTape(True)) as tape:
+        result = first * (rank + 1.0)
+    jacobian = tape.jacobian(result, first, experimental_use_pfor=False)
+    assert plain(jacobian) == [[rank + 1, 0], [0, rank + 1]]
 
 
-@on_2_only("eager", "graph")
-def test_options_of_gradient_reach_the_tape(how, size):
-    mean = (size + 1) / 2
-    assert of_every_rank("tape options", size, how) == [[[0, mean], 10 * mean]] * size
+@every_way
+def test_local_sources_stay_local_and_sums_are_sums(how):
+    rank, total = rr.rank(), rr.size() * (rr.size() + 1) / 2
+    local, shared = tf.Variable([[1.0, 2.0]] * 2), tf.Variable([1.0])
 
+    def gradients():
+        options = {"local_variables": [local], "op": "sum"}
+        with rr.DistributedGradientTape(tf.GradientTape(True), **options) as tape:
+            loss = (tf.reduce_sum(local) + tf.reduce_sum(shared)) * (rank + 1)
+        return tape.gradient(loss, local), tape.gradient(loss, shared)
 
-@on_2_only("eager", "graph")
-def test_what_the_tape_can_it_can(how, size):
-    mean = (size + 1) / 2
-    assert of_every_rank("tape of a tensor", size, how) == [[[2 * mean, 4 * mean], 0]] * size
-    for rank, fact in enumerate(facts_of(size)["tape jacobian"]):
-        assert fact["eager"] == [[rank + 1, 0], [0, rank + 1]]
-
-
-@on_2_only("eager", "graph")
-def test_without_gradients_nothing_is_sent(how, size):
-    assert of_every_rank("tape of nothing", size, how) == [[[], None]] * size
+    assert outcomes(how, gradients) == [[[[rank + 1] * 2] * 2, [total]]]
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
+    weight = keras.Variable([0.0])
+    optimizer.apply([[rank + 1.0]], [weight])
+    assert plain(weight) == [-total]
 
 
 @pytest.mark.parametrize(
@@ -122,29 +200,21 @@ def test_what_it_cannot_use_is_refused(arguments, options, text):
         rr.DistributedGradientTape(*arguments, **options)
 
 
-def test_bridges_go_with_their_communicator():
-    value = tf.Variable(1.0)
-    with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
-        with rr.DistributedGradientTape(communicator=alone) as tape:
-            result = value * 2.0
-        assert float(tape.gradient(result, value)) == 2.0
-        shared = weakref.ref(kept(alone, _Shared))
-    del alone, tape
-    gc.collect()
-    assert shared() is None
-
-
-def test_variables_are_not_kept():
+def test_bridges_go_with_their_communicator_and_variables_with_their_users():
     with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
         value = tf.Variable(1.0)
         with rr.DistributedGradientTape(communicator=alone) as tape:
             result = value * 2.0
-        tape.gradient(result, value)
-        given = kept(alone, _Shared).initial._given
+        assert float(tape.gradient(result, value)) == 2.0
+        shared = weakref.ref(kept(alone, _Shared))
+        given = shared().initial._given
         assert list(given.values()) == [value]
         del value, result, tape
         gc.collect()
         assert not given
+    del alone
+    gc.collect()
+    assert shared() is None
 
 
 def test_a_name_that_neither_has_is_an_attribute_error():
