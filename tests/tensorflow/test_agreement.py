@@ -205,7 +205,7 @@ SCENARIOS = {
         lambda ring: fit(ring, activation=odd("tanh", "relu")),
         (
             "found different models: layer 'first': activation is 'relu' on rank 0 and 'tanh' on "
-            "rank 1, in comparison of settings.",
+            "rank 1, in comparison of settings",
             "Build the same model on every rank, and adapt layers",
         ),
     ),
