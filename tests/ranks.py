@@ -291,18 +291,15 @@ def _serve(answers: IO[bytes]) -> None:
     comm = rr.init()
     calls = os.fdopen(0, "rb", 0, closefd=False)
     while (request := _read(calls)) is not None:
-        error = ""
         try:
             function, arguments, keywords = pickle.loads(request)
             value = getattr(function, "on_rank", function)(*arguments, **keywords)
             is_last = comm.closed or comm.failure is not None
             answer = pickle.dumps((value, "", is_last))
         except BaseException as raised:
-            error, is_last = _described(raised), True
-            answer = pickle.dumps((None, error, True))
+            _write(answers, pickle.dumps((None, _described(raised), True)))
+            raise  # As from a program: the other ranks are told.
         _write(answers, answer)
-        if error:
-            os._exit(1)
         if is_last:
             return
     rr.shutdown()
