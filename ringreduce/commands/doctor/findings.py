@@ -139,7 +139,8 @@ def _of_host(host: str, facts: Sequence[HostFacts], links: Sequence[Link]) -> It
         yield Finding(ranks, text, advice)
     all_cores = max(entry.host_cores for entry in facts)
     load = max(entry.load for entry in facts)
-    if load > max(0, all_cores - len(ranks)) + 0.5:
+    # One may be what ended within that minute, such as the program before.
+    if load > max(0, all_cores - len(ranks)) + 1:
         text = f"{host} has a load of {load:.1f} on {all_cores} cores, before these ranks ran."
         advice = "See what runs there (top): ranks that wait for a core hold up all others."
         yield Finding(ranks, text, advice, is_problem=False)
