@@ -190,7 +190,7 @@ class PlainQueue:
         return None if self._closed else job
 
     def finish(self, failed: RoundFailed | None = None) -> None:
-        """As `NativeQueue.finish`; `failed` is ignored, since a job records its own error."""
+        """Like `NativeQueue.finish`; `failed` is ignored, since a job records its own error."""
         if not self._closed:  # Else the thread itself may have closed it, after a first time.
             self._jobs.task_done()
 

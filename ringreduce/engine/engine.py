@@ -227,7 +227,7 @@ class Engine(Executor):
             self._tidy()
 
     def close(self, why: str = "") -> None:
-        """As `Executor`; all waits for buckets end with the error `why`."""
+        """End like an `Executor`; all waits for buckets end with the error `why`."""
         super().close(why)
         self._plans.clear()
 

@@ -129,13 +129,13 @@ class Sharding:
             private.decay_alike(one, [(v, self._stand_in(v)) for v in self._sharded])
 
     def _stand_in(self, variable: Any) -> Any:
-        """What the inner optimizer has for `variable`: its stand-in, or itself."""
+        """Return what the inner optimizer has for `variable`: its stand-in, or itself."""
         return self._stand_ins.get(id(plain_variable(variable)), (0, variable))[1]
 
     def mean(
         self, ring: Communicator, gradients: Sequence[Any], paths: Any, variables: Sequence[Any]
     ) -> list[Any]:
-        """As `GradientBridge.mean`, but of sharded variables only this rank's pieces, flat."""
+        """Like `GradientBridge.mean`, but of sharded variables only this rank's pieces, flat."""
         given: list[Any] = [None] * len(self._sharded)
         places = [self._number(v) for v in variables]
         for place, gradient, variable in zip(places, gradients, variables, strict=True):
@@ -184,7 +184,7 @@ class Sharding:
         return self._stand_ins[id(plain_variable(variable))][0]
 
     def describe(self, inner: Any) -> str:
-        """What each rank keeps of the optimizer's state, in a sentence."""
+        """Say in a sentence how much of the optimizer's state each rank keeps."""
         own, whole = 0, 0
         for state in inner.variables:
             itemsize, part = tf.as_dtype(state.dtype).size, part_of(state)

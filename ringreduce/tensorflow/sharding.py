@@ -68,7 +68,7 @@ class ShardedBuckets:
         self._native: dict[tuple[tuple[bool, ...], bool], tuple[int, int]] = {}
 
     def pieces_of(self, rank: int) -> list[Piece]:
-        """What of each variable a rank updates."""
+        """Return the piece of each variable that a rank updates."""
         shares = [
             self._ring._session.collectives.shares(bucket.count, self._sizes[bucket.dtype])[rank]
             for bucket in self._plan.buckets
@@ -144,8 +144,8 @@ class ShardedBuckets:
                 like.append(tf.raw_ops.Empty(shape=shape, dtype=spec.dtype))
         found = self._handed_over(number, gradients, like, in_place)
         return [
-            piece_of(one, piece) if place in wholes else one
-            for place, (one, piece) in enumerate(zip(found, self.pieces, strict=True))
+            piece_of(mean, piece) if place in wholes else mean
+            for place, (mean, piece) in enumerate(zip(found, self.pieces, strict=True))
         ]
 
     def _in_place(self) -> list[bool]:
@@ -167,8 +167,10 @@ class ShardedBuckets:
             wholes = [(slot.start * size, slot.count * size) for slot in bucket.slots]
             mine = [self.pieces[slot.gradient] for slot in bucket.slots]
             own = [(piece.start * size, piece.length * size) for piece in mine]
-            given = (None, wholes, None) if in_place else (flat, wholes, own)
-            scattering.append(Layout(given[0], flat.nbytes, *given[1:]))
+            if in_place:
+                scattering.append(Layout(None, flat.nbytes, wholes))
+            else:
+                scattering.append(Layout(flat, flat.nbytes, wholes, own))
             gathering.append(Layout(flat, flat.nbytes, own, wholes))
 
         def scatter(item: BucketItem) -> None:

@@ -185,7 +185,7 @@ class ShmLink(StalledCall):
                 )
 
     def traffic(self) -> Traffic:
-        """What this rank has written to and read from shared memory so far; from any thread."""
+        """Return what was written to and read from shared memory so far; from any thread."""
         ranks = self._connected  # Which stays as it is, whoever closes the link meanwhile.
         if ranks is not None and self.pairs is not None:
             # Not into `_facts`, which a `run` in another thread may be reading.

@@ -159,7 +159,7 @@ class ShmEnd(StalledCall):
         return status == DONE
 
     def state(self) -> State:
-        """What both ends have done, and the other one."""
+        """Return what both ends have done, and the other one."""
         return State(int(self._look().progress), self._peer, self.named(self._peer))
 
     def named(self, peer: int) -> str:
