@@ -4,13 +4,13 @@ They are in `breakage_list.txt`, by the file that each is made in:
 
     [ringreduce/pure/schedule.py] tests/pure/test_schedule.py
     schedule-rows-twice: With 3, 5 or 6 ranks a small all-reduce writes beyond its memory.
-    - tuple(min(distance, size - distance) for distance in distances)
-    + distances
+    - tuple(min(distance, size - distance) for distance in distances) => distances
 
 Behind the file are the test files that should catch its mistakes, the quickest first; by default
 that of the same name. Behind a mistake's name is what a user would suffer; then what it changes: a
 text that occurs once in the file, of lines or parts of them, loses ``-``, gains ``+`` and keeps
-``=``. Lines go with their ends where nothing takes their place; ``+`` alone is an empty text.
+``=``; ``- old => new`` is both. Lines go with their ends where nothing takes their place; ``+`` or
+``=>`` alone is followed by an empty text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BREAKAGES", "Breakage"]
+__all__ = ["BREAKAGES", "Breakage", "read"]
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,17 @@ class Breakage:
         return before.replace(self.text, self.replacement)
 
 
-def _read(listed: str) -> Iterator[Breakage]:
-    for section in re.split(r"^\[", listed, flags=re.MULTILINE)[1:]:
+def read(listed: str) -> Iterator[Breakage]:
+    """The breakages of such a text."""
+    for section in re.split(r"^\[", listed, flags=re.M)[1:]:
         # A name is all that begins a line with a letter.
         header, *mistakes = re.split(r"\n(?=[a-z])", section.rstrip("\n"))
         file, *tests = header.replace("]", "").split()
         tests = tests or [f"tests/{Path(file).parts[1]}/test_{Path(file).stem}.py"]
         for mistake in mistakes:
             name, _, said = re.split(r"\n(?=[-+=])", mistake, maxsplit=1)[0].partition(": ")
-            changes = re.findall(r"^([-+=]) ?(.*)$", mistake, re.MULTILINE)
+            lines = re.sub(r"^(-.*?) =>(?= |$)", r"\1\n+", mistake, flags=re.M)
+            changes = re.findall(r"^([-+=]) ?(.*)$", lines, re.M)
             text = "\n".join(line for sign, line in changes if sign != "+")
             replacement = "\n".join(line for sign, line in changes if sign != "-")
             if {sign for sign, _ in changes} == {"-"}:
@@ -79,4 +81,4 @@ def _read(listed: str) -> Iterator[Breakage]:
             yield Breakage(name, file, text, replacement, " ".join(said.split()), tuple(tests))
 
 
-BREAKAGES = tuple(_read(Path(__file__).with_suffix(".txt").read_text()))
+BREAKAGES = tuple(read(Path(__file__).with_suffix(".txt").read_text()))

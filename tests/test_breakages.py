@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.breakage_list import BREAKAGES, Breakage
+from tests.breakage_list import BREAKAGES, Breakage, read
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,3 +20,10 @@ def test_it_changes_one_place_and_its_tests_are_there(breakage: Breakage) -> Non
 
 def test_names_are_unique() -> None:
     assert len({breakage.name for breakage in BREAKAGES}) == len(BREAKAGES)
+
+
+def test_old_and_new_may_stand_on_one_line() -> None:
+    """Each keeps its indentation; of several lines, and among others that stay."""
+    lines = "= a", "-   b =>     c => d", "- e =>", "- f", "+ g =>"
+    (breakage,) = read("[x/y.py]\nname: Harm.\n" + "\n".join(lines))
+    assert (breakage.text, breakage.replacement) == ("a\n  b\ne\nf", "a\n    c => d\n\ng =>")
