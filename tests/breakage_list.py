@@ -13,8 +13,6 @@ text that occurs once in the file, of lines or parts of them, loses ``-``, gains
 ``=>`` alone is followed by an empty text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

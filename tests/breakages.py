@@ -14,8 +14,6 @@ that changed the results.
 Exit code 1: a breakage was missed, or could not be made.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

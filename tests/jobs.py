@@ -1,7 +1,5 @@
 """Whole jobs in tests: every rank runs one script to its end."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import socket

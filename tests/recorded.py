@@ -1,7 +1,5 @@
 """What a communicator has recorded of its calls, for tests."""
 
-from __future__ import annotations
-
 from ringreduce.effects.events import Events
 from ringreduce.pure.spans import Span, decode_spans
 

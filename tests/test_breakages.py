@@ -1,7 +1,5 @@
 """Each deliberate breakage can still be made: a stale one would prove nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

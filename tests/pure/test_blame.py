@@ -1,7 +1,5 @@
 """Who is to blame: where facts of several kinds meet; each kind alone is tested by its reader."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

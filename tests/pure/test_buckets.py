@@ -1,7 +1,5 @@
 """The gradient plan: complete, aligned, and the same on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

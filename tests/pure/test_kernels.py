@@ -1,7 +1,5 @@
 """Kernels against their naive twins, called by address as the compiled ring calls them."""
 
-from __future__ import annotations
-
 import ctypes
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """What a rank concludes from what it has heard: with a clock of our own, no sockets, no waiting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import msgspec

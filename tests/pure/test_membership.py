@@ -1,7 +1,5 @@
 """Groups: who is in which, in what order, under which number."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

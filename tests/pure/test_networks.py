@@ -1,7 +1,5 @@
 """Which addresses a host offers, in which order others try them, and the table of failures."""
 
-from __future__ import annotations
-
 import pytest
 
 from ringreduce.pure.networks import (

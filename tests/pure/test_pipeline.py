@@ -1,7 +1,5 @@
 """Schedules of pipelines, proved by running all stages of one in plain Python."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Who shares memory with whom, from what the ranks have announced."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

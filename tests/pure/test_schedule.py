@@ -1,7 +1,5 @@
 """Schedules, proved by running a whole ring of them in plain Python."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The pieces of a sharded update: together they are every gradient, once, and begin at lines."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

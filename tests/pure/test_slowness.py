@@ -43,10 +43,7 @@ def test_the_slow_rank_is_named_unless_it_may_be_chance(heartbeats, found):
 @pytest.mark.parametrize(
     ("links", "found"),
     [
-        (
-            linked(40 * MIB, 100 * MIB, 10 * MIB, 80 * MIB),
-            SlowLink(2, 3, 10 * MIB, 80 * MIB, 3.5),
-        ),
+        (linked(40 * MIB, 100 * MIB, 10 * MIB, 80 * MIB), SlowLink(2, 3, 10 * MIB, 80 * MIB, 3.5)),
         # Nothing is known, alone, nearly as fast, short, few bytes.
         ({}, None),
         (linked(MIB), None),

@@ -1,7 +1,5 @@
 """The layout of events: what is written is read, and empty slots are not."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

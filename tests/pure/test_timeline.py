@@ -1,7 +1,5 @@
 """The drawing of a trace: events that Chrome's format allows, and all of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 

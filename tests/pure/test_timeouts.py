@@ -1,7 +1,5 @@
 """Which limit a wait has reached."""
 
-from __future__ import annotations
-
 import pytest
 
 from ringreduce.pure.timeouts import Limit, Timeouts

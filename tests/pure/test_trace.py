@@ -1,7 +1,5 @@
 """What traces of several ranks say together: calls, clocks, lateness."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -12,15 +10,7 @@ from hypothesis import strategies as st
 
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.spans import CODES, SPAN, SPAN_BYTES, Span, SpanKind
-from ringreduce.pure.trace import (
-    Head,
-    Stream,
-    decode_trace,
-    file_name,
-    joined,
-    lateness,
-    offsets,
-)
+from ringreduce.pure.trace import Head, Stream, decode_trace, file_name, joined, lateness, offsets
 
 Times = list[tuple[float, float]]
 

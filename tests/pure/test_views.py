@@ -1,7 +1,5 @@
 """The choice of a view's successor: every order of everything, and long random ones."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -1,7 +1,5 @@
 """What a watcher decides: facts that follow a script, at full time scale, and no thread."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

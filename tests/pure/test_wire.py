@@ -1,7 +1,5 @@
 """The header: eight words that two ranks read alike."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

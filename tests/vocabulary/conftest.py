@@ -1,7 +1,5 @@
 """Warnings of settings, for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable

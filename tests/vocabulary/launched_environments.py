@@ -5,8 +5,6 @@ the others are those of the sources of Kubeflow Trainer 2, Horovod 0.28 and Kera
 TensorFlow's documentation.
 """
 
-from __future__ import annotations
-
 import json
 
 

@@ -3,8 +3,6 @@
 They are kept where nobody else can put any, and where nothing can be kept they work too.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

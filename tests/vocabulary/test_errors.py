@@ -1,7 +1,5 @@
 """Errors: their family, their words, and that they travel whole."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Other launchers: which rank their variables make, where the ranks meet, what is refused."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Slurm's short form of a list: every example of its documentation, and what is none."""
 
-from __future__ import annotations
-
 import pytest
 
 from ringreduce.vocabulary.errors import ConfigError

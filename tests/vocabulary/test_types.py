@@ -1,7 +1,5 @@
 """Operators and element types, and their codes on the wire."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
