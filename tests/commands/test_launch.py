@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import psutil
 import pytest
@@ -237,8 +236,8 @@ def test_a_wrong_command_line_is_refused_and_starts_nothing(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("misplaced", [["-n", "2"], ["-np", "2"], ["-n2"], ["-H", "a:2"]])
 def test_an_option_that_the_script_gets_is_a_hint_if_there_is_none_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misplaced: list[str]
-) -> None:
+    tmp_path, monkeypatch, misplaced
+):
     plans: list[JobPlan] = []
     monkeypatch.setattr(cli, "supervise", lambda plan, node: plans.append(plan) or NOTHING_FAILED)
     monkeypatch.chdir(tmp_path)

@@ -40,17 +40,17 @@ IN_BARRIER = waiting(1, operation="barrier")
         ([waiting(0), IN_BARRIER], Finding(Reason.OUT_OF_STEP, (0, 1), (0, 1))),
     ],
 )
-def test_the_culprit_is_found(facts: list[RankFacts], finding: Finding) -> None:
+def test_the_culprit_is_found(facts, finding):
     assert find_culprit(facts) == finding
     assert find_culprit(facts[::-1]) == finding
 
 
-def test_a_rank_of_which_nothing_is_known_is_to_blame_only_when_nobody_else_is() -> None:
+def test_a_rank_of_which_nothing_is_known_is_to_blame_only_when_nobody_else_is():
     assert find_culprit([waiting(0)], unknown=[1]) == Finding(Reason.UNKNOWN, (1,), (0,))
     assert find_culprit([waiting(0), BUSY], unknown=[2]).culprits == (1,)
 
 
-def test_ranks_at_work_are_not_blamed() -> None:
+def test_ranks_at_work_are_not_blamed():
     assert find_culprit([waiting(0), BUSY], still_s=20.5).reason is Reason.NOBODY
     assert find_culprit([waiting(0), BUSY], still_s=20.0).culprits == (1,)
 
@@ -76,8 +76,8 @@ def test_ranks_at_work_are_not_blamed() -> None:
     )
 )
 def test_only_ranks_of_the_job_are_blamed_and_only_known_ones_are_witnesses(
-    facts: list[RankFacts],
-) -> None:
+    facts,
+):
     known = {fact.rank for fact in facts}
     unknown = sorted(set(range(5)) - known)
     found = find_culprit(facts, unknown=unknown)

@@ -8,7 +8,7 @@ def claim(key: str, value: bytes = b"a") -> Claim:
     return Claim(key, value, "text", "remedy")
 
 
-def test_equal_values_are_forgotten_once_all_neighbours_have_given_theirs() -> None:
+def test_equal_values_are_forgotten_once_all_neighbours_have_given_theirs():
     known = Claims(neighbours=2)
     assert known.receive(1, "first", b"a") is None
     assert known.make(claim("first")) is None
@@ -17,7 +17,7 @@ def test_equal_values_are_forgotten_once_all_neighbours_have_given_theirs() -> N
     assert not known._theirs
 
 
-def test_a_difference_is_seen_whoever_comes_first() -> None:
+def test_a_difference_is_seen_whoever_comes_first():
     known = Claims(neighbours=2)
     assert known.make(claim("ours first")) is None
     assert known.receive(2, "ours first", b"b") == claim("ours first")
@@ -25,13 +25,13 @@ def test_a_difference_is_seen_whoever_comes_first() -> None:
     assert known.make(claim("theirs first")) == 1
 
 
-def test_values_under_different_keys_are_not_compared() -> None:
+def test_values_under_different_keys_are_not_compared():
     known = Claims(neighbours=1)
     assert known.make(claim("one")) is None
     assert known.receive(1, "two", b"b") is None
 
 
-def test_what_is_never_answered_does_not_pile_up() -> None:
+def test_what_is_never_answered_does_not_pile_up():
     known = Claims(neighbours=1)
     for number in range(claims._WAITING_MAX + 10):
         known.make(claim(f"own {number}"))

@@ -13,7 +13,7 @@ def rows_of(order: Order, epoch: int) -> list[list[int]]:
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
-def test_own_rows_share_out_a_batch(count: int, size: int) -> None:
+def test_own_rows_share_out_a_batch(count, size):
     parts = [own_rows(count, rank, size) for rank in range(size)]
     assert [row for part in parts for row in range(*part)] == list(range(count))
     lengths = [end - first for first, end in parts]
@@ -26,9 +26,7 @@ def test_own_rows_share_out_a_batch(count: int, size: int) -> None:
     seed=st.none() | st.integers(0, 5),
     epoch=st.integers(0, 4),
 )
-def test_an_epoch_of_one_pass_has_every_row_once(
-    count: int, unit: int, seed: int | None, epoch: int
-) -> None:
+def test_an_epoch_of_one_pass_has_every_row_once(count, unit, seed, epoch):
     order = Order(count, unit, -(-count // unit), seed)
     batches = rows_of(order, epoch)
     assert sorted(row for rows in batches for row in rows) == list(range(count))
@@ -37,7 +35,7 @@ def test_an_epoch_of_one_pass_has_every_row_once(
         assert [row for rows in batches for row in rows] == list(range(count))
 
 
-def test_epochs_shuffle_differently_and_repeatably() -> None:
+def test_epochs_shuffle_differently_and_repeatably():
     order = Order(97, 10, 10, seed=3)
     assert rows_of(order, 0) != rows_of(order, 1)
     assert rows_of(order, 1) == rows_of(Order(97, 10, 10, seed=3), 1)
@@ -46,9 +44,7 @@ def test_epochs_shuffle_differently_and_repeatably() -> None:
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("first", [0, 4])
-def test_short_epochs_go_on_where_the_last_ended_up_to_the_end(
-    seed: int | None, first: int
-) -> None:
+def test_short_epochs_go_on_where_the_last_ended_up_to_the_end(seed, first):
     order = Order(50, 10, 2, seed, first)
     epochs = [rows_of(order, first + epoch) for epoch in range(6)]
     assert [len(batches) for batches in epochs] == [2, 2, 1] * 2

@@ -16,7 +16,6 @@ from ringreduce.pure.watcher_messages import (
     Heartbeats,
     Left,
     Listening,
-    Message,
     Overdue,
     Pending,
     decode,
@@ -88,11 +87,11 @@ def suspected(known: PeerTable, now_s: float) -> Suspicion:
         Listening(2, 0, 1, "tcp://127.0.0.1:4187"),
     ],
 )
-def test_a_message_arrives_as_it_was(message: Message) -> None:
+def test_a_message_arrives_as_it_was(message):
     assert decode(encode(message), 3) == message
 
 
-def test_the_longest_message_fits_the_limit() -> None:
+def test_the_longest_message_fits_the_limit():
     overdue = (Overdue(63, 1 << 17, 1 << 60, 1e8),) * OVERDUE_MAX
     longest = Heartbeat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, overdue)
     for size in (2, 64, 512):
@@ -123,13 +122,13 @@ def test_the_longest_message_fits_the_limit() -> None:
         Listening(0, 1, 0, "tcp://" + "1" * 200),
     ],
 )
-def test_what_cannot_be_is_refused(message: Message) -> None:
+def test_what_cannot_be_is_refused(message):
     with pytest.raises((ValueError, msgspec.MsgspecError)):
         decode(encode(message), 3)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", bytes(1000), b"\x93\x01\x02\x03"])
-def test_bytes_that_are_no_message_are_refused(payload: bytes) -> None:
+def test_bytes_that_are_no_message_are_refused(payload):
     with pytest.raises(msgspec.MsgspecError):
         decode(payload, 3)
 
@@ -137,7 +136,7 @@ def test_bytes_that_are_no_message_are_refused(payload: bytes) -> None:
 # --- What is known, and when ------------------------------------------------------------------
 
 
-def test_the_latest_beat_counts_and_its_age_grows_on_the_way() -> None:
+def test_the_latest_beat_counts_and_its_age_grows_on_the_way():
     known, near = table(3), PeerTable(2, whole(3), 0.0)
     known.note(beat(1, number=7, calls=9), 0.1, 10.5)
     known.note(beat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
@@ -149,7 +148,7 @@ def test_the_latest_beat_counts_and_its_age_grows_on_the_way() -> None:
     assert near.silent_s(1, 101.0) == pytest.approx(0.2)
 
 
-def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
+def test_far_ranks_are_given_the_time_that_word_of_them_takes():
     known = PeerTable(0, whole(8), 0.0)
     now = TIMES.silent_s + 0.01
     assert known.is_silent(1, now)
@@ -158,7 +157,7 @@ def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
     assert known.is_silent(4, now + 3 * TIMES.heartbeat_s)
 
 
-def test_ranks_that_left_are_absent_from_later_calls_only() -> None:
+def test_ranks_that_left_are_absent_from_later_calls_only():
     known = table(4)
     assert known.leave(Left(1, 5))
     assert not known.leave(Left(1, 5))
@@ -174,13 +173,13 @@ def test_ranks_that_left_are_absent_from_later_calls_only() -> None:
     assert suspected(known, 30.0).rank == 2
 
 
-def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> None:
+def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other():
     assert table(3).is_cut_off(10.0 + 2 * TIMES.silent_s)
     assert not table(2).is_cut_off(10.0 + 2 * TIMES.silent_s)
     assert not table(3, beat(2), at_s=12.0).is_cut_off(12.1)
 
 
-def test_only_ranks_that_are_heard_and_wait_for_this_one_are_unanswered() -> None:
+def test_only_ranks_that_are_heard_and_wait_for_this_one_are_unanswered():
     known = PeerTable(0, whole(4), 0.0)
     ours, theirs = Overdue(0, 0, 7, 3.0), Overdue(2, 0, 7, 3.0)
     known.note(beat(1, overdue=(theirs, ours)), 0.5, 10.0)
@@ -192,7 +191,7 @@ def test_only_ranks_that_are_heard_and_wait_for_this_one_are_unanswered() -> Non
 # --- The rank that holds this one up ----------------------------------------------------------
 
 
-def test_a_rank_that_is_not_heard_is_suspected_first() -> None:
+def test_a_rank_that_is_not_heard_is_suspected_first():
     known = table(3, beat(1))
     known.note(beat(2, ""), 0.0, 12.1)
     assert suspected(known, 12.2) == Suspicion(
@@ -220,9 +219,7 @@ def test_a_rank_that_is_not_heard_is_suspected_first() -> None:
         ),
     ],
 )
-def test_a_live_rank_is_suspected_for_where_it_is(
-    other: Heartbeat, is_busy: bool, words: str
-) -> None:
+def test_a_live_rank_is_suspected_for_where_it_is(other, is_busy, words):
     known = table(2, other, at_s=11.0)
     assert suspected(known, 11.1) == Suspicion(1, f"rank 1 {words}", is_busy=is_busy)
 
@@ -236,13 +233,11 @@ def test_a_live_rank_is_suspected_for_where_it_is(
         (beat(1, ""), 9.9),  # before the call began
     ],
 )
-def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(
-    other: Heartbeat, at_s: float
-) -> None:
+def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(other, at_s):
     assert table(2, other, at_s=at_s).suspect(Here(), at_s + 0.4) is None
 
 
-def test_a_rank_that_sends_bytes_and_no_heartbeats_is_locked() -> None:
+def test_a_rank_that_sends_bytes_and_no_heartbeats_is_locked():
     known = table(2, beat(1, ""), at_s=9.9)
     known.note_alive(1, 12.0)
     assert suspected(known, 12.2) == Suspicion(
@@ -257,7 +252,7 @@ def test_a_rank_that_sends_bytes_and_no_heartbeats_is_locked() -> None:
     assert "for 1.0 s" in suspicion.text
 
 
-def test_a_locked_rank_is_seen_by_its_neighbours_and_all_that_hear_them() -> None:
+def test_a_locked_rank_is_seen_by_its_neighbours_and_all_that_hear_them():
     known = table(5)
     for rank, locked in ((1, (2,)), (3, ()), (4, ())):
         known.note(beat(rank, locked=locked), 0.1, 13.0)
@@ -266,9 +261,7 @@ def test_a_locked_rank_is_seen_by_its_neighbours_and_all_that_hear_them() -> Non
 
 
 @pytest.mark.parametrize(("locked", "is_silent"), [((1, 4), False), ((1,), True)])
-def test_ranks_behind_locked_ones_are_not_taken_for_silent(
-    locked: tuple[int, ...], is_silent: bool
-) -> None:
+def test_ranks_behind_locked_ones_are_not_taken_for_silent(locked, is_silent):
     """All but this rank unpickle, say; those that are locked forward no heartbeats."""
     known = table(5, *(beat(rank, "") for rank in range(1, 5)))
     for rank in locked:
@@ -276,7 +269,7 @@ def test_ranks_behind_locked_ones_are_not_taken_for_silent(
     assert suspected(known, 13.1).is_silent == is_silent
 
 
-def test_of_ranks_in_user_code_the_one_that_is_furthest_behind_is_named() -> None:
+def test_of_ranks_in_user_code_the_one_that_is_furthest_behind_is_named():
     beats = [beat(rank, "", calls=calls) for rank, calls in ((1, 5), (2, 3), (3, 4))]
     assert suspected(table(4, *beats, at_s=11.0), 11.1).rank == 2
 
@@ -295,9 +288,7 @@ def test_of_ranks_in_user_code_the_one_that_is_furthest_behind_is_named() -> Non
         ("", Pending(False, 0, 3), "in recv from rank 0, tag 3,", False),
     ],
 )
-def test_what_the_rank_does_that_a_message_waits_for(
-    operation: str, pending: Pending | None, place: str, is_busy: bool
-) -> None:
+def test_what_the_rank_does_that_a_message_waits_for(operation, pending, place, is_busy):
     known = table(3, beat(1, operation, pending))
     waits = () if is_busy else ((1, pending),)
     assert known.doing(1, 10.2) == (f"rank 1 is alive, {place} after 5 calls", is_busy, waits)
@@ -307,7 +298,7 @@ def test_what_the_rank_does_that_a_message_waits_for(
     assert known.doing(2, 15.0) == ("rank 2 has shown no sign of life for 5.0 s", False, ())
 
 
-def test_ranks_that_wait_for_each_other_are_followed_to_this_one() -> None:
+def test_ranks_that_wait_for_each_other_are_followed_to_this_one():
     first, second = Pending(False, 2, 1), Pending(False, 0, 1)
     known = table(4, beat(1, "", first))
     assert known.doing(1, 10.2).is_busy
@@ -320,15 +311,15 @@ def test_ranks_that_wait_for_each_other_are_followed_to_this_one() -> None:
 
 @pytest.mark.parametrize("members", [(0, 1, 2), (0, 2)])
 def test_ranks_that_wait_for_each_other_or_for_one_outside_the_group_do_not_wait_for_this_one(
-    members: tuple[int, ...],
-) -> None:
+    members,
+):
     known = PeerTable(0, Membership(members, group=1), 10.0)
     known.note(beat(2, "", Pending(False, 1, 1)), 0.0, 10.1)
     known.note(beat(1, "", Pending(False, 2 if 1 in members else 0, 1)), 0.0, 10.1)
     assert known.doing(2, 10.2).is_busy
 
 
-def test_a_rank_that_is_silent_or_has_left_waits_for_nobody() -> None:
+def test_a_rank_that_is_silent_or_has_left_waits_for_nobody():
     known = table(3, beat(1, "", Pending(False, 0, 1)))
     assert known.waits(1, 10.2)
     assert not known.waits(1, 15.0)
@@ -349,7 +340,7 @@ def test_a_rank_that_is_silent_or_has_left_waits_for_nobody() -> None:
         ((True, False), None),  # One receives what the other sends.
     ],
 )
-def test_a_cycle_is_described_with_what_to_do(sends: tuple[bool, ...], text: str | None) -> None:
+def test_a_cycle_is_described_with_what_to_do(sends, text):
     peers = [*range(1, len(sends)), 0]
     cycle = [Waits(rank, Pending(sends[rank], peer, 3)) for rank, peer in enumerate(peers)]
     said = describe_cycle(cycle)

@@ -24,8 +24,8 @@ def splits(draw: st.DrawFn) -> tuple[Membership, list[Choice]]:
 
 @given(splits())
 def test_each_rank_is_in_the_group_of_its_color_ordered_by_key_then_by_place(
-    split: tuple[Membership, list[Choice]],
-) -> None:
+    split,
+):
     parent, choices = split
     wanted: dict[object, list[tuple[int, int]]] = {}
     for place, choice in enumerate(choices):
@@ -43,7 +43,7 @@ def test_each_rank_is_in_the_group_of_its_color_ordered_by_key_then_by_place(
 
 
 @given(memberships())
-def test_the_ring_leads_through_all_members_and_back(membership: Membership) -> None:
+def test_the_ring_leads_through_all_members_and_back(membership):
     rank = first = membership.members[0]
     seen = []
     for _ in membership.members:

@@ -48,7 +48,7 @@ FOUND = [
         ("eth0,^10.0.0.0/8,^fd00::/8", "every address of this host is excluded"),
     ],
 )
-def test_offered_addresses_or_why_there_are_none(text: str, expected: list[str] | str) -> None:
+def test_offered_addresses_or_why_there_are_none(text, expected):
     if isinstance(expected, list):
         assert [each.network for each in offered(FOUND, patterns(text))] == expected
         return
@@ -56,7 +56,7 @@ def test_offered_addresses_or_why_there_are_none(text: str, expected: list[str] 
         offered(FOUND, patterns(text))
 
 
-def test_addresses_of_an_error_are_those_that_can_be_chosen() -> None:
+def test_addresses_of_an_error_are_those_that_can_be_chosen():
     assert described(FOUND) == (
         "docker0 172.17.0.1/16, br-0123456789ab 172.18.0.1/16, virbr0 192.168.122.1/24, "
         "eth0 10.0.0.4/24, eth0 fd00::4/64, ib0 10.1.0.4/16"
@@ -88,7 +88,7 @@ def test_addresses_of_an_error_are_those_that_can_be_chosen() -> None:
         (["10.1.0.1/24"], [], []),
     ],
 )
-def test_order_of_attempts(own: list[str], theirs: list[str], expected: list[str]) -> None:
+def test_order_of_attempts(own, theirs, expected):
     assert list(ways(own, theirs)) == expected
 
 
@@ -104,11 +104,11 @@ def test_order_of_attempts(own: list[str], theirs: list[str], expected: list[str
         (["10.0.0.4/24"] * (OFFERED_MAX + 1), False),
     ],
 )
-def test_what_a_rank_may_offer(texts: list[str], holds: bool) -> None:
+def test_what_a_rank_may_offer(texts, holds):
     assert are_networks(texts) is holds
 
 
-def test_table_of_failures() -> None:
+def test_table_of_failures():
     rows = [
         Unreached(0, 1, "10.0.0.5:41873", "refused"),
         Unreached(2, 1, "[fd00::5]:41873", "no answer in 5 s"),
@@ -121,7 +121,7 @@ def test_table_of_failures() -> None:
     ]
 
 
-def test_a_table_of_failures_stays_small() -> None:
+def test_a_table_of_failures_stays_small():
     rows = [Unreached(1000, peer, "10.0.0.5:41873", "no answer in 5 s") for peer in range(100)]
     hosts = {rank: f"a-very-long-name-of-host-{rank}" for rank in range(1001)}
     lines = unreached_table(rows, hosts).splitlines()

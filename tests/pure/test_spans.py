@@ -25,14 +25,14 @@ times = st.floats(0, 1e9)
 operations = st.sampled_from(sorted(CODES))
 
 
-def test_records_fill_cache_lines() -> None:
+def test_records_fill_cache_lines():
     assert (SPAN.size, STANDING.size, CALLS_AT, SPAN_BYTES) == (64, 64, 64, 64)
 
 
 @given(words, words, times, times, operations, words, words, times)
 def test_a_standing_is_read_as_written(
     number, calls, seconds, elapsed, operation, nbytes, thread, since
-) -> None:
+):
     memory = bytearray(CALLS_AT)
     STANDING.pack_into(memory, 0, number, calls, seconds, elapsed, 0, 0, 0, 0.0)
     assert decode_standing(memory).operation is None
@@ -59,7 +59,7 @@ def test_a_standing_is_read_as_written(
         max_size=8,
     )
 )
-def test_spans_are_read_as_written_and_empty_slots_are_not(slots) -> None:
+def test_spans_are_read_as_written_and_empty_slots_are_not(slots):
     memory = bytearray(len(slots) * SPAN_BYTES)
     for index, span in enumerate(slots):
         if span is not None:
@@ -68,7 +68,7 @@ def test_spans_are_read_as_written_and_empty_slots_are_not(slots) -> None:
     assert list(decode_spans(memory)) == [span for span in slots if span is not None]
 
 
-def test_every_operation_has_a_code_that_is_not_the_one_of_none() -> None:
+def test_every_operation_has_a_code_that_is_not_the_one_of_none():
     assert 0 not in CODES.values()
     assert {operation_name(kind) for kind in Kind} == set(CODES)
     assert operation_name(77) == "operation 77"

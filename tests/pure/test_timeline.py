@@ -26,7 +26,7 @@ streams = st.builds(
 
 
 @given(st.lists(streams, max_size=4), st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4))
-def test_events_have_all_fields_and_do_not_overlap_in_a_track(found, shifts) -> None:
+def test_events_have_all_fields_and_do_not_overlap_in_a_track(found, shifts):
     tracks, named = defaultdict(list), set()
     for event in events(found, dict(enumerate(shifts))):
         assert event["ph"] in ("X", "M")
@@ -46,7 +46,7 @@ def test_events_have_all_fields_and_do_not_overlap_in_a_track(found, shifts) -> 
             assert round((began + lasts) * 1e3) <= round(then * 1e3)
 
 
-def test_tracks_have_names_and_stand_in_order() -> None:
+def test_tracks_have_names_and_stand_in_order():
     job = [
         Span(SpanKind.RECV, "", 1, 0, 80, 7, 1.0, 2.0),
         Span(SpanKind.REDUCE, "", 10, 0, 80, 7, 1.0, 2.0),

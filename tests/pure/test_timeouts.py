@@ -21,7 +21,5 @@ TIMEOUT, BUSY = Limit("RINGREDUCE_TIMEOUT_S", 30.0), Limit("RINGREDUCE_BUSY_TIME
         (5.0, 30.0, 0.0, TIMEOUT),
     ],
 )
-def test_a_rank_in_user_code_has_its_own_limit(
-    busy_s: float, waited_s: float, idle_s: float, limit: Limit | None
-) -> None:
+def test_a_rank_in_user_code_has_its_own_limit(busy_s, waited_s, idle_s, limit):
     assert Timeouts(30.0, busy_s).reached(waited_s, idle_s) == limit

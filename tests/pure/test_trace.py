@@ -38,7 +38,7 @@ def packed(stamp: int, kind: SpanKind, number: int) -> bytes:
 
 
 @given(st.integers(0, 4 * SPAN_BYTES))
-def test_a_file_that_was_cut_has_its_whole_records(nbytes: int) -> None:
+def test_a_file_that_was_cut_has_its_whole_records(nbytes):
     records = b"".join(packed(number + 1, SpanKind.CALL, number) for number in range(10, 14))
     whole_line = msgspec.json.encode(head(2, first=10)) + b"\n"
     found = decode_trace(whole_line + records[:nbytes])
@@ -46,19 +46,19 @@ def test_a_file_that_was_cut_has_its_whole_records(nbytes: int) -> None:
     assert [span.number for span in found.spans] == list(range(nbytes // SPAN_BYTES))
 
 
-def test_what_is_missing_is_counted() -> None:
+def test_what_is_missing_is_counted():
     records = packed(1, SpanKind.WAIT, 0) + packed(1, SpanKind.LOST, 44)
     found = decode_trace(msgspec.json.encode(head(0)) + b"\n" + records)
     assert (len(found.spans), found.lost) == (1, 44)
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"{}\n", b'{"format":1}\n', b"\xff" * 100])
-def test_another_file_is_no_trace(data: bytes) -> None:
+def test_another_file_is_no_trace(data):
     with pytest.raises(ValueError, match="it is no trace"):
         decode_trace(data)
 
 
-def test_each_communicator_of_a_rank_has_a_file() -> None:
+def test_each_communicator_of_a_rank_has_a_file():
     assert file_name(head(3)) == "rank-3.trace"
     assert file_name(head(3, Membership((1, 3), 2))) == "rank-3-group-2.trace"
     assert file_name(head(3, Membership((1, 3), 0, 1))) == "rank-3-epoch-1.trace"
@@ -67,7 +67,7 @@ def test_each_communicator_of_a_rank_has_a_file() -> None:
 # --- Calls ------------------------------------------------------------------------------------
 
 
-def test_calls_are_joined_by_their_numbers() -> None:
+def test_calls_are_joined_by_their_numbers():
     """Rank 1 has lost call 1, and was killed before call 3."""
     others = stream(0, [(1, 2), (3, 4), (5, 6)])
     killed = Stream(head(1), [call(2, 3.5, 4.5)], 1)
@@ -77,7 +77,7 @@ def test_calls_are_joined_by_their_numbers() -> None:
     assert calls.ended_s.tolist() == [[4, 4.5]]
 
 
-def test_groups_have_calls_of_their_own() -> None:
+def test_groups_have_calls_of_their_own():
     group = Membership((1, 2), 1)
     calls = joined(
         [
@@ -89,7 +89,7 @@ def test_groups_have_calls_of_their_own() -> None:
     assert np.array_equal(calls.began_s, [[1, 1, 1], [np.nan, 3, 3]], equal_nan=True)
 
 
-def test_without_common_calls_there_are_none() -> None:
+def test_without_common_calls_there_are_none():
     calls = joined([stream(0, [(1, 2)])])
     assert calls.began_s.shape == calls.ended_s.shape == (0, 1)
     calls = joined([stream(0, [(1, 2)]), stream(1, [])])
@@ -104,7 +104,7 @@ milliseconds = st.integers(0, 1000)
 
 
 @given(st.data())
-def test_the_offset_of_each_clock_is_within_its_bounds(data: st.DataObject) -> None:
+def test_the_offset_of_each_clock_is_within_its_bounds(data):
     """Hosts of one or two ranks, whose clocks are ahead by anything, and calls as they can be."""
     hosts = data.draw(st.lists(st.integers(1, 2), min_size=2, max_size=3))
     ahead = [0, *(data.draw(st.integers(-10_000, 10_000)) for _ in hosts[1:])]
@@ -125,7 +125,7 @@ def test_the_offset_of_each_clock_is_within_its_bounds(data: st.DataObject) -> N
         assert least <= -early <= most < np.inf
 
 
-def test_the_bounds_are_as_narrow_as_calls_allow() -> None:
+def test_the_bounds_are_as_narrow_as_calls_allow():
     """In one call rank 1 is last, in the other rank 0; its clock is 100 ahead."""
     calls = joined(
         [stream(0, [(1, 8), (15, 16), (20, 21)]), stream(1, [(105, 109), (110, 117), (120, 121)])]
@@ -133,7 +133,7 @@ def test_the_bounds_are_as_narrow_as_calls_allow() -> None:
     assert offsets(calls, {0: "a", 1: "b"})["b"] == (15 - 117, 8 - 105)
 
 
-def test_a_call_that_need_not_wait_says_nothing_of_clocks() -> None:
+def test_a_call_that_need_not_wait_says_nothing_of_clocks():
     """The root of a broadcast may be done before others begin, and a failed call, the last one."""
     spans = [call(1, 0, 1, "broadcast"), call(2, 10, 20), call(3, 21, 22)]
     late = [call(1, 5, 6, "broadcast"), call(2, 10, 20), call(3, 90, 91)]
@@ -145,7 +145,7 @@ def test_a_call_that_need_not_wait_says_nothing_of_clocks() -> None:
 # --- Lateness ---------------------------------------------------------------------------------
 
 
-def test_who_was_late_and_who_waited() -> None:
+def test_who_was_late_and_who_waited():
     calls = joined(
         [
             stream(0, [(1, 5), (6, 10)]),

@@ -135,7 +135,7 @@ class Checker:
         pytest.param(4, ("1", "0123"), True, marks=pytest.mark.full),
     ],
 )
-def test_every_view_has_one_successor(size: int, ballots: Sequence[str], at_once: bool) -> None:
+def test_every_view_has_one_successor(size, ballots, at_once):
     Checker(size, ballots, size - 1, at_once=at_once).run()
 
 
@@ -207,14 +207,14 @@ class Ranks:
 
 @settings(max_examples=200)
 @given(st.integers(2, 6), st.integers(0, 1 << 32))
-def test_ranks_in_trouble_never_part(size: int, seed: int) -> None:
+def test_ranks_in_trouble_never_part(size, seed):
     ranks = Ranks(size, random.Random(seed))
     for _ in range(300):
         ranks.step()
     ranks.check()
 
 
-def test_those_who_may_choose() -> None:
+def test_those_who_may_choose():
     five = range(5)
     assert may_choose(five, {2, 3, 4}, set())
     assert not may_choose(five, {3, 4}, {1, 2})  # The dead count.
@@ -241,7 +241,7 @@ def begin(ranks: Ranks, rank: int, members: Sequence[int], dead: Sequence[int] =
     ranks.take(rank, propose(ranks.states[rank], members, dead))
 
 
-def test_of_accepted_values_that_of_the_highest_ballot_is_proposed() -> None:
+def test_of_accepted_values_that_of_the_highest_ballot_is_proposed():
     ranks = Ranks(3, random.Random(0))
     begin(ranks, 0, (0, 1))
     among(ranks, 0, 1, but=Verb.ACCEPT)  # Rank 0 alone accepts.
@@ -253,7 +253,7 @@ def test_of_accepted_values_that_of_the_highest_ballot_is_proposed() -> None:
     assert chosen(ranks, 0, 2) == [(1, 2)] * 2
 
 
-def test_what_the_dead_have_chosen_is_not_heard_of_later() -> None:
+def test_what_the_dead_have_chosen_is_not_heard_of_later():
     ranks = Ranks(4, random.Random(0))
     begin(ranks, 0, (0, 3))
     among(ranks, 0, 3)
@@ -269,7 +269,7 @@ def test_what_the_dead_have_chosen_is_not_heard_of_later() -> None:
     assert chosen(ranks, 1, 2) == [(1, 2)] * 2
 
 
-def test_those_that_die_while_a_ballot_runs_do_not_help_it() -> None:
+def test_those_that_die_while_a_ballot_runs_do_not_help_it():
     """Rank 3 hears who is dead from 1, whose ballot is lower; rank 2 does not."""
     ranks = Ranks(6, random.Random(0))
     begin(ranks, 0, (0, 4, 5))
@@ -289,7 +289,7 @@ def test_those_that_die_while_a_ballot_runs_do_not_help_it() -> None:
     assert chosen(ranks, 1, 2, 3) == [(0, 4, 5)] * 3
 
 
-def test_a_rank_that_was_left_out_is_told_so_whenever_it_wakes() -> None:
+def test_a_rank_that_was_left_out_is_told_so_whenever_it_wakes():
     old, new = View(0, (0, 1, 2)), View(7, (0, 2))
     here = Message(Verb.HERE, 1, 0, old.number)
     state, (told,) = receive(Agreement(0, new), here)
@@ -300,7 +300,7 @@ def test_a_rank_that_was_left_out_is_told_so_whenever_it_wakes() -> None:
     assert receive(woken, told) == (woken, ())
 
 
-def test_a_ballot_has_a_number_above_all_that_its_rank_has_heard_of() -> None:
+def test_a_ballot_has_a_number_above_all_that_its_rank_has_heard_of():
     state, sent = propose(Agreement(1, View(4, (0, 1, 2))), (1, 2), dead=[0])
     assert [each.receiver for each in sent] == [2]
     assert sent[0].ballot == (5, 1)

@@ -24,7 +24,7 @@ from ringreduce.pure.watcher_messages import (
     encode,
 )
 from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
-from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerLostError, PeerTimeoutError
+from ringreduce.vocabulary.errors import MismatchError, PeerLostError, PeerTimeoutError
 from ringreduce.vocabulary.times import Times
 
 
@@ -75,7 +75,7 @@ def heartbeat(
     return encode(Heartbeats(((own, age_s),)))
 
 
-def test_a_loss_that_was_none_does_not_shorten_the_wait_after_a_later_one() -> None:
+def test_a_loss_that_was_none_does_not_shorten_the_wait_after_a_later_one():
     watch = a_watch()
     # The first message has come before the event of its connection.
     assert not watch.look_for_losses({1: False}, Here(), 0.0)
@@ -90,7 +90,7 @@ def test_a_loss_that_was_none_does_not_shorten_the_wait_after_a_later_one() -> N
 
 
 @pytest.mark.parametrize(("has_ended", "limit_s"), [(False, 1.0), (True, 0.1)])
-def test_a_loss_that_lasts_ends_the_ring(has_ended: bool, limit_s: float) -> None:
+def test_a_loss_that_lasts_ends_the_ring(has_ended, limit_s):
     watch = a_watch()
     assert not watch.look_for_losses({1: has_ended}, Here(), 0.5)
     assert not watch.look_for_losses({1: has_ended}, Here(), 0.5 + 0.9 * limit_s)
@@ -102,9 +102,7 @@ def test_a_loss_that_lasts_ends_the_ring(has_ended: bool, limit_s: float) -> Non
 
 
 @pytest.mark.parametrize(("silent_s", "kind"), [(1.9, PeerLostError), (2.0, PeerTimeoutError)])
-def test_a_neighbour_is_late_only_after_the_limit_for_links(
-    silent_s: float, kind: type[PeerError]
-) -> None:
+def test_a_neighbour_is_late_only_after_the_limit_for_links(silent_s, kind):
     """Others go on without one that is late; one that has lost a connection may still come."""
     watch = a_watch()
     assert not watch.look_for_losses({1: False}, Here(), silent_s)
@@ -114,7 +112,7 @@ def test_a_neighbour_is_late_only_after_the_limit_for_links(
 
 
 @pytest.mark.parametrize("leaves", ["the other", "this rank"])
-def test_a_loss_after_a_leave_is_no_failure(leaves: str) -> None:
+def test_a_loss_after_a_leave_is_no_failure(leaves):
     watch = a_watch()
     if leaves == "the other":
         watch.receive(1, encode(Left(1, 5)), 0.1)
@@ -124,7 +122,7 @@ def test_a_loss_after_a_leave_is_no_failure(leaves: str) -> None:
         assert not watch.look_for_losses({1: True}, Here(), at_s)
 
 
-def test_an_abort_is_passed_on_once_and_acknowledged_each_time() -> None:
+def test_an_abort_is_passed_on_once_and_acknowledged_each_time():
     watch = a_watch(3)
     first = watch.receive(1, ABORT, 0.1)
     acknowledgement, passed_on = [action for action in first if isinstance(action, Send)]
@@ -137,7 +135,7 @@ def test_an_abort_is_passed_on_once_and_acknowledged_each_time() -> None:
     assert not errors(again)
 
 
-def test_a_rank_that_leaves_waits_for_neighbours_that_are_there_and_have_not_acknowledged() -> None:
+def test_a_rank_that_leaves_waits_for_neighbours_that_are_there_and_have_not_acknowledged():
     watch = a_watch(3)
     watch.send(Left(0, 5))
     assert watch.is_owed([])
@@ -148,14 +146,14 @@ def test_a_rank_that_leaves_waits_for_neighbours_that_are_there_and_have_not_ack
     assert not watch.is_owed([])
 
 
-def test_messages_that_cannot_be_read_are_logged_a_few_times() -> None:
+def test_messages_that_cannot_be_read_are_logged_a_few_times():
     watch = a_watch()
     texts = [text for _ in range(20) for text in logged(watch.receive(1, b"\xc1", 0.1))]
     assert len(texts) == 8
     assert "rank 1" in texts[0]
 
 
-def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_twice() -> None:
+def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_twice():
     watch, here = a_watch(), Here(operation="all_reduce")
     watch.receive(1, encode(Left(1, 5, "ValueError: no")), 0.1)
     assert not errors(watch.beat(here, Flow(), 0, 0.2))
@@ -164,7 +162,7 @@ def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_t
     assert "was left by rank 1, which ended with ValueError: no" in str(error)
 
 
-def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides() -> None:
+def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides():
     watch = a_watch()
     own = Claim("order", b"own", "and rank {peer} differ", "Do so.")
     assert sent(watch.send(own)) == [Value("order", b"own")]
@@ -178,7 +176,7 @@ def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides() 
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-def test_a_warning_names_the_rank_that_is_waited_for_once(is_silent: bool) -> None:
+def test_a_warning_names_the_rank_that_is_waited_for_once(is_silent):
     watch, here = a_watch(), Here(operation="all_reduce", since_s=0.4)
     texts = []
     for number in range(9 if is_silent else 29):
@@ -191,7 +189,7 @@ def test_a_warning_names_the_rank_that_is_waited_for_once(is_silent: bool) -> No
 
 
 @pytest.mark.parametrize("grows", [True, False])
-def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows: bool) -> None:
+def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows):
     watch = a_watch(3)
     watch.receive(1, heartbeat(number=1), 0.25)
     reported = []
@@ -208,7 +206,7 @@ def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows
     assert watch.delays.is_busy == grows
 
 
-def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life() -> None:
+def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life():
     watch = a_watch()
     for at_s, count in ((0.5, 9), (0.75, 9)):
         watch.note_bytes(dict.fromkeys(watch.late(at_s), count), at_s)
@@ -224,8 +222,8 @@ def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life() -> None:
     [(5, "", True), (4, "all_reduce", False), (5, "barrier", False)],
 )
 def test_a_rank_is_busy_outside_calls_until_the_call_that_waits_for_it_ends(
-    calls: int, operation: str, is_busy: bool
-) -> None:
+    calls, operation, is_busy
+):
     watch = a_watch()
     watch.receive(1, heartbeat(calls, operation), 0.2)
     watch.beat(WAITING, Flow(), 0, 0.25)
@@ -256,8 +254,8 @@ def step(watch: Watch, payload: bytes, frames: int, at_s: float) -> list[Action]
     ],
 )
 def test_a_connection_that_carries_nothing_is_warned_of_and_ends_the_ring(
-    sent: int, frames: int, channel: int, dry: float, is_dead: bool
-) -> None:
+    sent, frames, channel, dry, is_dead
+):
     watch, texts = a_watch(limit_s=5.0), dict[str, float]()
     for number in range(30):
         at_s = 0.25 * number
@@ -276,7 +274,7 @@ def test_a_connection_that_carries_nothing_is_warned_of_and_ends_the_ring(
     assert (warned_s, ended_s) == (2.0, 5.0)
 
 
-def test_two_silent_connections_are_warned_of_and_counted_at_the_same_time() -> None:
+def test_two_silent_connections_are_warned_of_and_counted_at_the_same_time():
     watch, flow = a_watch(3, limit_s=5.0), Flow(sent=((1, 0, 7), (2, 1, 7)))
     warned, ended = [], []
     for number in range(21):
@@ -291,9 +289,7 @@ def test_two_silent_connections_are_warned_of_and_counted_at_the_same_time() -> 
     assert ended == [5.0]
 
 
-def test_frames_sent_just_now_or_while_the_process_stood_still_are_not_held_against_a_link() -> (
-    None
-):
+def test_frames_sent_just_now_or_while_the_process_stood_still_are_not_held_against_a_link():
     watch, times = a_watch(limit_s=2.0), [0.25 * number for number in range(20)]
     for frames, at_s in enumerate(times):
         assert not errors(step(watch, overdue(frames, at_s, number=frames + 1), frames + 1, at_s))
@@ -303,9 +299,7 @@ def test_frames_sent_just_now_or_while_the_process_stood_still_are_not_held_agai
 
 
 @pytest.mark.parametrize(("age_s", "is_dead"), [(0.4, False), (0.0, True)])
-def test_what_a_receiver_said_before_it_was_stopped_says_nothing(
-    age_s: float, is_dead: bool
-) -> None:
+def test_what_a_receiver_said_before_it_was_stopped_says_nothing(age_s, is_dead):
     """It had waited for long, said so, and was stopped as soon as a frame was on its way."""
     watch, found = a_watch(limit_s=0.7), []
     for number, at_s in enumerate((1.0, 1.25, 1.5, 1.75), 1):
@@ -313,7 +307,7 @@ def test_what_a_receiver_said_before_it_was_stopped_says_nothing(
     assert bool(found) is is_dead
 
 
-def test_a_neighbour_whose_heartbeats_come_the_other_way_is_alive() -> None:
+def test_a_neighbour_whose_heartbeats_come_the_other_way_is_alive():
     watch = a_watch(3)
     assert not watch.look_for_losses({1: True}, Here(), 1.0)
     watch.receive(2, heartbeat(number=9), 1.05)
@@ -322,7 +316,7 @@ def test_a_neighbour_whose_heartbeats_come_the_other_way_is_alive() -> None:
     assert "RINGREDUCE_LINK_TIMEOUT_S" in str(error)
 
 
-def test_a_timeout_names_the_rank_that_all_wait_for_or_that_this_process_stood_still() -> None:
+def test_a_timeout_names_the_rank_that_all_wait_for_or_that_this_process_stood_still():
     watch = a_watch()
     watch.receive(1, heartbeat(), 0.2)
     watch.tick(0.2)
@@ -335,7 +329,7 @@ def test_a_timeout_names_the_rank_that_all_wait_for_or_that_this_process_stood_s
     assert "This process stood still for 3.0 s" in str(watch.named(met, WAITING, 3.3))
 
 
-def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for() -> None:
+def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for():
     listening = Listening(2, 0, 1, "tcp://127.0.0.1:4187")
     payload = encode(listening)
     between, receiver = a_watch(3, rank=1), a_watch(3)
@@ -350,7 +344,7 @@ def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for() -> None:
     assert not sender.receive(1, payload, 0.5)
 
 
-def test_a_rank_behind_two_that_have_left_is_out_of_reach_and_not_busy() -> None:
+def test_a_rank_behind_two_that_have_left_is_out_of_reach_and_not_busy():
     """Ranks 0 and 2 of four: 1 and 3, which would pass on where 2 listens, have gone."""
     watches = {rank: a_watch(4, rank=rank) for rank in (0, 2)}
     assert sent(watches[2].send(Listening(2, 0, 0, "tcp://127.0.0.1:4187")))

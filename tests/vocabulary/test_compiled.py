@@ -36,7 +36,7 @@ def output(folder: Path, **more: Any) -> str:
     return run(folder, **more).stdout.strip()
 
 
-def test_a_constant_of_another_file_is_compiled_anew(tmp_path: Path) -> None:
+def test_a_constant_of_another_file_is_compiled_anew(tmp_path):
     package = tmp_path / "smallest"
     package.mkdir()
     # As of an editable installation: the first of its folders has no sources.
@@ -52,8 +52,8 @@ def test_a_constant_of_another_file_is_compiled_anew(tmp_path: Path) -> None:
 
 
 def test_without_a_home_functions_are_kept_apart_from_other_users_or_not_at_all(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     package, temporary = tmp_path / "smallest", tmp_path / "temporary"
     package.mkdir()
     temporary.mkdir()
