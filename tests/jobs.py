@@ -6,18 +6,28 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ringreduce.testing import JobResult
 from ringreduce.vocabulary.config import Config
 from tests.processes import Process, clean_environment, wait_until
 
-__all__ = ["run_job"]
+__all__ = ["members", "run_job"]
 
 _ROOT = Path(__file__).parents[1]
 # A rank that fails takes the others with it sooner than this.
 _AFTER_A_FAILURE_S = 30.0
+
+
+def members(listener: socket.socket, size: int, **settings: Any) -> Iterator[Config]:
+    """The settings of each rank of a new job, which meets at a socket that rank 0 inherits."""
+    settings |= {"size": size, "local_size": size, "job_id": secrets.token_hex(8)}
+    settings["rendezvous"] = f"127.0.0.1:{listener.getsockname()[1]}"
+    for rank in range(size):
+        inherited = None if rank else listener.fileno()
+        yield Config(rank=rank, local_rank=rank, rendezvous_fd=inherited, **settings)
 
 
 def run_job(
@@ -51,25 +61,12 @@ def run_job(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listener.setblocking(False)
-        job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
         workers = []
-        for rank in range(size):
-            inherited = () if rank else (listener.fileno(),)
-            config = Config(
-                rank=rank,
-                size=size,
-                local_rank=rank,
-                local_size=size,
-                rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
-                rendezvous_fd=None if rank else listener.fileno(),
-                job_id=job_id,
-                timeout_s=timeout_s,
-                secret=secret,
-            )
+        secret = secrets.token_hex(32)
+        for config in members(listener, size, timeout_s=timeout_s, secret=secret):
+            rank = config.rank
             variables = {
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
+                **{"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 **config.to_environment(),
                 **(environment or {}),
                 **(unlike or {}).get(rank, {}),
@@ -80,7 +77,7 @@ def run_job(
                 output=folder,
                 name=f"rank{rank}",
                 environment=clean_environment(**variables),
-                pass_fds=inherited,
+                pass_fds=() if rank else (listener.fileno(),),
                 worker=rank not in (unlike or {}),
             )
             workers.append(stack.enter_context(worker))

@@ -20,7 +20,6 @@ import re
 import secrets
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -33,8 +32,8 @@ from typing import Any
 import psutil
 
 from ringreduce.effects import native
-from ringreduce.vocabulary.config import Config
-from tests.figures import record
+from tests.figures import record, table
+from tests.jobs import members
 from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
 
 TIMEOUT_S, JOIN_TIMEOUT_S = 2.0, 5.0
@@ -184,27 +183,22 @@ class Job:
     def _start_workers(
         self, directory: Path, arguments: list[str], variables: dict[str, str]
     ) -> None:
-        job = secrets.token_hex(8)
+        limits = {"timeout_s": TIMEOUT_S, "link_timeout_s": TIMEOUT_S}
+        limits["join_timeout_s"] = JOIN_TIMEOUT_S
         # A job that is started anew comes to the port of the one before.
         with socket.create_server(("127.0.0.1", self.port)) as listener:
             self.port = listener.getsockname()[1]
-            for rank in range(self.plan.size):
-                config = Config(
-                    **{"rank": rank, "size": self.plan.size, "job_id": job},
-                    rendezvous=f"127.0.0.1:{self.port}",
-                    rendezvous_fd=None if rank else listener.fileno(),
-                    transport=self.plan.transport,
-                    **{"timeout_s": TIMEOUT_S, "link_timeout_s": TIMEOUT_S},
-                    join_timeout_s=JOIN_TIMEOUT_S,
-                    host_id=f"host {rank % 2}" if self.plan.hosts > 1 else "",
-                )
-                inherited = () if rank else (listener.fileno(),)
+            transport = self.plan.transport
+            for config in members(listener, self.plan.size, transport=transport, **limits):
+                own = config.to_environment()
+                if self.plan.hosts > 1:
+                    own["RINGREDUCE_HOST_ID"] = f"host {config.rank % 2}"
                 process = Process(
                     [sys.executable, *arguments],
                     directory,
-                    name=f"rank{rank}",
-                    environment=clean_environment(**(variables | config.to_environment())),
-                    pass_fds=inherited,
+                    name=f"rank{config.rank}",
+                    environment=clean_environment(**(variables | own)),
+                    pass_fds=() if config.rank else (listener.fileno(),),
                 )
                 self.processes.append(self._stack.enter_context(process))
 
@@ -415,8 +409,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"seed {options.seed}, {options.minutes:g} minutes", flush=True)
     began, number, port = time.monotonic(), options.only or 0, 0
-    news: dict[str, list[float]] = defaultdict(list)
-    ends: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     while time.monotonic() - began < 60 * options.minutes:
         plan = Plan.of(options.seed, number)
         try:
@@ -426,21 +419,16 @@ def main() -> int:
             print(f"#{number} {plan}: VIOLATION: {violation}")
             print(f"again: python -m tests.soak --seed {options.seed} --only {number}")
             return 1
-        news[plan.fault] += told
-        ends[plan.fault].append(ended_s)
+        if told:
+            seconds[f"{plan.fault}: told"] += told
+        seconds[f"{plan.fault}: ended"].append(ended_s)
         record(f"soak: {plan.fault}", *told)
         after = f", told after {min(told):.2f} to {max(told):.2f} s" if told else ""
         print(f"#{number} {plan}{after}, ended after {ended_s:.2f} s", flush=True)
         number += 1
         if options.only is not None:
             break
-    print(f"\n{'fault':<20} {'jobs':>4} {'told: median':>12} {'max':>6} {'ended: max':>10}")
-    for fault in FAULTS:
-        if ends[fault]:
-            middle = f"{statistics.median(news[fault]):.2f}" if news[fault] else "-"
-            most = f"{max(news[fault]):.2f}" if news[fault] else "-"
-            last = f"{max(ends[fault]):.2f}"
-            print(f"{fault:<20} {len(ends[fault]):>4} {middle:>12} {most:>6} {last:>10}")
+    print(f"\n{table(seconds)}")
     return 0
 
 
