@@ -14,7 +14,6 @@ import subprocess
 import sys
 import termios
 import textwrap
-import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -79,7 +78,6 @@ class Terminal:
 
     Attributes:
         shown: all that was written to the terminal until now.
-        times: when it was read, with how much there was then.
     """
 
     def __init__(
@@ -88,7 +86,6 @@ class Terminal:
         self._file, tty = pty.openpty()
         fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.shown = b""
-        self.times: list[tuple[float, int]] = []
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "ringreduce", "run", *arguments],
             cwd=directory,
@@ -130,7 +127,6 @@ class Terminal:
             with contextlib.suppress(OSError):
                 if data := os.read(self._file, 1 << 16):
                     self.shown += data
-                    self.times.append((time.monotonic(), len(self.shown)))
                     continue
             return
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,15 +33,15 @@ SOON = {"RINGREDUCE_TIME_SCALE": "0.02"}
 THREAD_VARIABLES = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
 
 
-def environments(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
-    """What workers that print their environment as JSON have, in rank order."""
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line.partition(" ")[::2] for line in done.stdout.splitlines())
-    return [json.loads(text) for _, text in lines]
-
-
 NOTHING_FAILED = types.SimpleNamespace(conclude=lambda: 0)
-PRINT_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))\n"
+
+
+def environments(directory: Path, *options: str, **variables: str) -> list[dict[str, str]]:
+    """The environment of each worker that is started so."""
+    name = script(directory, "import json, os\nprint(json.dumps(dict(os.environ)))\n")
+    done = run(directory, *options, name, **variables)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line.partition(" ")[2]) for line in sorted(done.stdout.splitlines())]
 
 
 # --- What is shown --------------------------------------------------------------------------
@@ -53,10 +54,9 @@ def test_every_line_begins_with_its_rank_and_is_whole(tmp_path):
                 os.write(1, part.encode())
         """
     lines = run(tmp_path, "-n", "3", script(tmp_path, RANK, text)).stdout.splitlines()
-    for rank in range(3):
-        own = [line for line in lines if line.startswith(f"[{rank}] ")]
-        assert own == [f"[{rank}] line {number} of rank {rank}" for number in range(300)]
-    assert len(lines) == 900
+    assert sorted(lines, key=lambda line: line[:3]) == [
+        f"[{rank}] line {number} of rank {rank}" for rank in range(3) for number in range(300)
+    ]
 
 
 def test_output_and_errors_stay_apart_and_lack_no_letter_and_get_no_color(tmp_path):
@@ -122,16 +122,12 @@ def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path):
     outer |= {"RENDEZVOUS": "192.0.2.1:4000", "RENDEZVOUS_FD": "77"}
     outer = {f"RINGREDUCE_{name}": value for name, value in outer.items()}
     limits = {"RINGREDUCE_TIMEOUT_S": "7", "RINGREDUCE_SEGMENT_BYTES": "4096"}
-    done = run(tmp_path, "-n", "3", script(tmp_path, PRINT_ENVIRONMENT), **outer, **limits)
-    variables = environments(done)
-    for name, values in {
-        **{"RANK": ["0", "1", "2"], "LOCAL_RANK": ["0", "1", "2"]},
-        **{"SIZE": ["3"] * 3, "LOCAL_SIZE": ["3"] * 3},
-    }.items():
-        assert [worker[f"RINGREDUCE_{name}"] for worker in variables] == values
+    variables = environments(tmp_path, "-n", "3", **outer, **limits)
     assert len({(v["RINGREDUCE_JOB_ID"], v["RINGREDUCE_RENDEZVOUS"]) for v in variables}) == 1
-    assert ["RINGREDUCE_RENDEZVOUS_FD" in v for v in variables] == [True, False, False]
-    for worker in variables:
+    for rank, worker in enumerate(variables):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 3, "LOCAL_SIZE": 3}
+        assert {f"RINGREDUCE_{name}": str(n) for name, n in place.items()}.items() <= worker.items()
+        assert ("RINGREDUCE_RENDEZVOUS_FD" in worker) == (rank == 0)
         assert not outer.items() & worker.items()
         assert limits.items() <= worker.items()
         assert {worker[name] for name in THREAD_VARIABLES} == {str(default_threads(3))}
@@ -142,8 +138,7 @@ def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path):
 def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_path):
     options = ("--timeout", "3.5", "--threads-per-worker", "3", "--profile", "--elastic")
     users = {"RINGREDUCE_TIMEOUT_S": "7", "OMP_NUM_THREADS": "5"}
-    done = run(tmp_path, "-n", "1", *options, script(tmp_path, PRINT_ENVIRONMENT), **users)
-    variables = environments(done)[0]
+    [variables] = environments(tmp_path, "-n", "1", *options, **users)
     assert [variables[name] for name in THREAD_VARIABLES] == ["5", "3", "3"]
     assert variables["RINGREDUCE_TIMEOUT_S"] == "3.5"
     assert (variables["RINGREDUCE_PROFILE"], variables["RINGREDUCE_ELASTIC"]) == ("1", "1")
@@ -160,8 +155,8 @@ def command_line(*arguments: str, **environment: str) -> Result:
 def test_version_and_help_in_80_columns_with_defaults():
     done = command_line("--version")
     assert (done.exit_code, done.stdout) == (0, f"ringreduce {ringreduce.__version__}\n")
-    for arguments in ([], ["run"], ["--help"], ["run", "--help"]):
-        done = command_line(*arguments)
+    for line in ("", "run", "--help", "run --help"):
+        done = command_line(*line.split())
         assert "Usage: ringreduce" in done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -463,8 +458,8 @@ def test_ctrl_c_after_a_failure_kills_at_once_and_the_failure_is_shown(tmp_path)
 
 
 def test_a_stopped_worker_ends_with_ctrl_c(tmp_path):
-    name = script(tmp_path, WAITS)
-    with launcher(tmp_path, "run", "-n", "1", "--grace", "60", name) as job:
+    command = ("run", "-n", "1", "--grace", "60", script(tmp_path, WAITS))
+    with launcher(tmp_path, *command) as job:
         job.wait_shown("pid")
         os.kill(numbers(job.stdout)[0], signal.SIGSTOP)
         job.signal(signal.SIGINT)
@@ -484,8 +479,8 @@ def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path):
 
 def test_a_killed_launcher_leaves_no_process_behind_that_ignores_signals(tmp_path):
     text = "import signal, subprocess\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
-    text += "print('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
-    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, text + WAITS)) as job:
+    child = "print('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, text, child, WAITS)) as job:
         job.wait_shown("pid", times=4)
         family = [process.pid for process in psutil.Process(job.pid).children(recursive=True)]
         assert set(numbers(job.stdout)) < set(family)  # The guard is in it too.
@@ -511,21 +506,19 @@ def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path):
     for folder in folders:
         folder.mkdir()
         (folder / "keras.py").touch()
-        script(folder, RING)
-    command = "run", "-n", "2", "script.py"
+        command = "run", "-n", "2", script(folder, RING)
     with (
         launcher(folders[0], *command, RINGREDUCE_TIMEOUT="5") as one,
         launcher(folders[1], *command) as two,
     ):
         assert (one.wait(), two.wait()) == (0, 0)
         assert numbers(one.stdout, "total") == numbers(two.stdout, "total") == [3, 3]
-        jobs = [{line.split()[-1] for line in job.stdout.splitlines()} for job in (one, two)]
-        assert len(jobs[0]) == len(jobs[1]) == 1
-        assert jobs[0] != jobs[1]
-        assert (one.stderr, two.stderr) == (
-            "[0] nothing reads the variable RINGREDUCE_TIMEOUT; is RINGREDUCE_TIMEOUT_S meant?\n",
-            "",
+        [first], [other] = (
+            {line.split()[-1] for line in j.stdout.splitlines()} for j in (one, two)
         )
+        assert first != other
+        hint = "nothing reads the variable RINGREDUCE_TIMEOUT; is RINGREDUCE_TIMEOUT_S meant?"
+        assert (one.stderr, two.stderr) == (f"[0] {hint}\n", "")
 
 
 def test_ring_of_processes_gives_output_and_restores_the_signal_handlers(tmp_path):

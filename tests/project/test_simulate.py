@@ -16,7 +16,6 @@ from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
 from tests.project.test_bench import bench, refusal, shaped_links_are_possible
 
 MIB = 1 << 20
-WIRE = Link(alpha=1e-3, beta=1e-7)
 DISTANT = Link(alpha=1.0, beta=0.0)
 MEMORY = Memory(1e-5, 1e-10)
 STEADY = Conditions(jitter=0.0, slow_share=0.0)
