@@ -21,24 +21,18 @@ RECORDS = [Joins(4), Joins(4, "formed"), ImportedKeras(), RAISED]
 LOST = PeerLostError("lost the connection with rank 1", rank=0, size=2, peer=1, origin=2)
 
 
-def raised_by(make, *causes):
-    """What is said of an exception that a function raised, below others."""
+def raised_by(error, cause=None):
+    """What is said of an exception that is raised, or that a function raises, after another."""
     try:
         try:
-            for cause in causes:
+            if cause is not None:
                 raise cause
-        except Exception:
-            make()
-        make()
-    except BaseException as error:
-        return described(error)
-
-
-def throw(error):
-    def make():
-        raise error
-
-    return make
+        finally:
+            if callable(error):
+                error()
+            raise error
+    except BaseException as raised:
+        return described(raised)
 
 
 @given(cuts=st.lists(st.integers(0, 200), max_size=6))
@@ -48,7 +42,7 @@ def test_records_arrive_whole_and_in_order(cuts):
 
 
 def test_an_exception_is_described_with_its_lines():
-    raised = raised_by(throw(ValueError("bad data")))
+    raised = raised_by(ValueError("bad data"))
     assert (raised.kind, raised.peer, raised.origin) == ("ValueError", None, None)
     assert raised.exception == raised.traceback[-1] == "ValueError: bad data"
     assert raised.traceback[0] == "Traceback (most recent call last):"
@@ -58,21 +52,21 @@ def test_an_exception_is_described_with_its_lines():
 
 def test_what_follows_from_an_error_of_the_ring_is_about_its_peer():
     for error in (ValueError("bad"), SystemExit(1)):
-        raised = raised_by(throw(error), LOST)
+        raised = raised_by(error, LOST)
         assert (raised.kind, raised.peer, raised.origin) == ("PeerLostError", 1, 2)
-    assert raised_by(throw(LOST)).kind == "PeerLostError"
-    assert raised_by(throw(ConfigError("no such host"))).kind == "ConfigError"
+    assert raised_by(LOST).kind == "PeerLostError"
+    assert raised_by(ConfigError("no such host")).kind == "ConfigError"
 
 
 def test_an_exception_that_quotes_what_broke_a_ring_is_about_that():
     """As TensorFlow's do; a mere name, or another rank's traceback, is none."""
     broke = PeerTimeoutError("waited 1 s for rank 5", rank=0, size=9, peer=5)
     text = f"Graph execution error:\n\nPeerTimeoutError: {broke}\n\t [[{{node wait}}]]"
-    assert raised_by(throw(RuntimeError(text))).kind == "RuntimeError"
+    assert raised_by(RuntimeError(text)).kind == "RuntimeError"
     handover.note_failure(broke)
-    assert raised_by(throw(RuntimeError(text))).peer == 5
+    assert raised_by(RuntimeError(text)).peer == 5
     quoted = "PeerLostError: rank 1\nTraceback (most recent call last):\n  x\nKeyError: 1"
-    assert raised_by(throw(RuntimeError(quoted))).peer is None
+    assert raised_by(RuntimeError(quoted)).peer is None
 
 
 def test_what_breaks_a_ring_is_noted():
@@ -88,7 +82,7 @@ def test_what_breaks_a_ring_is_noted():
 
 
 def test_our_frames_are_left_out_where_the_error_is_ours():
-    ours = raised_by(lambda: ring_of_threads(1, throw(LOST), timeout_s=-1))
+    ours = raised_by(lambda: ring_of_threads(1, print, timeout_s=-1))
     assert ours.kind == "ConfigError"
     files = f'  File "{os.path.dirname(handover.__file__).removesuffix("commands/launch")}'
     assert not [line for line in ours.traceback if line.startswith(files)]
@@ -99,9 +93,8 @@ def test_our_frames_are_left_out_where_the_error_is_ours():
 GRAPH_ERROR = "Graph execution error:\n\nDetected at (most recent):\nKeyError: no file\n x"
 
 
-@pytest.mark.parametrize(
-    ("error", "exception"),
-    [
+def test_the_exception_is_one_line():
+    for error, exception in (
         (SystemExit("no data"), "SystemExit: no data"),
         (SystemExit(3), ""),
         (ValueError("in user code:\n\n  here"), "ValueError: in user code: here"),
@@ -109,18 +102,15 @@ GRAPH_ERROR = "Graph execution error:\n\nDetected at (most recent):\nKeyError: n
         (ValueError("In Dense.call().\n\nbad width"), "ValueError: In Dense.call()."),
         (ValueError("\udcff"), "ValueError: \\udcff"),
         (SyntaxError("bad", ("a.py", 1, 2, "x = (")), "SyntaxError: bad"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
-def test_the_exception_is_one_line(error, exception):
-    raised = raised_by(throw(error))
-    assert raised.exception == exception
-    assert bool(raised.traceback) != isinstance(error, SystemExit)
-    assert Records[WorkerRecord](WorkerRecord).feed(encode(raised)) == [raised]
+    ):
+        raised = raised_by(error)
+        assert raised.exception == exception
+        assert bool(raised.traceback) != isinstance(error, SystemExit)
+        assert Records[WorkerRecord](WorkerRecord).feed(encode(raised)) == [raised]
 
 
 def test_a_huge_text_is_cut_in_the_middle():
-    raised = raised_by(throw(ValueError("a" * (1 << 22) + "end")))
+    raised = raised_by(ValueError("a" * (1 << 22) + "end"))
     assert len(encode(raised)) < 1 << 20
     assert raised.traceback[-1].endswith("aend")
 
@@ -128,11 +118,9 @@ def test_a_huge_text_is_cut_in_the_middle():
 def test_a_forked_child_and_a_lone_process_tell_nothing(monkeypatch):
     assert not handover.tell(Joins(2))
     reading, writing = os.pipe()
-    monkeypatch.setattr(handover, "_pipe", (writing, os.getpid()))
-    assert handover.tell(Joins(2))
-    monkeypatch.setattr(handover, "_pipe", (writing, os.getpid() + 1))
-    assert not handover.tell(Joins(3))
-    monkeypatch.setattr(handover, "_pipe", (writing, os.getpid()))
+    for pid in (os.getpid() + 1, os.getpid()):
+        monkeypatch.setattr(handover, "_pipe", (writing, pid))
+        assert handover.tell(Joins(2)) == (pid == os.getpid())
     assert Records[WorkerRecord](WorkerRecord).feed(os.read(reading, 1000)) == [Joins(2)]
     os.close(reading)
     assert not handover.tell(Joins(2))
@@ -149,8 +137,8 @@ def test_python_itself_is_as_without_our_script(tmp_path):
     (tmp_path / "link.py").symlink_to(tmp_path / "inner" / "more.py")
 
     def shown(*command: str) -> str:
-        program, descriptor = [sys.executable, *command], nowhere.fileno()
-        done = subprocess.check_output(program, cwd=tmp_path, pass_fds=[descriptor], text=True)
+        options = {"cwd": tmp_path, "pass_fds": [nowhere.fileno()], "text": True}
+        done = subprocess.check_output([sys.executable, *command], **options)
         return done.replace('"__annotations__", ', "")
 
     programs = "main.py -x", "-m inner y", "-m inner.more", "inner", "link.py"

@@ -6,7 +6,6 @@ this file.
 
 import json
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -37,33 +36,23 @@ except BaseException as error:
     print("ended with", type(error).__name__, flush=True)
 """
 
-# Prints what each cell has written, as JSON.
-NOTEBOOK = """
-import json
-import nbformat
-from nbclient import NotebookClient
-
 CELLS = [
-    '''
+    """
 import ringreduce
-
 scale = 5
-
 def work(factor):
     comm = ringreduce.init()
     print("rank", comm.rank)
     return comm.rank, scale * factor
-
 print(ringreduce.launch(work, 2, 2))
-    ''',
-    '''
+    """,
+    """
 def fail():
     if ringreduce.init().rank == 1:
         raise ValueError(scale)
-
 ringreduce.launch(fail, 2)
-    ''',
-    '''
+    """,
+    """
 def wait():
     comm = ringreduce.init()
     print("worker", os.getpid())
@@ -71,26 +60,11 @@ def wait():
     if comm.rank == 0:
         os.kill(KERNEL, signal.SIGINT)  # As the button does.
     signal.pause()
-
 import os, signal
 KERNEL = os.getpid()
 ringreduce.launch(wait, 2)
-    ''',
+    """,
 ]
-cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
-notebook = nbformat.v4.new_notebook(cells=cells)
-NotebookClient(notebook, timeout=60, allow_errors=True, kernel_name="python3").execute()
-shown = []
-for cell in notebook.cells:
-    texts = {"stdout": "", "stderr": "", "error": ""}
-    for output in cell.outputs:
-        if output.output_type == "stream":
-            texts[output.name] += output.text
-        elif output.output_type == "error":
-            texts["error"] += output.ename + ": " + output.evalue
-    shown.append(texts)
-print(json.dumps(shown))
-"""
 
 
 def program(directory: Path, text: str) -> Process:
@@ -155,15 +129,13 @@ def test_the_first_failure_is_raised_with_traceback(capsys):
     error = caught.value
     assert (error.peer, error.size) == (1, 2)
     first, frame, *rest = error.traceback.splitlines()
-    assert first == "Traceback (most recent call last):"
-    assert frame.endswith("in work")
+    assert (first, frame[-7:]) == ("Traceback (most recent call last):", "in work")
     # How rank 0 ends depends on when it is stopped.
     others = rest[rest.index("ValueError: no luck") + 1 :]
     assert all(line.startswith("then rank 0") for line in others)
     assert "Traceback" not in capsys.readouterr().err  # It is in the error.
-    assert str(error) == (
-        "rank 1 of 2 failed first (exit code 1); all workers were stopped.\n" + error.traceback
-    )
+    title = "rank 1 of 2 failed first (exit code 1); all workers were stopped."
+    assert str(error) == f"{title}\n{error.traceback}"
 
 
 def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(tmp_path, monkeypatch):
@@ -201,20 +173,15 @@ def test_workers_that_do_not_end_are_killed_after_their_grace(tmp_path, capsys):
     assert "killed rank 0, which had not ended 0.2 s after SIGTERM" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("result", "complaint"),
-    [
-        (threading.Lock, "result, a lock, cannot be pickled"),
-        (sys.exit, "rank 1 of 2 ended with exit code 0 before"),
-    ],
-)
-def test_a_rank_without_a_result_is_named(result, complaint):
-    def work() -> object:
+def test_a_rank_without_a_result_is_named():
+    def work(result: Any) -> object:
         return result() if os.environ["RINGREDUCE_RANK"] == "1" else None
 
-    with pytest.raises(WorkerError, match=complaint) as caught:
-        ringreduce.launch(work, 2)
-    assert caught.value.peer == 1
+    unsendable, ended = "result, a lock, cannot be pickled", "ended with exit code 0 before"
+    for result, complaint in ((threading.Lock, unsendable), (sys.exit, f"rank 1 of 2 {ended}")):
+        with pytest.raises(WorkerError, match=complaint) as caught:
+            ringreduce.launch(work, 2, result)
+        assert caught.value.peer == 1
 
 
 def test_after_a_restart_the_results_are_those_of_the_last_attempt():
@@ -229,10 +196,7 @@ def test_after_a_restart_the_results_are_those_of_the_last_attempt():
     ("arguments", "options", "complaint"),
     [
         ((1, threading.Lock()), {}, r"cannot send .*print .*cannot pickle '_thread.lock'"),
-        *(
-            ((n,), {}, re.escape(f"launch got {n!r} as the number"))
-            for n in (0, -1, 1.5, None, "2")
-        ),
+        *(((n,), {}, rf"launch got '?{n}'? as the number") for n in (0, -1, 1.5, None, "2")),
         ((1,), {"rank": 1, "epochs": 3}, r"option epochs, rank\. Known are .* timeout_s"),
         ((1,), {"timeout_s": -1}, "timeout_s is -1"),
     ],
@@ -296,14 +260,23 @@ def test_a_signal_ends_workers_and_program(tmp_path, number):
 @pytest.mark.full
 def test_a_cell_of_a_notebook_launches_its_own_functions(tmp_path):
     """Output and errors are the cell's, and an interrupted cell leaves no worker."""
-    with program(tmp_path, NOTEBOOK) as done:
-        assert done.wait() == 0, done.stderr
-        first, second, third = json.loads(done.stdout)
-    lines = sorted(first["stdout"].splitlines())
+    import nbformat
+    from nbclient import NotebookClient
+
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    options = {"timeout": 60, "allow_errors": True, "kernel_name": "python3"}
+    NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}, **options).execute()
+    outputs = [
+        "".join(o.get("text", f"{o.get('ename')}: {o.get('evalue')}") for o in cell.outputs)
+        for cell in notebook.cells
+    ]
+    first, second, third = outputs
+    lines = sorted(first.splitlines())
     assert lines == ["[(0, 10), (1, 10)]", "[0] rank 0", "[1] rank 1"]
-    assert "WorkerError: rank 1 of 2 failed first" in second["error"]
-    assert "    raise ValueError(scale)\nValueError: 5" in second["error"]
-    pids = numbers(third["stdout"], "worker")
+    assert "WorkerError: rank 1 of 2 failed first" in second
+    assert "    raise ValueError(scale)\nValueError: 5" in second
+    pids = numbers(third, "worker")
     assert len(pids) == 2
-    assert third["error"].endswith("KeyboardInterrupt: ")
+    assert third.endswith("KeyboardInterrupt: ")
     wait_gone(pids)

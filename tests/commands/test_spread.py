@@ -4,6 +4,7 @@ The stand-in for ssh does with a command what ssh does: a shell runs it, in anot
 real sshd: `test_ssh.py`.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -54,12 +55,10 @@ def family(pids: list[int]) -> list[int]:
 
 def knows(pid: int, secret: str) -> bool:
     """Whether a process shows it in its arguments or its environment."""
-    process = Path("/proc", str(pid))
-    try:
-        texts = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-    except OSError:  # It has ended, or is another user's.
-        return False
-    return secret.encode() in texts
+    files = [Path("/proc", str(pid), name) for name in ("cmdline", "environ")]
+    with contextlib.suppress(OSError):  # It has ended, or is another user's.
+        return secret.encode() in b"".join(file.read_bytes() for file in files)
+    return False
 
 
 def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_path):
@@ -81,15 +80,13 @@ def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_p
     variables = {"TAKEN": "$x", "RINGREDUCE_TIMEOUT_S": "8", "RINGREDUCE_PORTS": ports}
     with job(folder, *options, script(folder, text), *words, **variables) as run:
         assert run.wait() == 0, run.stderr
-    lines = sorted(run.stdout.splitlines())
-    marks = [line.partition(" ")[0] for line in lines]
-    assert marks == ["[127.0.0.2:0]", "[127.0.0.2:1]", "[127.0.0.3:2]"]
+    shown = sorted(run.stdout.splitlines())
+    marks, found = zip(*(line.split(" ", 1) for line in shown), strict=True)
+    assert marks == ("[127.0.0.2:0]", "[127.0.0.2:1]", "[127.0.0.3:2]")
     assert sorted(run.stderr.splitlines()) == [f"{mark} err" for mark in marks]
-    found = [json.loads(line.partition(" ")[2]) for line in lines]
-    assert [" ".join(own[:4]) for own, *_ in found] == ["0 3 0 2", "1 3 1 2", "2 3 0 1"]
-    assert len({own[4] for own, *_ in found}) == 1
-    for own, *others in found:
-        assert own[5:] == [f"127.0.0.2:{port}", "7.0"]
+    places = ("0 3 0 2", "1 3 1 2", "2 3 0 1")
+    for (own, *others), place in zip(map(json.loads, found), places, strict=True):
+        assert own == [*place.split(), json.loads(found[0])[0][4], f"127.0.0.2:{port}", "7.0"]
         assert others == [words, str(folder), ["a b", "$x", None]]
 
 
@@ -110,8 +107,8 @@ def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path, given):
         run.signal(signal.SIGINT)
         assert run.wait() == 128 + signal.SIGINT
         assert "ringreduce: stopped by SIGINT" in run.stderr
-        (said,) = (line for line in run.stderr.splitlines() if "KeyboardInterrupt" in line)
-        assert said.startswith("ringreduce: ranks 0, 1, 2, 3: KeyboardInterrupt (File ")
+        assert run.stderr.count("KeyboardInterrupt") == 1
+        assert "ringreduce: ranks 0, 1, 2, 3: KeyboardInterrupt (File " in run.stderr
         wait_gone(everybody)
 
 
@@ -206,11 +203,10 @@ def test_a_host_that_cannot_be_used_is_named(tmp_path, options):
 
 @pytest.mark.full
 def test_ctrl_c_ends_a_job_whose_hosts_have_not_answered(tmp_path):
-    (tmp_path / "old").write_bytes(b"")
-    with job(tmp_path, "-H", "old", script(tmp_path, "print('ran')")) as run:
-        while not psutil.Process(run.pid).children(recursive=True):
+    (tmp_path / "old").touch()
+    with job(tmp_path, "-H", "old", script(tmp_path, "")) as run:
+        while len(everybody := family([run.pid])) == 1:
             pass
-        everybody = family([run.pid])
         run.signal(signal.SIGINT)
         assert run.wait() == 128 + signal.SIGINT
         wait_gone(everybody)
