@@ -5,23 +5,10 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from ringreduce.pure import liveness
+from ringreduce.pure import liveness, watcher_messages
 from ringreduce.pure.liveness import PeerTable, Suspicion, Waits, describe_cycle
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.watcher_messages import (
-    OVERDUE_MAX,
-    Abort,
-    Acknowledgement,
-    Heartbeat,
-    Heartbeats,
-    Left,
-    Listening,
-    Overdue,
-    Pending,
-    decode,
-    encode,
-    message_bytes_max,
-)
+from ringreduce.pure.watcher_messages import Heartbeat, Heartbeats, Left, Overdue, Pending
 from ringreduce.vocabulary.times import Times
 
 TIMES = Times()
@@ -81,22 +68,22 @@ def suspected(known: PeerTable, now_s: float) -> Suspicion:
         Heartbeats(((beat(0), 0.0), (beat(2), 1.5))),
         heard(beat(1, "", overdue=(Overdue(2, 0, 7, 0.1),), locked=(0,))),
         heard(beat(0, "", Pending(True, 2, 1 << 62))),
-        Abort(kind="PeerLostError", origin=1, text="lost it", peer=2),
+        watcher_messages.Abort(kind="PeerLostError", origin=1, text="lost it", peer=2),
         Left(1, 7, "ValueError: x"),
-        Acknowledgement(),
-        Listening(2, 0, 1, "tcp://127.0.0.1:4187"),
+        watcher_messages.Acknowledgement(),
+        watcher_messages.Listening(2, 0, 1, "tcp://127.0.0.1:4187"),
     ],
 )
 def test_a_message_arrives_as_it_was(message):
-    assert decode(encode(message), 3) == message
+    assert watcher_messages.decode(watcher_messages.encode(message), 3) == message
 
 
 def test_the_longest_message_fits_the_limit():
-    overdue = (Overdue(63, 1 << 17, 1 << 60, 1e8),) * OVERDUE_MAX
+    overdue = (Overdue(63, 1 << 17, 1 << 60, 1e8),) * watcher_messages.OVERDUE_MAX
     longest = Heartbeat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, overdue)
     for size in (2, 64, 512):
         heartbeats = Heartbeats(tuple((longest, 1e8) for _ in range(size)))
-        assert len(encode(heartbeats)) <= message_bytes_max(size)
+        assert len(watcher_messages.encode(heartbeats)) <= watcher_messages.message_bytes_max(size)
 
 
 @pytest.mark.parametrize(
@@ -110,27 +97,27 @@ def test_the_longest_message_fits_the_limit():
         heard(beat(0, since_s=float("nan"))),
         heard(beat(0, pending=Pending(True, 3, 0))),
         heard(beat(0, pending=Pending(True, 1, -1))),
-        Abort(kind="MismatchError", origin=1, text="x" * 5000),
-        Abort(kind="x" * 513, origin=1, text=""),
-        Abort(kind="MismatchError", origin=-1, text=""),
+        watcher_messages.Abort(kind="MismatchError", origin=1, text="x" * 5000),
+        watcher_messages.Abort(kind="x" * 513, origin=1, text=""),
+        watcher_messages.Abort(kind="MismatchError", origin=-1, text=""),
         Left(3, 0),
         Left(0, 0, "x" * 5000),
-        Listening(3, 0, 0, "tcp://127.0.0.1:4187"),
-        Listening(0, 3, 0, "tcp://127.0.0.1:4187"),
-        Listening(0, 1, 2, "tcp://127.0.0.1:4187"),
-        Listening(0, 1, 0, "ipc:///tmp/x"),
-        Listening(0, 1, 0, "tcp://" + "1" * 200),
+        watcher_messages.Listening(3, 0, 0, "tcp://127.0.0.1:4187"),
+        watcher_messages.Listening(0, 3, 0, "tcp://127.0.0.1:4187"),
+        watcher_messages.Listening(0, 1, 2, "tcp://127.0.0.1:4187"),
+        watcher_messages.Listening(0, 1, 0, "ipc:///tmp/x"),
+        watcher_messages.Listening(0, 1, 0, "tcp://" + "1" * 200),
     ],
 )
 def test_what_cannot_be_is_refused(message):
     with pytest.raises((ValueError, msgspec.MsgspecError)):
-        decode(encode(message), 3)
+        watcher_messages.decode(watcher_messages.encode(message), 3)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", bytes(1000), b"\x93\x01\x02\x03"])
 def test_bytes_that_are_no_message_are_refused(payload):
     with pytest.raises(msgspec.MsgspecError):
-        decode(payload, 3)
+        watcher_messages.decode(payload, 3)
 
 
 # --- What is known, and when ------------------------------------------------------------------

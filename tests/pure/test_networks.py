@@ -2,16 +2,8 @@
 
 import pytest
 
-from ringreduce.pure.networks import (
-    OFFERED_MAX,
-    Local,
-    Unreached,
-    are_networks,
-    described,
-    offered,
-    unreached_table,
-    ways,
-)
+from ringreduce.pure import networks
+from ringreduce.pure.networks import Local, Unreached, offered, unreached_table, ways
 from ringreduce.vocabulary.endpoints import patterns
 
 FOUND = [
@@ -57,11 +49,11 @@ def test_offered_addresses_or_why_there_are_none(text, expected):
 
 
 def test_addresses_of_an_error_are_those_that_can_be_chosen():
-    assert described(FOUND) == (
+    assert networks.described(FOUND) == (
         "docker0 172.17.0.1/16, br-0123456789ab 172.18.0.1/16, virbr0 192.168.122.1/24, "
         "eth0 10.0.0.4/24, eth0 fd00::4/64, ib0 10.1.0.4/16"
     )
-    assert described(FOUND[:2]) == "none"
+    assert networks.described(FOUND[:2]) == "none"
 
 
 @pytest.mark.parametrize(
@@ -100,12 +92,12 @@ def test_order_of_attempts(own, theirs, expected):
         (["10.0.0.4/33"], False),
         (["localhost"], False),
         (["1" * 100], False),
-        (["10.0.0.4/24"] * OFFERED_MAX, True),
-        (["10.0.0.4/24"] * (OFFERED_MAX + 1), False),
+        (["10.0.0.4/24"] * networks.OFFERED_MAX, True),
+        (["10.0.0.4/24"] * (networks.OFFERED_MAX + 1), False),
     ],
 )
 def test_what_a_rank_may_offer(texts, holds):
-    assert are_networks(texts) is holds
+    assert networks.are_networks(texts) is holds
 
 
 def test_table_of_failures():
