@@ -7,38 +7,84 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import ops
+from keras import layers, ops
 
 import ringreduce.keras as rr
-from ringreduce.keras import mistakes, private, probe
+from ringreduce.keras import private, probe
+from ringreduce.keras.mistakes import differences
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
 
+class Drawing(layers.Layer):
+    """A user's own, which may draw random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.random.SeedGenerator(1)
+
+    def call(self, inputs):
+        return inputs
+
+
+def attention(**options):
+    inputs = keras.Input((6, 4))
+    return keras.Model(inputs, layers.MultiHeadAttention(2, 3, **options)(inputs, inputs))
+
+
+@pytest.mark.parametrize(
+    ("make", "is_random"),
+    [
+        (lambda: layers.Dropout(0.1), True),
+        (lambda: layers.Dropout(0.0), False),
+        (lambda: layers.GaussianNoise(0.1), True),
+        (lambda: layers.LayerNormalization(), False),
+        (lambda: layers.LSTM(3, dropout=0.1), True),
+        (lambda: layers.Bidirectional(layers.GRU(3, recurrent_dropout=0.1)), True),
+        (lambda: layers.Bidirectional(layers.LSTM(3)), False),
+        (lambda: layers.RNN(layers.SimpleRNNCell(3, dropout=0.1)), True),
+        (lambda: attention(dropout=0.1), True),
+        (attention, False),
+        (lambda: keras.Sequential([layers.Reshape((6, 4, 1)), layers.RandomFlip()]), True),
+        (Drawing, True),
+    ],
+)
+def test_layers_that_draw_random_numbers_are_named(make, is_random):
+    model = keras.Sequential([keras.Input((6, 4)), make()])
+    model.compile(loss="mse")
+    texts = differences(model)
+    assert len(texts) == is_random
+    assert all(text.endswith(": each rank draws other random numbers") for text in texts)
+
+
+def test_a_model_with_a_generator_of_its_own_is_named():
+    model = keras.Sequential([keras.Input((6, 4)), layers.Dense(1)], name="gan")
+    model.generator = keras.random.SeedGenerator(1)
+    assert differences(model) == ["gan: each rank draws other random numbers"]
+
+
 @pytest.mark.parametrize("reaches", [True, False])
 def test_a_mask_counts_only_if_it_reaches_the_loss(reaches):
-    layers = keras.layers
     words = layers.Embedding(10, 3, mask_zero=True, name="words")
-    model = keras.Sequential(
-        [keras.Input((6,)), words, layers.LSTM(4, return_sequences=reaches), layers.Dense(2)]
-    )
+    recurrent = layers.LSTM(4, return_sequences=reaches)
+    model = keras.Sequential([keras.Input((6,)), words, recurrent, layers.Dense(2)])
     model.compile(loss="mse")
-    found = mistakes.differences(model)
-    assert len(found) == reaches
-    assert all(text.startswith("words: if the mask") for text in found)
+    texts = differences(model)
+    assert len(texts) == reaches
+    assert all(text.startswith("words: if the mask") for text in texts)
 
 
 def test_a_mask_may_reach_the_loss_of_a_model_that_is_subclassed():
     class Model(keras.Model):
         def __init__(self):
             super().__init__()
-            self.words = keras.layers.Embedding(10, 3, mask_zero=True)
+            self.words = layers.Embedding(10, 3, mask_zero=True)
 
         def call(self, inputs):
             return self.words(inputs)
 
-    assert len(mistakes.differences(Model())) == 1
+    assert len(differences(Model())) == 1
 
 
 X = np.arange(16, dtype="float32")[:, None]
@@ -57,8 +103,8 @@ class Summed(keras.losses.Loss):
 
 
 class Largest(keras.metrics.Metric):
-    def __init__(self):
-        super().__init__(name="largest")
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
         self.most = self.add_weight(name="most", initializer="zeros")
 
     def update_state(self, y, outputs, sample_weight=None):
@@ -77,37 +123,42 @@ class Share(Largest):
     """Its state is a sum."""
 
     def __init__(self):
-        super().__init__()
-        self.name = "share"
+        super().__init__("share")
 
     def update_state(self, y, outputs, sample_weight=None):
         self.most.assign_add(ops.sum(y))
 
 
+def fixed(ring, loss, metrics=()):
+    """A compiled model whose weight stays 1."""
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[1.0]])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0), ring)
+    model.compile(optimizer, loss, metrics=[metric() for metric in metrics], run_eagerly=True)
+    return model
+
+
+def warned_by(work, category):
+    """The results of two ranks, and the texts of this category's warnings of both."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        results = ring_of_threads(2, work)
+    return results, [str(warning.message) for warning in shown if warning.category is category]
+
+
 def trained(loss, *metrics, validate=False):
     """Of each rank the history of a fit, and an evaluation; the warnings of all."""
-
-    def made(ring):
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-        model.layers[0].kernel.assign([[1.0]])
-        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0), ring)
-        model.compile(optimizer, loss, metrics=[metric() for metric in metrics], run_eagerly=True)
-        return model
 
     def work(ring):
         options = {"batch_size": 16, "verbose": 0, "communicator": ring}
         if validate:
             options["validation_data"] = (X, Y)
-        history = rr.fit(made(ring), X, Y, **options).history
-        found = {}
-        if metrics:
-            found = rr.evaluate(made(ring), X, Y, communicator=ring, return_dict=True)
-        return {name: values[0] for name, values in history.items()}, found
+        history = rr.fit(fixed(ring, loss, metrics), X, Y, **options).history
+        given = {"communicator": ring, "return_dict": True}
+        evaluated = rr.evaluate(fixed(ring, loss, metrics), X, Y, **given) if metrics else {}
+        return {name: values[0] for name, values in history.items()}, evaluated
 
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        results = ring_of_threads(2, work)
-    return results, [str(one.message) for one in shown if one.category is rr.ParityWarning]
+    return warned_by(work, rr.ParityWarning)
 
 
 @pytest.mark.parametrize("loss", [masked, Summed()], ids=["function", "whole"])
@@ -146,19 +197,12 @@ def of_lookups(vocabularies, dtype="int64"):
     words = np.array([["a"], ["b"]] * 2)
 
     def work(ring):
-        lookup = keras.layers.StringLookup(vocabulary=vocabularies[ring.rank])
+        lookup = layers.StringLookup(vocabulary=vocabularies[ring.rank])
         data = tf.data.Dataset.from_tensor_slices((words, np.ones((4, 1), "float32"))).batch(4)
         data = data.map(lambda x, y: (tf.cast(lookup(x), dtype), y))
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.layers[0].kernel.assign([[0.0]])
-        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0), ring)
-        model.compile(optimizer, "mse", run_eagerly=True)
-        rr.fit(model, data, verbose=0, communicator=ring)
+        rr.fit(fixed(ring, "mse"), data, verbose=0, communicator=ring)
 
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        ring_of_threads(2, work)
-    return [str(one.message) for one in shown if one.category is rr.DataWarning]
+    return warned_by(work, rr.DataWarning)[1]
 
 
 def test_a_lookup_in_a_dataset_that_each_rank_has_adapted_is_named():
@@ -173,7 +217,7 @@ def test_none_of_kerass_own_is_tried():
         one = getattr(keras.losses, name)
         if callable(one) and name not in ("get", "serialize", "deserialize", "Loss"):
             is_made = inspect.isclass(one) and "Wrapper" not in name
-            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+            model = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
             model.compile(loss=one() if is_made else one)
             model._compile_loss.build(X, X)
             assert list(probe._own_losses(model)) == [], name
