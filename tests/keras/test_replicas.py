@@ -1,27 +1,28 @@
 """Weights that differ between ranks are found, named, and end training on all of them."""
 
-from __future__ import annotations
-
-from typing import Any
+import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.layers import Dense
+from keras.optimizers import SGD
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError, MismatchError
-from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.testing import ring_of_threads
 from tests.ranks import on_ranks
 from tests.scope import in_full
 
+pytestmark = pytest.mark.tensorflow
 
-def verified(size: int, variables_of: Any) -> list[Any]:
+
+def verified(size, variables_of):
     """Compare on each rank; return its error, or how many collectives that took."""
 
-    def work(comm: Communicator) -> Any:
+    def work(comm):
         variables = variables_of(comm.rank)
         before = comm.statistics().collectives
         try:
@@ -34,13 +35,21 @@ def verified(size: int, variables_of: Any) -> list[Any]:
     return ring_of_threads(size, work)
 
 
-def variables(**values: Any) -> list[tf.Variable]:
+def variables(**values):
     return [tf.Variable(value, name=name) for name, value in values.items()]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+def assert_differ(size, variables_of, *texts):
+    """Every rank's error has these texts."""
+    for error in verified(size, variables_of):
+        assert isinstance(error, MismatchError)
+        for text in texts:
+            assert text in str(error)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_equal_variables_of_any_dtype_pass_with_one_collective(size):
-    def make(rank: int) -> list[tf.Variable]:
+    def make(rank):
         return variables(
             a=np.arange(6.0).reshape(2, 3),
             b=np.float32(np.nan),
@@ -49,15 +58,11 @@ def test_equal_variables_of_any_dtype_pass_with_one_collective(size):
             e=np.zeros((0, 4), np.int8),
         )
 
-    assert verified(size, make) == [1] * size
+    assert verified(size, make) == [size > 1] * size
 
 
 def test_no_variables_are_equal_ones():
     assert verified(2, lambda rank: []) == [1, 1]
-
-
-def test_a_world_of_one_has_nobody_to_differ_from():
-    assert verified(1, lambda rank: variables(a=1.0)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -72,38 +77,32 @@ def test_a_world_of_one_has_nobody_to_differ_from():
     ],
 )
 def test_the_first_variable_and_the_ranks_that_differ_are_named(size, others, named):
-    def make(rank: int) -> list[tf.Variable]:
+    def make(rank):
         value = others.get(rank, 1.0)
         return variables(same=1.0, first=[1.0, value], between=2, second=value)
 
-    for error in verified(size, make):
-        assert isinstance(error, MismatchError)
-        text = f"found that {named} of first:0 (float32 of shape (2,) here), and that 2 of 4"
-        assert text in str(error)
-        assert "a callback that assigns" in str(error)
-        assert "an optimizer with a communicator of its own" in str(error)
+    text = f"found that {named} of first:0 (float32 of shape (2,) here), and that 2 of 4"
+    advice = "a callback that assigns", "an optimizer with a communicator of its own"
+    assert_differ(size, make, text, *advice)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(np.zeros(4, np.float32), np.zeros(2, np.float64)), (np.zeros((2, 3)), np.zeros((3, 2)))],
+    [
+        (np.zeros(4, np.float32), np.zeros(2, np.float64)),
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        # As arrays: TensorFlow keeps one constant for Python's 0.0 and -0.0, which are equal.
+        (np.array(0.0), np.array(-0.0)),
+    ],
 )
-def test_dtype_and_shape_count_as_the_bytes_do(ours, theirs):
-    for error in verified(3, lambda rank: variables(a=theirs if rank == 2 else ours)):
-        assert isinstance(error, MismatchError)
-        assert "rank 2 has its own value of a:0" in str(error)
-
-
-def test_zero_and_minus_zero_differ():
-    # As arrays: TensorFlow keeps one constant for Python's 0.0 and -0.0, which are equal.
-    for error in verified(2, lambda rank: variables(a=np.array(-0.0 if rank else 0.0))):
-        assert isinstance(error, MismatchError)
+def test_dtype_shape_and_sign_of_zero_count_as_the_bytes_do(ours, theirs):
+    text = "rank 2 has its own value of a:0"
+    assert_differ(3, lambda rank: variables(a=theirs if rank == 2 else ours), text)
 
 
 def test_another_number_of_variables_is_named():
-    for error in verified(3, lambda rank: variables(a=1.0, b=2.0)[: 1 + (rank != 1)]):
-        assert isinstance(error, MismatchError)
-        assert "found 1 variables on rank 1 and 2 on the others" in str(error)
+    text = "found 1 variables on rank 1 and 2 on the others"
+    assert_differ(3, lambda rank: variables(a=1.0, b=2.0)[: 1 + (rank != 1)], text)
 
 
 def test_the_callback_refuses_to_compare_never():
@@ -113,12 +112,10 @@ def test_the_callback_refuses_to_compare_never():
 
 @pytest.mark.parametrize(("every", "batches", "times"), [(1, 4, 5), (2, 5, 3), (10, 5, 1)])
 def test_the_callback_compares_every_so_many_batches_and_at_the_end(every, batches, times):
-    def work(comm: Communicator) -> int:
+    def work(comm):
         callback = rr.callbacks.VerifyReplicas(every, comm)
-        model = keras.Sequential(
-            [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
-        )
-        model.compile(optimizer=keras.optimizers.SGD(0.1))
+        model = keras.Sequential([keras.Input((2,)), Dense(1, kernel_initializer="ones")])
+        model.compile(optimizer=SGD(0.1))
         callback.set_model(model)
         before = comm.statistics().collectives
         for batch in range(batches):
@@ -132,21 +129,20 @@ def test_the_callback_compares_every_so_many_batches_and_at_the_end(every, batch
 class Sets(keras.callbacks.Callback):
     """Changes something on rank 1 at a given hook."""
 
-    def __init__(self, rank: int, hook: str, change: Any) -> None:
+    def __init__(self, rank, hook, change):
         super().__init__()
         if rank == 1:
             setattr(self, hook, lambda *_, logs=None: change(self.model))
 
 
-def set_rate(model: Any) -> None:
+def set_rate(model):
     model.optimizer.learning_rate = 0.5
 
 
-def set_weights(model: Any) -> None:
+def set_weights(model):
     model.layers[0].kernel.assign_add([[1e-7]])
 
 
-@pytest.mark.tensorflow
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -164,9 +160,9 @@ def test_weights_that_one_rank_has_changed_end_training_on_all(change, name):
         if rr.rank() == 1 and batch == 4:
             change(model)
 
-    layers = [keras.layers.Dense(8, name=f"layer_{number}") for number in range(4)]
+    layers = [Dense(8, name=f"layer_{number}") for number in range(4)]
     model = keras.Sequential([keras.Input((8,)), *layers])
-    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0), bucket_bytes=300)
+    optimizer = rr.DistributedOptimizer(SGD(0.0), bucket_bytes=300)
     model.compile(optimizer, "mse", jit_compile=False)
     ones = tf.data.Dataset.from_tensors((np.ones((2, 8)), np.ones((2, 8)))).repeat()
     lambdas = keras.callbacks.LambdaCallback(on_train_batch_end=look)
@@ -181,12 +177,12 @@ def test_weights_that_one_rank_has_changed_end_training_on_all(change, name):
         default_communicator().barrier()
 
 
-def said_in_fit(hook: str, change: Any, *, is_inside: bool = True, **options: Any) -> list[str]:
+def said_in_fit(hook, change, *, is_inside=True, **options):
     """Train with `Together`; return the text of each rank's error, or nothing."""
 
-    def work(comm: Communicator) -> str:
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.01), comm, **options)
+    def work(comm):
+        model = keras.Sequential([keras.Input((1,)), Dense(1)])
+        optimizer = rr.DistributedOptimizer(SGD(0.01), comm, **options)
         model.compile(optimizer, loss="mse", run_eagerly=True)
         optimizer.build(model.trainable_variables)
         sets, x = Sets(comm.rank, hook, change), rr.shard(np.arange(8.0)[:, None], comm)
@@ -201,23 +197,18 @@ def said_in_fit(hook: str, change: Any, *, is_inside: bool = True, **options: An
     return ring_of_threads(2, work)
 
 
-@pytest.mark.tensorflow
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_end"])
 def test_weights_set_on_one_rank_are_told_when_fit_ends(hook):
     for text in said_in_fit(hook, set_weights):
-        assert "rank 1 has its own value of" in text
-        assert "dense" in text
-        assert "kernel" in text
+        assert re.search(r"rank 1 has its own value of .*dense.*kernel", text)
 
 
-@pytest.mark.tensorflow
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_train_batch_begin"])
 def test_another_learning_rate_on_one_rank_is_told_at_the_end_of_the_epoch(hook):
     for text in said_in_fit(hook, set_rate):
         assert "weights have gone apart: the learning rate is 0.01 on rank 0 and 0.5" in text
 
 
-@pytest.mark.tensorflow
 def test_nothing_is_said_where_ranks_stay_equal_or_may_differ():
     assert said_in_fit("on_epoch_end", set_rate) == ["", ""]
     assert said_in_fit("on_epoch_end", set_rate, is_inside=False) == ["", ""]
