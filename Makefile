@@ -108,7 +108,7 @@ $(LOWEST)/.installed: $(SOURCES)
 PYTHON_ALONE := tests/tensorflow/test_bridge.py tests/tensorflow/test_bridge_failures.py tests/engine \
     tests/collectives tests/communicator/test_communicator.py tests/communicator/test_failures.py \
     tests/communicator/test_disagreement.py tests/transport/test_strangers.py \
-    tests/keras/test_steps.py tests/keras/test_keras.py
+    tests/keras/test_steps.py tests/keras/test_strategies.py
 
 check-without-native: $(VENV)/.installed
 	export RINGREDUCE_NATIVE=0 $(QUICK); $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(PYTHON_ALONE) || \

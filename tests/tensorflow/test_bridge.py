@@ -1,4 +1,4 @@
-"""Gradients through the bridge on a ring of threads, eagerly; graphs are test_keras's."""
+"""Gradients through the bridge on a ring of threads, eagerly; graphs are test_routes's."""
 
 import numpy as np
 import pytest
