@@ -4,7 +4,6 @@ Two groups, of a job of four ranks, train other models on other data, with every
 `ringreduce.keras` that takes a communicator. A job of two, to which they are compared, passes none.
 """
 
-import functools
 import re
 
 import keras
@@ -15,20 +14,16 @@ import tensorflow as tf
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
 from ringreduce import ArrayError, ConfigError, MismatchError
-from ringreduce.effects import native
 from tests.programs.shared import built, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
+from tests.ways import WAYS, plain, wrapped
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
 REWRITES_GRAPHS = True
 SGD, Dense = keras.optimizers.SGD, keras.layers.Dense
-GRAPH = functools.partial(tf.function, autograph=False)
-WAYS = {"eager": lambda function: function, "graph": GRAPH}
-if native.library() is not None:  # Which gives XLA the ring.
-    WAYS["jit"] = functools.partial(GRAPH, jit_compile=True)
-in_each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+in_each_way = pytest.mark.parametrize("how", WAYS)
 
 
 class Job:
@@ -134,12 +129,6 @@ def test_a_group_trains_as_a_job_of_its_own(ranks, tmp_path, train, numbers):
     assert weights[0] == weights[1] != weights[2] == weights[3]
 
 
-def plain(value):
-    if isinstance(value, tuple | list):
-        return [plain(part) for part in value]
-    return np.asarray(value).tolist()
-
-
 @on_ranks(4)
 def test_a_layer_of_a_model_may_communicate():
     """Keras traces a layer for its shapes, in a graph that never runs."""
@@ -152,7 +141,7 @@ def test_a_layer_of_a_model_may_communicate():
 
 @in_each_way
 @on_ranks(4)
-def test_collectives_of_the_job_and_of_a_group_take_turns(way):
+def test_collectives_of_the_job_and_of_a_group_take_turns(how):
     """One after the other, with gradients."""
     job, rank, value = Job(), rr.rank(), tf.constant([1.0, 2.0])
 
@@ -164,7 +153,7 @@ def test_collectives_of_the_job_and_of_a_group_take_turns(way):
             loss = tf.reduce_sum(rr.all_reduce(parts**2, **job.over)) + tf.reduce_sum(whole)
         return whole, parts, tape.gradient(loss, value)
 
-    whole, parts, gradient = (tensor.numpy().tolist() for tensor in way(of_both)(value))
+    whole, parts, gradient = plain(wrapped(how, of_both)(value))
     # The job's sum of v = (1, 2) is 10 v; rank r adds r v and exchanges halves with its partner.
     assert whole == [10.0, 20.0]
     first = 2 * (rank // 2)
@@ -196,9 +185,9 @@ def in_stages(weight, job):
 
 @in_each_way
 @on_ranks(4)
-def test_gradients_of_tensors_between_two_ranks_go_back_to_the_sender(way):
+def test_gradients_of_tensors_between_two_ranks_go_back_to_the_sender(how):
     job, value = Job(), tf.constant([1.0, 2.0])
-    run = way(lambda weight: in_stages(weight, job))
+    run = wrapped(how, lambda weight: in_stages(weight, job))
     # With v = (1, 2): 6 v and 7 v are sent; the receiver's loss is the sum of (6 v)^2 v + 3 (7 v).
     sender = [3.0, [1.0 + 2 * 6 * v * v * 6 + 3 * 7 for v in (1, 2)]]
     receiver = [36.0 * (1 + 8) + 21.0 * 3, [36.0 * v * v for v in (1, 2)]]
@@ -250,16 +239,12 @@ def test_what_averages_over_all_is_refused_where_a_group_trains(train, name):
 
 
 @on_ranks(4)
-def test_errors_of_a_group_name_the_ranks_of_the_job():
+def test_errors_name_the_ranks_of_the_job():
     job, first = Job(), rr.rank() // 2 * 2
     refused(ArrayError, "got root 3", lambda: rr.broadcast(tf.ones(2), 3, **job.over))
     model, rows = job.model(), job.arrays[0][: 4 + job.ring.rank]
     text = f"different data: rows is 4 on rank {first} and 5 on rank {first + 1}"
     refused(MismatchError, text, lambda: rr.predict(model, rows, **job.over))
-
-
-@on_ranks(4)
-def test_other_process_sets_on_some_ranks_are_a_mismatch():
     text = "process sets: ranks is [0] on rank 0 and [1] on rank 1"
     refused(MismatchError, text, lambda: hvd.add_process_set([rr.rank()]))
 

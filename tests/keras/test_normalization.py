@@ -1,8 +1,6 @@
 """`SyncBatchNormalization`: N ranks of batch B are one process of batch N B, and it saves plain."""
 
-import json
 import runpy
-import zipfile
 from functools import partial
 
 import keras
@@ -22,21 +20,16 @@ from tests.ways import by, needs_xla, plain, wrapped
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 REWRITES_GRAPHS = True
 
-several_ranks = pytest.mark.parametrize("size", [2, in_full(3)])
+
+def several_ranks(function):
+    return pytest.mark.parametrize("size", [2, in_full(3)])(on_ranks()(function))
 
 
 def normalized(layer):
     keras.utils.set_random_seed(6)
-    return keras.Sequential(
-        [
-            keras.Input((4, 4, 2)),
-            keras.layers.Dense(3),
-            layer(momentum=0.7),
-            keras.layers.Activation("relu"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(2),
-        ]
-    )
+    relu, flatten = keras.layers.Activation("relu"), keras.layers.Flatten()
+    layers = [keras.layers.Dense(3), layer(momentum=0.7), relu, flatten, keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((4, 4, 2)), *layers])
 
 
 @by("as usual", full=("eager", "jit"))
@@ -117,7 +110,6 @@ def test_it_is_of_all_rows_together(how, axis, is_masked):
 
 
 @several_ranks
-@on_ranks()
 def test_the_variance_is_right_far_from_zero():
     inputs, own = unequal_rows(4, 1e4, 1)
     layer = rr.SyncBatchNormalization(momentum=0.0)
@@ -127,7 +119,6 @@ def test_the_variance_is_right_far_from_zero():
 
 
 @several_ranks
-@on_ranks()
 def test_frozen_it_sends_nothing_and_a_copy_synchronizes():
     comm = default_communicator()
     before = comm.statistics().collectives
@@ -144,19 +135,12 @@ def test_frozen_it_sends_nothing_and_a_copy_synchronizes():
     assert plain(copied.layers[0].moving_mean) == pytest.approx([(rr.size() - 1) / 2] * 3)
 
 
-def test_it_is_saved_as_plain_batch_normalization_which_may_go_on_synchronized(tmp_path):
-    """`test_saving` loads such a file where ringreduce is not installed."""
-    file = tmp_path / "model.keras"
-    layers = [keras.Input((3,)), keras.layers.Dense(4), rr.SyncBatchNormalization(momentum=0.5)]
-    keras.Sequential(layers).save(file)
-    with zipfile.ZipFile(file) as archive:
-        config = archive.read("config.json").decode()
-    assert "ringreduce" not in config
-    assert "Sync" not in config
-    assert json.loads(config)["config"]["layers"][-1]["class_name"] == "BatchNormalization"
-    custom = {"BatchNormalization": rr.SyncBatchNormalization}
-    loaded = keras.models.load_model(file, custom_objects=custom)
-    assert isinstance(loaded.layers[-1], rr.SyncBatchNormalization)
+def test_a_saved_one_may_go_on_synchronized(tmp_path):
+    """Where ringreduce is not installed it is a plain one, as in test_saving."""
+    file, layer = tmp_path / "model.keras", rr.SyncBatchNormalization
+    keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), layer(momentum=0.5)]).save(file)
+    loaded = keras.models.load_model(file, custom_objects={"BatchNormalization": layer})
+    assert isinstance(loaded.layers[-1], layer)
     assert loaded.layers[-1].momentum == 0.5
 
 
@@ -168,12 +152,9 @@ def test_keras_may_compile_it_where_the_ring_can_be_called(monkeypatch):
     assert not layer.supports_jit
 
 
-def test_training_without_a_ring_says_what_to_do():
+def test_training_without_a_ring_and_synchronized_are_refused():
     with pytest.raises(ClosedError, match="ring"):
         rr.SyncBatchNormalization()(np.ones((2, 3)), training=True)
-
-
-def test_synchronized_is_refused():
     with pytest.raises(ConfigError, match=r"tf\.distribute"):
         rr.SyncBatchNormalization(synchronized=True)
 
