@@ -1,6 +1,6 @@
-"""Training steps that XLA compiles, with the ring in them.
+"""Training steps that XLA compiles, with the ring in them, beside the same steps without XLA.
 
-What must come out is computed beside it, by the same step without XLA.
+What is about collectives, sparse gradients and their order is in tests/tensorflow.
 """
 
 import keras
@@ -9,10 +9,11 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce import ArrayError, ConfigError, MismatchError
+from ringreduce import ArrayError, MismatchError
 from ringreduce.effects import native
 from ringreduce.tensorflow import python_calls
 from tests.jobs import run_job
+from tests.launching import script
 from tests.programs.shared import built, difference, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -45,10 +46,10 @@ def make_model():
     return keras.Sequential([keras.Input((4,)), *layers])
 
 
-def compiled(model, inner, jit, **options):
+def compiled(model, inner, jit):
     """With XLA, or eagerly: tracing the reference would take longer."""
     optimizer = rr.DistributedOptimizer(inner)
-    model.compile(optimizer, "mse", jit_compile=jit, run_eagerly=not jit, **options)
+    model.compile(optimizer, "mse", metrics=["mae"], jit_compile=jit, run_eagerly=not jit)
     return model
 
 
@@ -58,68 +59,55 @@ def optimizer_of(variables, inner=None, **options):
     return optimizer
 
 
-@on_2_and_3
-def test_ranks_that_compile_again_at_different_steps_train_as_without():
-    """One has a last batch of 2 and the others of 3, so no step is the same program on all."""
+def of_other_batches(model):
+    """One rank has a last batch of 2, the others of 3: no step is the same program on all."""
     inputs, targets = data(22 if rr.rank() == 0 else 23)
-    models, histories = [], []
-    for jit in (True, False):
-        models.append(built(compiled(make_model(), SGD(0.1), jit, metrics=["mae"])))
-        options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-        histories.append(models[-1].fit(inputs, targets, **options).history)
-    assert difference(*models) < 2e-6
-    assert difference(models[0], make_model()) > 0.1
-    for name, values in histories[1].items():
-        assert histories[0][name] == pytest.approx(values, rel=1e-5)
-    return digest(models[0].get_weights())
+    options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = built(model).fit(inputs, targets, **options).history
+    return [*history["loss"], *history["mae"]]
 
 
-@on_2_and_3
-def test_sparse_gradients_become_dense():
-    inputs = np.array([[0, 1, 1], [2, 1, rr.rank()]])
-    models = []
-    for jit in (True, False):
-        keras.utils.set_random_seed(5)
-        layers = [keras.layers.Embedding(7, 2), keras.layers.GlobalMaxPooling1D()]
-        models.append(compiled(keras.Sequential([keras.Input((3,)), *layers]), SGD(0.5), jit))
-        models[-1].fit(inputs, np.ones((2, 2)), verbose=0)
-    assert difference(*models) < 2e-6
-    return digest(models[0].get_weights())
-
-
-@on_2_and_3
-def test_a_reduction_that_is_not_due_in_each_step_and_what_comes_after_it():
-    """In every third step, in a branch, and a collective after it in each."""
-    models, losses = [make_model(), make_model()], []
-    inputs, targets = data()
-    for model, jit in zip(models, (True, False), strict=True):
-        optimizer = optimizer_of(model.trainable_variables, Adam(0.01), accumulate_steps=3)
-
-        def step(x, y, optimizer=optimizer, model=model):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((model(x) - y) ** 2)
-            optimizer.apply(tape.gradient(loss, model.trainable_variables))
-            return rr.all_reduce(loss, "mean")
-
-        step = tf.function(step, jit_compile=True) if jit else step
-        batches = [slice(first, first + 4) for first in range(0, len(inputs), 4)]
-        losses.append([float(step(inputs[batch], targets[batch])) for batch in batches])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert difference(*models) < 2e-6
-    return digest(models[0].get_weights())
-
-
-@on_2_and_3
-def test_unequal_data():
+def of_unequal_data(model):
     """With a join, all of a step compiled."""
     count = 24 - 8 * rr.rank() if rr.rank() < 3 else 0
     rows = tf.data.Dataset.from_tensor_slices(tuple(part[:count] for part in data())).batch(6)
-    models = [compiled(make_model(), Adam(0.01), jit) for jit in (True, False)]
-    for model in models:
-        for _ in range(2):
-            rr.fit(model, rows, sharded=True, verbose=0)
-        assert int(model.optimizer.iterations) == 8
+    for _ in range(2):
+        rr.fit(model, rows, sharded=True, verbose=0)
+    assert int(model.optimizer.iterations) == 8
+    return []
+
+
+def with_a_reduction_that_is_not_due_in_each_step(model):
+    """In every third, in a branch, and a collective after it in each."""
+    optimizer = optimizer_of(model.trainable_variables, Adam(0.01), accumulate_steps=3)
+    inputs, targets = data()
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables))
+        return rr.all_reduce(loss, "mean")
+
+    step = tf.function(step, jit_compile=True) if model.jit_compile else step
+    batches = [slice(first, first + 4) for first in range(0, len(inputs), 4)]
+    return [float(step(inputs[batch], targets[batch])) for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("train", "inner", "rate"),
+    [
+        (of_other_batches, SGD, 0.1),
+        (of_unequal_data, Adam, 0.01),
+        (with_a_reduction_that_is_not_due_in_each_step, Adam, 0.01),
+    ],
+)
+@on_2_and_3
+def test_training_is_that_without_xla(train, inner, rate):
+    models = [compiled(make_model(), inner(rate), jit) for jit in (True, False)]
+    numbers, expected = map(train, models)
+    assert numbers == pytest.approx(expected, rel=1e-5)
     assert difference(*models) < 2e-6
+    assert difference(models[0], make_model()) > 0.01
     return digest(models[0].get_weights())
 
 
@@ -149,29 +137,6 @@ def test_large_gradients_are_reduced_where_they_lie_and_hurt_nobody():
     expected = [-9 * (mean_rank + 1), -9 * 359999.0 * mean_rank, -3 * mean_rank]
     assert ends == pytest.approx(expected, rel=1e-6)
     return digest(weights)
-
-
-@on_2_and_3
-def test_two_optimizers_in_one_program_keep_its_order():
-    """Their buckets must leave in it, though XLA sees two independent halves."""
-    models = [make_model(), make_model()]
-    pairs = [(optimizer_of(model.trainable_variables, SGD(0.1)), model) for model in models]
-    inputs, targets = data()
-
-    @tf.function(jit_compile=True)
-    def step(x, y):
-        for optimizer, model in pairs:
-            for _ in range(2):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean((model(x) - y) ** 2)
-                gradients = tape.gradient(loss, model.trainable_variables)
-                optimizer.apply(gradients, model.trainable_variables)
-
-    for _ in range(5):
-        step(inputs, targets)
-    assert difference(*models) == 0
-    assert difference(models[0], make_model()) > 0.1
-    return digest(models[0].get_weights())
 
 
 @on_2_and_3
@@ -212,24 +177,6 @@ def test_a_mean_that_one_rank_does_not_use_is_computed_all_the_same():
         assert step().numpy().tolist() == [(rr.size() + 1) / 2 if is_first else 0.0]
     # Rank 0's values in four; in each step a bucket and a tensor; gradients are compared once.
     assert rr.init().statistics().collectives - before == 4 + 4 * 2 + 1
-
-
-@on_2_and_3
-def test_a_loop_communicates_in_each_turn():
-    value = tf.constant([1.0, 2.0])
-
-    @tf.function(jit_compile=True, autograph=False)
-    def loop():
-        turns = tf.while_loop(
-            lambda turn, total: turn < 3,
-            lambda turn, total: (turn + 1, rr.all_reduce(total, "sum")),
-            (0, value),
-        )[1]
-        return turns, rr.all_gather(value * float(rr.rank()))
-
-    total, gathered = loop()
-    assert total.numpy().tolist() == [rr.size() ** 3, 2.0 * rr.size() ** 3]
-    assert gathered.numpy().tolist() == [v * rank for rank in range(rr.size()) for v in (1.0, 2.0)]
 
 
 @on_2_and_3
@@ -274,16 +221,6 @@ def test_an_error_that_breaks_nothing_leaves_the_program_usable():
     assert step(tf.constant([1.0, 2.0])).numpy().tolist() == [rr.size(), 2.0 * rr.size()]
 
 
-@on_2_and_3
-def test_a_branch_that_one_rank_takes_is_refused():
-    @tf.function(jit_compile=True, autograph=False)
-    def branch(flag):
-        return tf.cond(flag, lambda: rr.all_reduce(1.0), lambda: 1.0)
-
-    with pytest.raises(ConfigError, match=r"inside a branch of tf\.cond"):
-        branch(tf.constant(rr.rank() == 0))
-
-
 @pytest.mark.parametrize("eager_steps", [0, 1])
 @on_2_and_3
 def test_a_step_that_one_rank_alone_compiles_is_refused(eager_steps):
@@ -315,15 +252,14 @@ def test_rows_that_differ_are_refused_and_so_is_every_later_step():
 REASONS = """
 import os
 import tensorflow as tf
-from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
-from ringreduce.tensorflow import xla
+from ringreduce.tensorflow import control_flow
 {prepare}
 
 def refused(comm):
-    from ringreduce.tensorflow.control_flow import refuse_unreachable
     try:
-        tf.function(lambda: refuse_unreachable(comm), jit_compile=True, autograph=False)()
+        refuse = lambda: control_flow.refuse_unreachable(comm)
+        tf.function(refuse, jit_compile=True, autograph=False)()
     except Exception as error:
         return type(error).__name__ + " " + str(error)
 
@@ -339,12 +275,10 @@ print(ring_of_threads(2, refused)[0])
         ("tf.sysconfig.get_lib = lambda: '/nowhere'", {}, "no libtensorflow_framework in /nowhere"),
     ],
 )
-def test_where_it_cannot_be_the_reason_and_the_way_out_are_said(
-    tmp_path, prepare, environment, reason
-):
-    program = tmp_path / "refused.py"
-    program.write_text(REASONS.format(prepare=prepare))
-    result = run_job(1, [str(program)], environment=environment)
+def test_where_it_cannot_be_the_reason_is_said(tmp_path, prepare, environment, reason):
+    """And the way out."""
+    program = script(tmp_path, REASONS.format(prepare=prepare))
+    result = run_job(1, [str(tmp_path / program)], environment=environment)
     assert result.exit_code == 0, result.errors
     said = result.output.partition("] ")[2]
     assert said.startswith("ConfigError rank 0 of 2 cannot reduce gradients inside a function")
