@@ -148,11 +148,11 @@ def test_models_of_the_same_names_keep_their_own(compression, shape):
     pair, twin = [zeros(shape), zeros(shape)], zeros(shape)
     optimizer = wrapped(compression)
     optimizer.build(pair)
-    steps = [stepping(optimizer, [each]) for each in pair]
+    first, second = (stepping(optimizer, [variable]) for variable in pair)
     alone = stepping(wrapped(compression), [twin])
     for number in range(5):
-        steps[0](noise(number, 0, shape))
-        steps[1](noise(number, 1, shape))
+        first(noise(number, 0, shape))
+        second(noise(number, 1, shape))
         alone(noise(number, 0, shape))
     assert (pair[0].numpy() == twin.numpy()).all()
 
@@ -191,33 +191,6 @@ def test_what_is_not_finite_is_seen_by_all_and_not_kept(compression, shape, way,
     step(noise(6, 0, shape))
     assert np.isfinite(variable.numpy()).all()
     return digest([variable])
-
-
-@pytest.mark.parametrize(
-    "strategy", [rr.LocalSGD(3), rr.LocalSGD(3, overlap=1), rr.DiLoCo(3), rr.DiLoCo(3, overlap=2)]
-)
-@over_sockets
-def test_ranks_are_equal_after_each_meeting(strategy):
-    """And near those that send float32. Of 11 steps the last two are met for by settling."""
-    ends, digests = {}, []
-    for name in ("none", "bf16", "int8"):
-        variables = [zeros(COUNT), zeros(7)]
-        optimizer = rr.DistributedOptimizer(SGD(0.25), strategy=strategy, compression=name)
-        step, met = stepping(optimizer, variables, "eager"), 0
-        for number in range(11):
-            step(noise(number, 0, COUNT), noise(number, 1, 7))
-            # With overlap a rank keeps what it learned while the meeting was under way.
-            if optimizer.has_met and not strategy.overlap:
-                met += 1
-                digests.append(digest(variables))
-        assert met == (0 if strategy.overlap else 3)
-        optimizer.settle()
-        digests.append(digest(variables))
-        ends[name] = np.concatenate([each.numpy() for each in variables])
-        # Changes of three steps are up to 2; momentum between meetings adds up what is rounded.
-        off = np.abs(ends[name] - ends["none"]).max()
-        assert off == 0 if name == "none" else 0 < off < 0.1
-    return digests
 
 
 def meeting_residuals(optimizer):
@@ -356,31 +329,24 @@ def loss_scaled(rate):
     return keras.optimizers.LossScaleOptimizer(SGD(rate))
 
 
+OTHER_SCALE, PLAIN_TAPE = "Use mixed_bfloat16, which needs no scale", "with a plain tape"
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: wrapped("int8", loss_scaled), "Use mixed_bfloat16, which needs no scale"),
-        (lambda: wrapped(THIN, loss_scaled), "Use mixed_bfloat16, which needs no scale"),
+        (lambda: wrapped("int8", loss_scaled), OTHER_SCALE),
+        (lambda: wrapped(THIN, loss_scaled), OTHER_SCALE),
+        (lambda: rr.DistributedGradientTape(compression="int8"), PLAIN_TAPE),
+        (lambda: rr.DistributedGradientTape(compression=THIN), PLAIN_TAPE),
         (lambda: wrapped("int4"), "accepted: none, fp16, bf16, int8, or a PowerSGD object"),
-        (
-            lambda: wrapped(THIN, strategy=rr.LocalSGD(5)),
-            "Use compression='int8' or 'bf16' for meetings",
-        ),
-        (
-            lambda: rr.DistributedGradientTape(compression="int8"),
-            "Use DistributedOptimizer with a plain tape",
-        ),
-        (
-            lambda: rr.DistributedGradientTape(compression=THIN),
-            "Use DistributedOptimizer with a plain tape",
-        ),
+        (lambda: wrapped(THIN, strategy=rr.LocalSGD(5)), "compression='int8' or 'bf16' for meet"),
         (lambda: Codec("int8").compress(tf.zeros(3)), r"Use Compression\.fp16"),
         (lambda: rr.PowerSGD(0), "rank is 0; accepted: 1 and more"),
         (lambda: rr.PowerSGD(start_step=-1), "start_step is -1; accepted: 0 and more"),
         (lambda: rr.PowerSGD(exclude="embedding"), "Pass a list of expressions"),
     ],
 )
-@over_sockets
 def test_what_cannot_be_is_refused(call, text):
     with pytest.raises(ConfigError, match=text):
         call()
@@ -408,9 +374,9 @@ def test_within_a_host_nothing_is_encoded_and_that_is_said_once():
 UNLIKE = ("bf16", "int8")
 
 
-@pytest.fixture(scope="module")
-def unlike():
-    """What two ranks said whose processors round differently, as numba and BLAS see them."""
+@pytest.mark.full
+def test_unlike_processors_end_each_step_alike():
+    """Ranks whose processors round differently, as numba and BLAS see them."""
     other = {1: {"NUMBA_CPU_NAME": "generic", "OPENBLAS_CORETYPE": "Prescott"}}
     environment = {"RINGREDUCE_TRANSPORT": "zmq"}
     arguments = ["tests/programs/unlike.py", *UNLIKE]
@@ -420,13 +386,8 @@ def unlike():
     for fact in facts_in(result.output):
         said.setdefault(fact["case"], {})[fact["rank"]] = fact
     assert said["processor"][1]["numba"] == "generic" != said["processor"][0]["numba"]
-    return said
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", UNLIKE)
-@pytest.mark.parametrize(("case", "count"), [("every step", 20), ("meetings", 4)])
-def test_unlike_processors_end_each_step_alike(unlike, case, count, name):
-    first, second = (unlike[f"{case} {name}"][rank]["digests"] for rank in (0, 1))
-    assert len(first) == count
-    assert first == second
+    for case, count in (("every step", 20), ("meetings", 4)):
+        for name in UNLIKE:
+            first, second = (said[f"{case} {name}"][rank]["digests"] for rank in (0, 1))
+            assert len(first) == count
+            assert first == second

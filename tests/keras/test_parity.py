@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import optimizers
+from keras.optimizers import SGD
 
 import ringreduce.keras as rr
 from ringreduce.effects import native
@@ -23,29 +25,19 @@ GLOBAL_BATCH, STEPS, EPOCHS = 12, 4, 2
 # divides by the root of squared gradients, which magnifies that where they are near zero; its
 # relatives do alike.
 SUMS, ROOTS = 2e-6, 2e-4
+DECAY = {"weight_decay": 0.01}
 OPTIMIZERS = {
-    "sgd": (lambda: keras.optimizers.SGD(0.05, momentum=0.9), SUMS),
-    "adam": (lambda: keras.optimizers.Adam(0.01), ROOTS),
-    "adamw": (
-        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01, global_clipnorm=0.1),
-        ROOTS,
-    ),
-    "adamw clipnorm": (
-        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01, clipnorm=0.05),
-        ROOTS,
-    ),
-    "nadam": (lambda: keras.optimizers.Nadam(0.01), ROOTS),
-    "lamb": (lambda: keras.optimizers.Lamb(0.01), ROOTS),
-    "lion": (lambda: keras.optimizers.Lion(0.001), SUMS),
-    "muon": (lambda: keras.optimizers.Muon(0.01), ROOTS),
-    "averages": (
-        lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_overwrite_frequency=3),
-        SUMS,
-    ),
+    "sgd": (lambda: SGD(0.05, momentum=0.9), SUMS),
+    "adam": (lambda: optimizers.Adam(0.01), ROOTS),
+    "adamw": (lambda: optimizers.AdamW(0.01, global_clipnorm=0.1, **DECAY), ROOTS),
+    "adamw clipnorm": (lambda: optimizers.AdamW(0.01, clipnorm=0.05, **DECAY), ROOTS),
+    "nadam": (lambda: optimizers.Nadam(0.01), ROOTS),
+    "lamb": (lambda: optimizers.Lamb(0.01), ROOTS),
+    "lion": (lambda: optimizers.Lion(0.001), SUMS),
+    "muon": (lambda: optimizers.Muon(0.01), ROOTS),
+    "averages": (lambda: SGD(0.05, use_ema=True, ema_overwrite_frequency=3), SUMS),
     "loss scale": (
-        lambda: keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(0.05, momentum=0.9), dynamic_growth_steps=4
-        ),
+        lambda: optimizers.LossScaleOptimizer(SGD(0.05, momentum=0.9), dynamic_growth_steps=4),
         SUMS,
     ),
 }
@@ -55,17 +47,11 @@ ROUNDED = {"mixed_float16": 5e-3, "mixed_bfloat16": 3e-2}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
-
-    Attributes:
-        optimizer: a name in `OPTIMIZERS`.
-        how: `fit`, which is quicker "eager", by "jit" or of a model that is not "built"; or a
-            "loop", by which a step is traced once, and not twice.
-        policy: the model's dtype policy.
-        wrapper: options of `DistributedOptimizer`.
-    """
+    """One way to train, by the optimizer of this name."""
 
     optimizer: str
+    # `fit`, which is quicker "eager", by "jit" or of a model that is not "built"; or a "loop", by
+    # which a step is traced once, and not twice.
     how: str = "eager"
     policy: str = "float32"
     wrapper: dict = field(default_factory=dict)
@@ -122,12 +108,10 @@ def make_model(way, seed):
 
 def train(model, way, optimizer, data):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    several = 4 if way.how == "several steps" else 1
+    is_eager, is_jit = "eager" in way.how, "jit" in way.how
     model.compile(
-        optimizer,
-        loss,
-        run_eagerly="eager" in way.how,
-        jit_compile="jit" in way.how,
-        steps_per_execution=4 if way.how == "several steps" else 1,
+        optimizer, loss, run_eagerly=is_eager, jit_compile=is_jit, steps_per_execution=several
     )
     if "unbuilt" not in way.how:
         built(model)
@@ -140,7 +124,7 @@ def train(model, way, optimizer, data):
             value = loss(target, model(batch, training=True))
         optimizer.apply(tape.gradient(value, model.trainable_variables))
 
-    step = step if "eager" in way.how else tf.function(step)
+    step = step if is_eager else tf.function(step)
     for _ in range(EPOCHS):
         for batch, target in data:
             step(batch, target)
