@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import signal
 import warnings
 
@@ -32,7 +33,10 @@ SGD, Dense, Input, Table = (
 ROWS, WIDTH = 1003, 4
 # The last batch has one row: all shares but one are empty.
 COUNT, BATCH = 65, 64
-on_2_and_3 = pytest.mark.parametrize("size", [2, in_full(3)])
+
+
+def on_2_and_3(function):
+    return pytest.mark.parametrize("size", [2, in_full(3)])(on_ranks()(function))
 
 
 def data(count=COUNT, seed=0):
@@ -247,7 +251,6 @@ def test_local_weights_are_not_backed_up_for_one_rank_alone_and_not_warned_of():
 
 
 @on_2_and_3
-@on_ranks()
 def test_local_gradients_may_be_those_of_the_mean():
     """As Horovod's are, with scale_local_gradients."""
     for divisor in (1, rr.size()):
@@ -269,7 +272,6 @@ def table_of(rows, width=2, **options):
 
 
 @on_2_and_3
-@on_ranks()
 def test_a_table_is_the_same_whatever_the_number_of_ranks():
     tables = []
     for group in (rr.init(), rr.init().split(rr.rank())):
@@ -359,21 +361,17 @@ def test_tables_of_unlike_widths_are_looked_up_in_one_exchange():
 
 
 @on_2_and_3
-@pytest.mark.parametrize(
-    ("combiner", "plain", "weighted"),
-    [
+def test_vectors_of_several_ids_are_combined():
+    ids = tf.ragged.constant([[1, 2], [], [3]], dtype=tf.int64)
+    weights = tf.ragged.constant([[1.0, 3.0], [], [2.0]])
+    for combiner, plain, weighted in (
         ("sum", [12, 0, 12], [28, 0, 24]),
         ("mean", [6, 0, 12], [7, 0, 12]),
         ("sqrtn", [12 / 2**0.5, 0, 12], [28 / 10**0.5, 0, 12]),
-    ],
-)
-@on_ranks()
-def test_vectors_of_several_ids_are_combined(combiner, plain, weighted):
-    table = table_of(5, 1, combiner=combiner)
-    ids = tf.ragged.constant([[1, 2], [], [3]], dtype=tf.int64)
-    assert table(ids).numpy()[:, 0] == pytest.approx(plain)
-    weights = tf.ragged.constant([[1.0, 3.0], [], [2.0]])
-    assert table(ids, weights).numpy()[:, 0] == pytest.approx(weighted)
+    ):
+        table = table_of(5, 1, combiner=combiner)
+        assert table(ids).numpy()[:, 0] == pytest.approx(plain)
+        assert table(ids, weights).numpy()[:, 0] == pytest.approx(weighted)
 
 
 class Unbuilt(keras.Model):
@@ -387,7 +385,6 @@ class Unbuilt(keras.Model):
 
 
 @on_2_and_3
-@on_ranks()
 def test_a_table_masks_zero_and_is_built_in_a_trace():
     """Keras learns its shapes by a trace without variables, and warns where that fails."""
     masked = Table(5, 1, combiner="sum", mask_zero=True, embeddings_initializer="ones")
@@ -399,7 +396,6 @@ def test_a_table_masks_zero_and_is_built_in_a_trace():
 
 
 @on_2_and_3
-@on_ranks()
 def test_ranks_without_a_batch_answer_in_evaluation():
     """Shares are of unlike lengths, or empty; ranks that are done answer the others."""
     model = sharded()
@@ -421,7 +417,6 @@ def test_ranks_without_a_batch_answer_in_evaluation():
 
 
 @on_2_and_3
-@on_ranks()
 def test_it_is_saved_whole_and_goes_on_from_the_file(tmp_path):
     """In mid-training, by three ways; it goes on as if it had not been interrupted."""
     path, point = str(tmp_path / "model.keras"), str(tmp_path / "point.keras")
@@ -452,7 +447,6 @@ def test_it_is_saved_whole_and_goes_on_from_the_file(tmp_path):
 
 
 @on_2_and_3
-@on_ranks()
 def test_a_job_that_is_started_again_ends_as_one_that_was_not_disturbed(tmp_path):
     """It ended after one of two epochs."""
 
@@ -472,30 +466,60 @@ def test_a_job_that_is_started_again_ends_as_one_that_was_not_disturbed(tmp_path
     assert int(second.optimizer.iterations) == 4
 
 
-def killed_in_a_step(kind):
-    """Lose rank 1 in a step of a model with parts."""
+class Dies(keras.layers.Layer):
+    """Kills rank 1 in the sixth of its passes."""
 
-    def kill(batch, logs):
-        if batch == 2 and rr.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    passes = 0
 
-    data = comm = rr.init()
+    def call(self, inputs):
+        def count(values):
+            self.passes += 1
+            if self.passes == 6 and rr.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return values
+
+        outputs = tf.numpy_function(count, [inputs], inputs.dtype)
+        return inputs + 0 * tf.stop_gradient(tf.ensure_shape(outputs, inputs.shape))
+
+
+def lose_rank_1(kind):
+    """In a step of a model in parts."""
+    whole = data = rr.init()
+    begin, options = [Input((2,))], {"batch_size": 16, "verbose": 0}
+    x, y = np.ones((128, 2), "float32"), np.ones((128, 1), "float32")
+    if kind == "pipeline":
+        stages = [[*begin, Dense(2)], [Dense(2), Dies(), Dense(1)]]
+        if whole.size == 3:  # The second is in the middle.
+            stages.append([Dense(1)])
+        pipeline = rr.Pipeline([lambda layers=layers: layers for layers in stages], 4)
+        pipeline.compile("sgd", "mse")
+        pipeline.fit(x, y, **options)
+        return
     if kind == "split":
-        data = comm.split(comm.rank)
-        pair = {"communicator": comm}
-        layers = [Input((2,)), rr.ColumnParallelDense(2, **pair), rr.RowParallelDense(2, **pair)]
+        data, pair = whole.split(whole.rank), {"communicator": whole}
+        layers = [*begin, rr.ColumnParallelDense(2, **pair), rr.RowParallelDense(2, **pair)]
     elif kind == "table":
         layers = [Input((2,), dtype="int64"), Table(16, 2), keras.layers.Flatten()]
     else:
-        layers = [Input((2,)), Experts()]
-    model = keras.Sequential([*layers, Dense(1)])
+        layers = [*begin, Experts()]
+    model = keras.Sequential([*layers, Dies(), Dense(1)])
     model.compile(rr.DistributedOptimizer(SGD(0.1), data), "mse")
-    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=kill)]
-    options = {"batch_size": 4, "verbose": 0, "callbacks": callbacks, "communicator": data}
-    rr.fit(model, np.ones((64, 2)), np.ones((64, 1)), **options)
+    rr.fit(model, x, y, communicator=data, **options)
 
 
-@pytest.mark.parametrize("kind", [in_full("table"), in_full("experts"), "split"])
-def test_a_rank_killed_in_a_step_is_named(ranks, kind):
-    with pytest.raises(AssertionError, match=r"(?s)---- rank 0\n.*PeerLostError: rank 0 .*rank 1"):
-        ranks(2, killed_in_a_step, kind)
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [
+        (2, "split"),
+        (3, "pipeline"),
+        in_full(2, "table"),
+        in_full(2, "experts"),
+        in_full(4, "pipeline"),
+    ],
+)
+def test_a_rank_that_dies_in_a_step_is_named_by_all_others(ranks, size, kind):
+    with pytest.raises(AssertionError) as raised:
+        ranks(size, lose_rank_1, kind)
+    _, *texts = str(raised.value).split("---- rank ")
+    for rank in {*range(size)} - {1}:
+        assert re.search(f"(?s)PeerLostError: rank {rank} of {size} .*rank 1", texts[rank])

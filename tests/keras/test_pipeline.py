@@ -8,7 +8,6 @@ import functools
 import itertools
 import os
 import re
-import signal
 
 import keras
 import numpy as np
@@ -25,7 +24,11 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 SGD, Dense, Input = keras.optimizers.SGD, keras.layers.Dense, keras.Input
 WIDTH = 4
-on_2_3_and_4 = pytest.mark.parametrize("size", [in_full(2), 3, in_full(4)])
+
+
+def on_2_3_and_4(function):
+    sizes = pytest.mark.parametrize("size", [in_full(2), 3, in_full(4)])
+    return sizes(on_ranks()(function))
 
 
 def stages():
@@ -113,7 +116,6 @@ def test_a_step_is_exactly_that_of_one_process(micro_batches):
 
 
 @on_2_3_and_4
-@on_ranks()
 def test_epochs_are_those_of_one_process():
     """With what users see of them; a last batch that is short."""
     other, seen = data(21, seed=1), []
@@ -140,7 +142,6 @@ def test_epochs_are_those_of_one_process():
 
 
 @on_2_3_and_4
-@on_ranks()
 def test_batches_of_a_dataset_train_a_table():
     """Rows are shuffled alike; ids become vectors; a stage in the middle has no weights."""
 
@@ -181,7 +182,6 @@ def test_copies_with_unequal_shares_count_by_rows():
 
 
 @on_2_3_and_4
-@on_ranks()
 def test_a_rank_makes_its_own_stage_and_no_other():
     called, rank, count = [], rr.rank(), stages()
 
@@ -199,7 +199,6 @@ def test_a_rank_makes_its_own_stage_and_no_other():
 
 
 @on_2_3_and_4
-@on_ranks()
 def test_ranks_agree_on_losses_with_random_layers_in_16_bits():
     """With several outputs of the last stage."""
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -214,7 +213,6 @@ def test_ranks_agree_on_losses_with_random_layers_in_16_bits():
 
 
 @on_2_3_and_4
-@on_ranks()
 def test_callbacks_act_alike_and_save_each_stage_as_plain_keras(tmp_path):
     x, y = data()
     pipeline = rr.Pipeline(functions(), 4)
@@ -241,12 +239,12 @@ def refused(text, action, *arguments, **options):
 
 
 @on_2_3_and_4
-@on_ranks()
 def test_stages_that_make_no_pipeline_are_an_error_on_all_ranks():
     """Nobody waits afterwards."""
     begin, fits = Input((WIDTH,)), functions()
     cast = keras.Model(begin, keras.ops.cast(Dense(WIDTH)(begin), "int32"))
     table = keras.layers.Embedding
+    other_rows, any_rows = [Input((9,)), Dense(1)], [Input((None,)), table(9, 2)]
 
     def last(layers):
         return [*fits[:-1], lambda: layers]
@@ -264,22 +262,15 @@ def test_stages_that_make_no_pipeline_are_an_error_on_all_ranks():
         ("it has no layers", last([])),
         (f"cannot make stage 0 of {stages()}: it has no layers", first(keras.Sequential([begin]))),
         ("it has no keras.Input, which the first stage needs", first([Dense(3)])),
-        (
-            "it takes rows of shape (9,), and gets some of shape (4,)",
-            last([Input((9,)), Dense(1)]),
-        ),
+        ("it takes rows of shape (9,), and gets some of shape (4,)", last(other_rows)),
         ("it gives int32, which has no gradient", first(cast)),
         ("it gives a mask", first([Input((3,)), table(9, 2, mask_zero=True)])),
-        (
-            "it gives rows of shape (None, 2), which is not fixed",
-            first([Input((None,)), table(9, 2)]),
-        ),
+        ("it gives rows of shape (None, 2), which is not fixed", first(any_rows)),
     ):
         refused(text, rr.Pipeline, layers)
 
 
 @on_2_3_and_4
-@on_ranks()
 def test_training_that_a_pipeline_cannot_do_is_an_error_on_all_ranks():
     pipeline, (x, y) = rr.Pipeline(functions(), 4), data()
     refused("Call pipeline.compile(optimizer, loss) first", pipeline.fit, x, y)
@@ -295,55 +286,18 @@ def test_training_that_a_pipeline_cannot_do_is_an_error_on_all_ranks():
         refused("averages over all 4", pipeline.compile, whole, "mse")
         pipeline = rr.Pipeline(functions(), 4)
     pipeline.compile("sgd", "mse")
-    text = "Use a batch_size, and a number of rows, that are multiples of"
-    refused(text, pipeline.fit, x, y, batch_size=30)
+    fit = functools.partial(pipeline.fit, verbose=0)
+    refused(
+        "Use a batch_size, and a number of rows, that are multiples of", fit, x, y, batch_size=30
+    )
     uneven = tf.data.Dataset.from_tensor_slices(data(22)).batch(22)
-    text = "which cannot be divided into 4 equal micro-batches"
-    refused(text, pipeline.fit, uneven, verbose=0)
-    refused("got batch_size=16 for", pipeline.fit, uneven, batch_size=16)
+    refused("which cannot be divided into 4 equal micro-batches", fit, uneven)
+    refused("got batch_size=16 for", fit, uneven, batch_size=16)
     for text, callback in (
-        (
-            "cannot save several stages as model.keras",
-            keras.callbacks.ModelCheckpoint("model.keras"),
-        ),
+        ("several stages as model.keras", keras.callbacks.ModelCheckpoint("model.keras")),
         ("got a BackupAndRestore", keras.callbacks.BackupAndRestore("backup")),
     ):
-        refused(text, pipeline.fit, x, y, batch_size=16, verbose=0, callbacks=callback)
+        refused(text, fit, x, y, batch_size=16, callbacks=callback)
     rows = 64 if pipeline.stage == 0 else 96
-    text = "found different arrays as the data given to Pipeline.fit"
-    with pytest.raises(MismatchError, match=text):
-        pipeline.fit(x[:rows], y[:rows], batch_size=16, verbose=0)
-
-
-class Dies(keras.layers.Layer):
-    """Kills rank 1 in the sixth of its passes."""
-
-    def call(self, inputs):
-        self.passes = 0
-
-        def count(values):
-            self.passes += 1
-            if self.passes == 6 and rr.rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return values
-
-        outputs = tf.numpy_function(count, [inputs], inputs.dtype)
-        return inputs + 0 * tf.stop_gradient(tf.ensure_shape(outputs, inputs.shape))
-
-
-def die_in_a_step():
-    def make(number):
-        return [*dense(number), Dies()] if number == 1 else dense(number)
-
-    pipeline = rr.Pipeline(functions(make), 4)
-    pipeline.compile("sgd", "mse")
-    pipeline.fit(*data(), batch_size=16, verbose=0)
-
-
-@pytest.mark.parametrize("size", [3, in_full(4)])
-def test_a_rank_that_dies_in_a_step_is_named_by_all_others(ranks, size):
-    with pytest.raises(AssertionError) as raised:
-        ranks(size, die_in_a_step)
-    _, *texts = str(raised.value).split("---- rank ")
-    for rank in {*range(size)} - {1}:
-        assert re.search(f"(?s)PeerLostError: rank {rank} of {size} .*rank 1", texts[rank])
+    with pytest.raises(MismatchError, match="different arrays as the data given to Pipeline"):
+        fit(x[:rows], y[:rows], batch_size=16)
