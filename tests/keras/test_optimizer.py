@@ -21,8 +21,8 @@ needs_several = pytest.mark.skipif(
 )
 
 
-def wrapped(inner=None, *given, **options):
-    return rr.DistributedOptimizer(inner or SGD(0.5), *given, **options)
+def wrapped(inner=None, communicator=None, **options):
+    return rr.DistributedOptimizer(inner or SGD(0.5), communicator, **options)
 
 
 def test_it_is_a_keras_optimizer_without_variables_of_its_own(world_of_one):
@@ -208,57 +208,16 @@ def test_training_before_init_says_what_to_do():
         fit(make_model(), wrapped())
 
 
-def numbered(count):
-    """Dicts with a number and its double."""
-    return tf.data.Dataset.range(count).map(lambda number: {"x": number, "y": 2 * number})
-
-
-@pytest.mark.filterwarnings("ignore:rr.shard leaves out")
-@pytest.mark.parametrize("size", [1, in_full(2), 3])
-@pytest.mark.parametrize(
-    ("make", "count"),
-    [
-        (lambda: numbered(11), 11),
-        (lambda: numbered(11).filter(lambda element: True), 11),
-        (lambda: numbered(6).repeat(), 4),
-    ],
-    ids=["known length", "unknown length", "endless"],
-)
-def test_shards_are_disjoint_complete_and_equally_long(size, make, count):
-    dataset = make()
+def test_tuples_of_unknown_number_and_endless_data_are_sharded():
+    """Others are in test_data."""
+    pairs = tf.data.Dataset.from_tensor_slices((np.arange(5), np.arange(5) * 2))
+    some, endless = pairs.filter(lambda x, y: True), tf.data.Dataset.range(4).repeat()
 
     def work(comm):
-        shard = rr.shard(dataset, comm).take(count)
-        return [(int(element["x"]), int(element["y"])) for element in shard]
+        first = [int(number) for number in rr.shard(endless, comm).take(4)]
+        return [int(y) for _, y in rr.shard(some, comm)], first
 
-    is_endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-    end = size * count if is_endless else count // size * size
-    for rank, part in enumerate(ring_of_threads(size, work)):
-        numbers = [number % 6 if is_endless else number for number in range(rank, end, size)]
-        assert part == [(number, 2 * number) for number in numbers]
-
-
-def test_tuples_of_unknown_number_are_sharded():
-    dataset = tf.data.Dataset.from_tensor_slices((np.arange(5), np.arange(5) * 2))
-    dataset = dataset.filter(lambda x, y: True)
-    parts = ring_of_threads(2, lambda comm: [int(y) for _, y in rr.shard(dataset, comm)])
-    assert parts == [[0, 4], [2, 6]]
-
-
-def test_broadcast_variables_copies_the_roots_values():
-    def work(comm):
-        variables = [
-            tf.Variable(np.full((3,), comm.rank, "float32")),
-            tf.Variable(comm.rank == 1),
-            keras.Variable(np.full((2, 2), 10 + comm.rank)),
-        ]
-        rr.broadcast_variables(variables, root_rank=1, communicator=comm)
-        return [variables[0].numpy().tolist(), bool(variables[1].numpy()), variables[2].numpy()]
-
-    for flat, flag, square in ring_of_threads(3, work):
-        assert flat == [1, 1, 1]
-        assert flag is True
-        assert (square == 11).all()
+    assert ring_of_threads(2, work) == [([0, 4], [0, 2, 0, 2]), ([2, 6], [1, 3, 1, 3])]
 
 
 def test_models_of_different_shape_are_an_error_that_names_the_variable():

@@ -89,6 +89,9 @@ def plain(optimizer):
     return optimizer
 
 
+wrapped = DistributedOptimizer
+
+
 # Copies.
 
 
@@ -109,17 +112,6 @@ def test_a_copy_is_wrapped_alike_and_begins_anew(kind, copied):
     assert not again.built
     assert int(again.iterations) == 0
     assert_equal_state(model, fit(compiled(again)))
-
-
-def test_a_copy_is_independent():
-    model = trained("adam")
-    before = [v.numpy() for v in model.optimizer.variables]
-    again = copy.deepcopy(model.optimizer)
-    again.learning_rate = 0.5
-    fit(compiled(again))
-    for one, other in zip(before, model.optimizer.variables, strict=True):
-        assert (one == other.numpy()).all()
-    assert float(again.learning_rate) == 0.5
 
 
 def test_a_communicator_is_shared_by_deepcopy_and_refused_by_pickle():
@@ -176,8 +168,8 @@ def from_checkpoint(model, kind, wrap, folder, is_built=True):
     return other, checkpoint(other).restore(path).assert_consumed
 
 
-def before_it_is_built(*given):
-    return from_checkpoint(*given, is_built=False)
+def before_it_is_built(*arguments):
+    return from_checkpoint(*arguments, is_built=False)
 
 
 def from_weights(model, kind, wrap, folder):
@@ -197,28 +189,21 @@ def from_file(model, kind, wrap, folder):
     return loaded, None
 
 
-WRITERS_AND_READERS = [
-    (plain, DistributedOptimizer),
-    (DistributedOptimizer, plain),
-    (DistributedOptimizer, DistributedOptimizer),
-]
-
-
 # What the wrapper has written goes to plain Keras where ringreduce is not installed, below.
 @pytest.mark.parametrize(
     ("way", "kind", "writer", "reader"),
     [
-        (before_it_is_built, "averages", plain, DistributedOptimizer),
-        (from_checkpoint, "loss scale", DistributedOptimizer, plain),
-        (from_weights, "loss scale", plain, DistributedOptimizer),
-        (from_file, "adam", plain, DistributedOptimizer),
-        *((from_file, kind, DistributedOptimizer, DistributedOptimizer) for kind in ONCE),
-        in_full(from_weights, ONCE[-1], DistributedOptimizer, DistributedOptimizer),
+        (before_it_is_built, "averages", plain, wrapped),
+        (from_checkpoint, "loss scale", wrapped, plain),
+        (from_weights, "loss scale", plain, wrapped),
+        (from_file, "adam", plain, wrapped),
+        *((from_file, kind, wrapped, wrapped) for kind in ONCE),
+        in_full(from_weights, ONCE[-1], wrapped, wrapped),
         *(
-            in_full(way, kind, *pair)
+            in_full(way, kind, writer, reader)
             for way in (from_checkpoint, before_it_is_built, from_weights)
             for kind in ("adam", "schedule")
-            for pair in WRITERS_AND_READERS
+            for writer, reader in ((plain, wrapped), (wrapped, plain), (wrapped, wrapped))
         ),
     ],
 )
@@ -228,19 +213,6 @@ def test_a_model_goes_on_from_what_another_has_saved(way, kind, writer, reader, 
     assert_equal_state(fit(model), fit(other))
     if check:
         check()
-
-
-def test_a_checkpoint_manager_keeps_and_restores_the_latest(tmp_path):
-    model = trained("adam")
-    manager = tf.train.CheckpointManager(checkpoint(model), tmp_path, max_to_keep=1)
-    for _ in range(2):
-        fit(model)
-        manager.save()
-    assert len(manager.checkpoints) == 1
-    other = compiled(DistributedOptimizer(KINDS["adam"]()))
-    again = tf.train.CheckpointManager(checkpoint(other), tmp_path, max_to_keep=1)
-    assert again.restore_or_initialize() == manager.latest_checkpoint
-    assert_equal_state(fit(model), fit(other))
 
 
 # Keras's files.
@@ -260,15 +232,15 @@ def names_in(path):
 @every_kind
 def test_a_file_or_checkpoint_holds_the_same_as_without_the_wrapper(kind, tmp_path):
     """The optimizer's state once, as often as Keras itself does."""
-    found = []
-    for wrap in (plain, DistributedOptimizer):
+    contents = []
+    for wrap in (plain, wrapped):
         model, path = trained(kind, wrap), tmp_path / wrap.__name__
-        model.save(path.with_suffix(".keras"))
-        model.save_weights(path.with_suffix(".weights.h5"))
-        names = [names_in(path.with_suffix(suffix)) for suffix in (".keras", ".weights.h5")]
+        files = [path.with_suffix(suffix) for suffix in (".keras", ".weights.h5")]
+        model.save(files[0])
+        model.save_weights(files[1])
         variables = tf.train.list_variables(checkpoint(model).save(tmp_path / "model"))
-        found.append([*names, sorted(variables)])
-    assert found[0] == found[1]
+        contents.append([*map(names_in, files), sorted(variables)])
+    assert contents[0] == contents[1]
 
 
 ELSEWHERE = """

@@ -23,9 +23,7 @@ LINES_MAX = 10
 # With a model on two ranks, and four to divide data too.
 MORE = ("transformer",)
 
-every_program = pytest.mark.parametrize(
-    "name", [name if name in QUICK else in_full(name) for name in sorted((*RANDOM, *EQUAL))]
-)
+PROGRAMS = sorted((*RANDOM, *EQUAL))
 
 
 def reports_of(name, size):
@@ -41,7 +39,7 @@ def reports_of(name, size):
     return reports
 
 
-@every_program
+@pytest.mark.parametrize("name", [n if n in QUICK else in_full(n) for n in PROGRAMS])
 def test_ranks_end_alike_and_as_one_process_does(name):
     (alone,) = reports_of(name, 1)
     first, *others = reports_of(name, 4 if name in MORE else 2)
@@ -55,14 +53,10 @@ def test_ranks_end_alike_and_as_one_process_does(name):
     assert alone["losses"][-1] < alone["losses"][0]
 
 
-def test_every_program_is_run():
-    files = {file.stem for file in FOLDER.glob("*.py")} - {"report"}
-    assert files == {*RANDOM, *EQUAL}
-
-
-@pytest.mark.parametrize("name", sorted((*RANDOM, *EQUAL)))
-def test_few_lines_differ_from_plain_keras(name):
-    lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    changed = [line for line in lines if line.endswith("# ringreduce")]
-    assert all("# ringreduce" in line for line in lines if "rr." in line or "comm." in line)
-    assert 3 <= len(changed) <= LINES_MAX
+def test_every_program_is_run_and_has_few_lines_that_differ_from_plain_keras():
+    assert {file.stem for file in FOLDER.glob("*.py")} - {"report"} == {*PROGRAMS}
+    for name in PROGRAMS:
+        lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        changed = [line for line in lines if line.endswith("# ringreduce")]
+        assert all("# ringreduce" in line for line in lines if "rr." in line or "comm." in line)
+        assert 3 <= len(changed) <= LINES_MAX, name
