@@ -9,15 +9,7 @@ from keras.optimizers import SGD, Adam, LossScaleOptimizer
 
 import ringreduce
 import ringreduce.keras as rr
-from tests.models import (
-    EAGERLY,
-    INPUTS,
-    MUON_TRAINS,
-    TARGETS,
-    assert_equal_state,
-    fit,
-    make_model,
-)
+from tests.models import EAGERLY, INPUTS, MUON_TRAINS, TARGETS, assert_equal_state, fit, make_model
 from tests.scope import in_full
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -167,9 +159,9 @@ def test_wrong_calls_are_the_errors_of_keras(gradients, variables, text):
     for optimizer in plain_and_wrapped(SGD):
         if variables:
             optimizer.build([variable(0)])
-        given = [variable(0)] if variables == "other" else None
+        others = [variable(0)] if variables == "other" else None
         with pytest.raises(ValueError, match=text):
-            apply(optimizer, given, *gradients)
+            apply(optimizer, others, *gradients)
 
 
 def test_gradients_for_only_some_variables_are_refused():
@@ -361,8 +353,7 @@ def test_a_static_loss_scale():
 
 
 @pytest.mark.parametrize(
-    "inner",
-    [in_full(lambda: Adam(0.1)), pytest.param(two_optimizers, marks=needs_multi_optimizer)],
+    "inner", [in_full(lambda: Adam(0.1)), pytest.param(two_optimizers, marks=needs_multi_optimizer)]
 )
 def test_training_with_a_loss_scale_in_a_graph(inner):
     def make():

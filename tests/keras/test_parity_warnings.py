@@ -154,8 +154,8 @@ def trained(loss, *metrics, validate=False):
         if validate:
             options["validation_data"] = (X, Y)
         history = rr.fit(fixed(ring, loss, metrics), X, Y, **options).history
-        given = {"communicator": ring, "return_dict": True}
-        evaluated = rr.evaluate(fixed(ring, loss, metrics), X, Y, **given) if metrics else {}
+        how = {"communicator": ring, "return_dict": True}
+        evaluated = rr.evaluate(fixed(ring, loss, metrics), X, Y, **how) if metrics else {}
         return {name: values[0] for name, values in history.items()}, evaluated
 
     return warned_by(work, rr.ParityWarning)

@@ -352,10 +352,7 @@ def test_tables_of_unlike_widths_are_looked_up_in_one_exchange():
         [[24.0] * 3] * rr.rank(),
     ]
     # Of 6 times the sum of all elements, the mean over both ranks; rows 0, 2, ... and 1, 3, ...
-    totals = [
-        [[0.0] * 5, [0.0, 0.0, 0.0, 9.0]],
-        [[24.0, 12.0, 0.0, 0.0, 12.0], [0.0] * 3],
-    ]
+    totals = [[[0.0] * 5, [0.0, 0.0, 0.0, 9.0]], [[24.0, 12.0, 0.0, 0.0, 12.0], [0.0] * 3]]
     sums = [np.asarray(tf.convert_to_tensor(gradient)).sum(1).tolist() for gradient in slices]
     assert sums == totals[rr.rank()]
 
@@ -484,19 +481,19 @@ class Dies(keras.layers.Layer):
 
 def lose_rank_1(kind):
     """In a step of a model in parts."""
-    whole = data = rr.init()
+    comm = data = rr.init()
     begin, options = [Input((2,))], {"batch_size": 16, "verbose": 0}
     x, y = np.ones((128, 2), "float32"), np.ones((128, 1), "float32")
     if kind == "pipeline":
         stages = [[*begin, Dense(2)], [Dense(2), Dies(), Dense(1)]]
-        if whole.size == 3:  # The second is in the middle.
+        if comm.size == 3:  # The second is in the middle.
             stages.append([Dense(1)])
         pipeline = rr.Pipeline([lambda layers=layers: layers for layers in stages], 4)
         pipeline.compile("sgd", "mse")
         pipeline.fit(x, y, **options)
         return
     if kind == "split":
-        data, pair = whole.split(whole.rank), {"communicator": whole}
+        data, pair = comm.split(comm.rank), {"communicator": comm}
         layers = [*begin, rr.ColumnParallelDense(2, **pair), rr.RowParallelDense(2, **pair)]
     elif kind == "table":
         layers = [Input((2,), dtype="int64"), Table(16, 2), keras.layers.Flatten()]

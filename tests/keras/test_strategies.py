@@ -1,6 +1,6 @@
-"""What all strategies promise: equal weights once settled, local variables, the user's own update.
+"""All strategies promise equal weights once settled, local variables, and the user's own update.
 
-What each of them computes is in test_steps and test_meetings, how it is saved in test_saving.
+Their arithmetic is in test_steps and test_meetings, saving them in test_saving.
 """
 
 import keras
@@ -12,6 +12,7 @@ import ringreduce.keras as rr
 from ringreduce.keras.strategies import Accumulate, EveryStep
 from tests.programs.shared import digest
 from tests.ranks import on_ranks
+from tests.ways import WAYS, wrapped
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -37,16 +38,22 @@ def settle(*optimizers):
         optimizer.settle()
 
 
+@pytest.mark.parametrize("how", WAYS)
 @each_strategy
 @on_ranks(2)
-def test_local_variables_train_as_those_of_one_process(strategy):
+def test_local_variables_train_as_those_of_one_process(strategy, how):
     """Their values, their gradients and the optimizer's state of them are this rank's own."""
     shared, local, alone = variables(3)
     inner, plain = (SGD(0.5, momentum=0.5) for _ in range(2))
     optimizer = rr.DistributedOptimizer(inner, strategy=strategy, local_variables=[local])
     optimizer.build([shared, local])
+
+    def step(value):
+        optimizer.apply([value, value], [shared, local])
+
+    step = wrapped(how, step)
     for number in range(STEPS):
-        optimizer.apply([gradient(number)] * 2, [shared, local])
+        step(gradient(number))
     settle(optimizer)
     count = strategy.steps if isinstance(strategy, Accumulate) else 1
     for first in range(0, STEPS, count):
@@ -88,18 +95,18 @@ class Scaled(SGD):
 @on_ranks(2)
 def test_apply_gradients_of_ones_own_gets_means_and_options(strategy):
     variable, expected = variables(2)
-    own, plain = (
+    scaled, plain = (
         rr.DistributedOptimizer(inner, strategy=strategy) for inner in (Scaled(0.25), SGD(0.5))
     )
-    own.build([variable])
+    scaled.build([variable])
     plain.build([expected])
     for number in range(STEPS):
-        returned = own.apply_gradients([(gradient(number), variable)], factor=2.0)
+        returned = scaled.apply_gradients([(gradient(number), variable)], factor=2.0)
         # In steps that do not update, it is the step counter.
         is_due = not isinstance(strategy, Accumulate) or number % strategy.steps
         assert isinstance(returned, str) == bool(is_due)
         plain.apply([gradient(number)], [expected])
-    settle(own, plain)
+    settle(scaled, plain)
     assert digest([variable]) == digest([expected])
     return digest([variable])
 

@@ -92,9 +92,9 @@ def test_every_rank_begins_with_rank_0s_values_which_travel_once(how):
     # Eagerly the other ranks computed the first ones with other weights: they are left out.
     begun = 1 if how == "eager" else mean
     assert gradients[0]["a"][0] == [2 * begun, 4 * begun]
-    for found, factor in zip(gradients[1:], (begun, mean), strict=True):
+    for gradient, factor in zip(gradients[1:], (begun, mean), strict=True):
         of_first = [2 * factor, 4 * factor]
-        assert found == [6 * factor, {"b": of_first}, of_first]
+        assert gradient == [6 * factor, {"b": of_first}, of_first]
     assert plain([first, second, apart]) == [[1, 2], 3, rank]
     if rr.size() > 1:
         assert counts[1] > counts[2] == 1

@@ -291,7 +291,7 @@ def test_it_works_in_half_precision(world_of_one):
 def overriding(name):
     """An optimizer whose class has a method of this name, which does what its base does."""
     kept = getattr(SGD, name)
-    return type("Own", (SGD,), {name: lambda *given, **options: kept(*given, **options)})(0.1)
+    return type("Own", (SGD,), {name: lambda *inputs, **options: kept(*inputs, **options)})(0.1)
 
 
 def constrained_table():
@@ -317,10 +317,7 @@ def constrained_table():
             lambda: train(recommender(touched(SGD(0.1)), constrained_table())),
             "embeddings with a constraint",
         ),
-        (
-            lambda: train(recommender(touched(SGD(0.1)), jit_compile=True)),
-            "jit_compile=False",
-        ),
+        (lambda: train(recommender(touched(SGD(0.1)), jit_compile=True)), "jit_compile=False"),
     ],
 )
 def test_what_cannot_be_had_is_refused(world_of_one, call, words):
