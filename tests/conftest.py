@@ -4,8 +4,6 @@ Also where hypothesis takes its examples from: the same in each run, or other on
 RINGREDUCE_TEST_RANDOM is 1.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

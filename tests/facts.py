@@ -1,7 +1,5 @@
 """What the programs of tests/programs say: a line of JSON for each case, from every rank."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import cache

@@ -4,8 +4,6 @@ With RINGREDUCE_TEST_FIGURES naming a file, each `record` adds a line of JSON to
 ``python -m tests.figures FILE`` prints median and maximum of each fault.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

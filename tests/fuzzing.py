@@ -3,8 +3,6 @@
 Everything random comes from a `random.Random` that the test has seeded and printed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

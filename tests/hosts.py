@@ -7,8 +7,6 @@
 A namespace belongs to a thread and those that it starts, so no process has to be started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

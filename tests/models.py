@@ -1,7 +1,5 @@
 """Tiny models for tests of the Keras integration, and how two optimizers are compared: exactly."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Naive twins: what kernels and collectives must give, in plain numpy and the fewest words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import ml_dtypes

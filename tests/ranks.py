@@ -21,8 +21,6 @@ from a process that has run nothing (`tests.forkserver`), and forked anew after 
 raised or the ring broke. RINGREDUCE_TEST_ALONE=1 gives each call ranks of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

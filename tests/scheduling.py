@@ -5,8 +5,6 @@ that is given nothing but such a file waits for ever, and the run with it. It al
 that the worker died in again and again.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a change is tested with, and what only `make test-full` adds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sealed frames by another way: libsodium called from Python, keys made from the documentation."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import struct

@@ -1,7 +1,5 @@
 """The proxy does what it says: each fault, seen from both ends of a connection."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

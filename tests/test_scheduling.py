@@ -1,7 +1,5 @@
 """A test that ends its worker process fails, and all the others still run, once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

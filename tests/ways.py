@@ -1,7 +1,5 @@
 """Functions run eagerly, in a graph, and compiled by XLA, which may call the ring."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank says when it comes to the rendezvous, made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

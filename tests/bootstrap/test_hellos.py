@@ -4,8 +4,6 @@ It refuses them, or ends with an error that names the rank. Nothing may crash, h
 beyond its limits.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

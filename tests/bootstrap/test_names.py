@@ -1,7 +1,5 @@
 """Rendezvous names of a cluster's pods: known seconds later, or still those of the pods before."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

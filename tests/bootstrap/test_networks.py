@@ -1,7 +1,5 @@
 """Rings across hosts with several networks, of which some lead nowhere."""
 
-from __future__ import annotations
-
 import logging
 import socket
 

@@ -1,7 +1,5 @@
 """How ranks meet: who gets in, who is turned away, and what everybody is told."""
 
-from __future__ import annotations
-
 import platform
 import re
 import socket as sockets

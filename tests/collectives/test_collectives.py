@@ -4,8 +4,6 @@ Data are whole numbers small enough for every dtype, so that sums do not depend 
 order and equality is exact. One ring serves many cases: forming it is the dear part.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

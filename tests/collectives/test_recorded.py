@@ -1,7 +1,5 @@
 """What calls record of themselves: the ranks that are waited for."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

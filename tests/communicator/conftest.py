@@ -1,7 +1,5 @@
 """Rings of threads over each transport."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The public object: what it refuses, what it counts, how it ends; and the process's own one."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

@@ -1,7 +1,5 @@
 """Ranks whose calls do not match: all get the same error, which says what both sides do."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rings of real processes in which one fails: every other says so, soon, and names it."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -5,8 +5,6 @@ times what is promised, for a machine that does other things too. `test_failures
 faults at every place and size, without the clock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Groups: parts of the ranks with collectives, failures and ends of their own."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """A rank between two neighbours that both keep Python's lock: bad news comes when one lets go."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

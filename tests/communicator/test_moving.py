@@ -1,7 +1,5 @@
 """Calls that give each rank its own part: all_to_all, gather, scatter, of arrays and of objects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Slurm's daemons and MUNGE's run as this user, on free ports, with a key and fold
 Its nodes are two daemons of this host, whose names are addresses.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

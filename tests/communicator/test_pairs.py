@@ -1,7 +1,5 @@
 """send and recv: between two ranks, beside the collectives."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

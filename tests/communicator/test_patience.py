@@ -1,7 +1,5 @@
 """Ranks that are alive and in user code for longer than a call waits for others."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A ring that is formed anew, in the same processes, once some of its ranks are lost."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

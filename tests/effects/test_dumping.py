@@ -1,7 +1,5 @@
 """Flight records on disk: what they hold, when they are written, and that they never hurt."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

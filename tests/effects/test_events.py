@@ -1,7 +1,5 @@
 """Parts of calls: what is kept of them, and what they sum up to."""
 
-from __future__ import annotations
-
 import threading
 
 from hypothesis import given

@@ -4,8 +4,6 @@ What the library does by itself (orders of plans, misuse, plans that are given u
 native/tests/handoff_test.c.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The native library: found, of the right ABI, and not needed."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The flight recorder: what it keeps, what it forgets, and what it costs."""
 
-from __future__ import annotations
-
 import threading
 import time
 

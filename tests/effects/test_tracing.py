@@ -1,7 +1,5 @@
 """Traces on disk: everything that is recorded, once; and what is not is counted."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from pathlib import Path

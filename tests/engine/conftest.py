@@ -1,7 +1,5 @@
 """No test here may leave the thread of an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

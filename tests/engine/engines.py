@@ -1,7 +1,5 @@
 """Engines of no ring, for tests of what runs in the background."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

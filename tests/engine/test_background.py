@@ -1,7 +1,5 @@
 """Collectives in the background: their order, and how a ring that breaks or closes ends them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """The engine's thread: its work, its order, and every way in which it ends."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -1,7 +1,5 @@
 """The loop of `rr.fit` beside Keras's own, in one process: what callbacks see, bits, errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Each test runs with the native ops, with the Python function that stands in for 
 custom calls of a step that XLA compiles.
 """
 
-from __future__ import annotations
-
 import functools
 import signal
 from pathlib import Path

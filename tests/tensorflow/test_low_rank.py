@@ -1,7 +1,5 @@
 """PowerSGD's buckets against a simulation in numpy, flat and on hosts of several ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

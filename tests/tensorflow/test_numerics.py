@@ -1,7 +1,5 @@
 """NaN and infinity in gradients: the rank, the variable and the step are named, in every bridge."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

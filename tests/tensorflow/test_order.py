@@ -5,8 +5,6 @@ or XLA compiles. Nothing but the program says what comes first: all tensors have
 on each rank another one is late.
 """
 
-from __future__ import annotations
-
 import functools
 
 import keras

@@ -1,7 +1,5 @@
 """Gradients through the native ops, on real rings: the same bits as through Python."""
 
-from __future__ import annotations
-
 import gc
 import types
 from unittest import mock

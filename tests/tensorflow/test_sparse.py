@@ -1,7 +1,5 @@
 """Sparse gradients, eagerly on rings of threads; test_sparse_routes.py has the other ways."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our declarations of the C APIs are those of the TensorFlow that is installed, and of its XLA."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The network between two of four hosts is cut, and nothing else: the link is named, by all."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

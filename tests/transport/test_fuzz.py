@@ -4,8 +4,6 @@ They come to real rings, and to the compiled loop of a real link. Nothing may cr
 memory beyond its limits or change a result; the job may end, with one named error on every rank.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -6,8 +6,6 @@ behind is known to be alive. Who is at fault is known from all ranks' progress, 
 own wait.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The race of connections to the addresses of ranks, and sockets that listen at several."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Where ranks meet and listen: names that mean several hosts, or this one alone."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import socket

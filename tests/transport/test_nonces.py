@@ -1,7 +1,5 @@
 """No nonce is used twice with a key: every frame that real processes seal is recorded."""
 
-from __future__ import annotations
-
 import secrets
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """AEGIS-128L as compiled code calls it, and the keys of frames, against known answers."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared memory: registered arrays, what is done when there is none, and hostile neighbours."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Calls wholly in C: found only for the arrays that they were taught, and as exact as Python's."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

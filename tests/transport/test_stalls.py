@@ -1,7 +1,5 @@
 """For how long a call has waited, on a clock of our own."""
 
-from __future__ import annotations
-
 import pytest
 
 from ringreduce.pure.timeouts import Timeouts

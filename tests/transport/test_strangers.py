@@ -4,8 +4,6 @@ Nothing may crash, hang, take memory beyond its limits or change a result. Only 
 secret may end, with an error that names the stranger's frame.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """Links over ZeroMQ by themselves, without a rendezvous: addresses, and rings of a few members."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Pairs of ranks over sockets: who may connect, what arrives, and when a call stops."""
 
-from __future__ import annotations
-
 import secrets
 import socket as sockets
 import threading
