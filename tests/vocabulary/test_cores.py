@@ -71,12 +71,8 @@ def test_the_smallest_limit_of_memory_counts(tmp_path, cgroup, limits, expected)
 @pytest.mark.parametrize(
     ("cgroup", "limits", "expected"),
     [
-        (
-            "0::/a/b\n",
-            {"a/b/memory.events": "oom 9\noom_kill 2\n", "a/memory.events": "oom_kill 3\n"},
-            2,
-        ),
-        ("0::/kubepods/pod7/c1\n", {"memory.events": "oom_kill 4\noom_group_kill 0\n"}, 4),
+        ("0::/a/b\n", {"a/b/memory.events": "oom_kill 2\n", "a/memory.events": "oom_kill 3\n"}, 2),
+        ("0::/kubepods/pod7/c1\n", {"memory.events": "oom 9\noom_kill 4\noom_group_kill 0\n"}, 4),
         (V1, {"memory/job/memory.oom_control": "oom_kill_disable 0\noom_kill 5\n"}, 5),
         ("0::/\n", {"../../../proc/vmstat": "oom_kill 6\n"}, 6),
         ("0::/\n", {}, 0),
