@@ -143,21 +143,18 @@ def test_signature_is_the_same_in_every_process():
     assert plan_of(*BASE).signature == 9758025106526364707
 
 
+CHANGES: list[dict[str, Any]] = [{"shape": (3, 2)}, {"shape": (6,)}, {"dtype": "float64"}]
+CHANGES += [{"present": False}, {"sparse": True}, {"path": "z"}]
+OPTIONS = {"bucket_bytes": 64, "compiled": True, "compression": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("gradients", "options"),
     [
-        *(
-            (changed, {})
-            for change in (
-                *({"shape": (3, 2)}, {"shape": (6,)}, {"dtype": "float64"}),
-                *({"present": False}, {"sparse": True}, {"path": "z"}),
-            )
-            for changed in ((replace(A, **change), B), (A, replace(B, **change)))
-        ),
+        *(((replace(A, **change), B), {}) for change in CHANGES),
+        *(((A, replace(B, **change)), {}) for change in CHANGES),
         *((other, {}) for other in (BASE[::-1], BASE[:1], (*BASE, A))),
-        (BASE, {"bucket_bytes": 64}),
-        (BASE, {"compiled": True}),
-        (BASE, {"compression": "bf16"}),
+        *((BASE, {name: value}) for name, value in OPTIONS.items()),
     ],
     ids=str,
 )
@@ -165,16 +162,15 @@ def test_signature_reacts_to_what_must_be_alike(gradients, options):
     assert plan_of(*BASE).signature != plan_of(*gradients, **options).signature
 
 
+ONE = "1 bucket, the first of 32 float32"
+
+
 @pytest.mark.parametrize(
     ("gradients", "options", "text"),
     [
         (BASE, {"bucket_bytes": 64}, "2 buckets, the first of 16 float32"),
-        (BASE, {"compiled": True}, "1 bucket, the first of 32 float32, with jit_compile=True"),
-        (
-            BASE,
-            {"compression": "bf16"},
-            "1 bucket, the first of 32 float32, with compression 'bf16'",
-        ),
+        (BASE, {"compiled": True}, f"{ONE}, with jit_compile=True"),
+        (BASE, {"compression": "bf16"}, f"{ONE}, with compression 'bf16'"),
         ((replace(A, present=False), replace(B, sparse=True)), {}, "0 buckets"),
     ],
 )
@@ -207,16 +203,12 @@ def test_the_first_difference_is_described_as_each_side_has_it(ours, theirs, fir
     assert first_difference(ours, theirs, "variables") == of_variables
 
 
-@given(
-    st.lists(st.integers(0, 50), min_size=2, max_size=6),
-    st.integers(0, 60),
-    st.integers(0, 20),
-    st.sampled_from([2, 4, 8]),
-)
-def test_rows_are_gathered_where_a_rank_receives_no_more_than_of_the_table(
-    rows, table_rows, width, itemsize
-):
-    """What all ranks receive together, as each collective moves it."""
+some_rows = st.lists(st.integers(0, 50), min_size=2, max_size=6)
+
+
+@given(some_rows, st.integers(0, 60), st.integers(0, 20), st.sampled_from([2, 4, 8]))
+def test_rows_are_gathered_where_a_rank_receives_no_more(rows, table_rows, width, itemsize):
+    """Than of the whole table: what all receive together, as each collective moves it."""
     size = len(rows)
     gathered = sum(sum(rows) - own for own in rows) * (width * itemsize + 8)
     reduced = size * 2 * (size - 1) / size * table_rows * width * itemsize
