@@ -124,8 +124,6 @@ def test_a_line_in_parts_is_shown_once(tmp_path, monkeypatch):
 
 
 # --- Whose lines ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("output", "shown"), [("rank0", ["[0] here", "[1] here"]), ("failed", ["[1] here"])]
 )
@@ -188,8 +186,6 @@ def test_what_every_process_says_as_it_starts_is_told_from_what_matters():
 
 
 # --- Tracebacks -----------------------------------------------------------------------------
-
-
 def test_the_traceback_of_the_cause_is_shown_and_the_logs_have_all(tmp_path):
     text = """
         import atexit, ringreduce
@@ -279,7 +275,6 @@ def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(tmp_path):
 
 
 # --- With Keras -----------------------------------------------------------------------------
-
 # `at` is called after each batch.
 KERAS = f"""{RANK}
 import keras, numpy

@@ -114,8 +114,6 @@ def test_lines_are_marked_with_short_names_that_differ(text, marks):
     assert labels(share_out(parse_hosts(text), None)) == marks.split()
 
 
-# --- Reaching a host ------------------------------------------------------------------------
-
 AGENT = "ringreduce.commands.launch.agent"
 ANY_TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1)
 

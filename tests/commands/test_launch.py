@@ -45,8 +45,6 @@ def environments(directory: Path, *options: str, **variables: str) -> list[dict[
 
 
 # --- What is shown --------------------------------------------------------------------------
-
-
 def test_every_line_begins_with_its_rank_and_is_whole(tmp_path):
     text = """
         for number in range(300):
@@ -90,8 +88,6 @@ def test_a_reader_that_leaves_does_not_end_the_job(tmp_path):
 
 
 # --- What workers are given -----------------------------------------------------------------
-
-
 def test_arguments_pass_unchanged_and_standard_input_is_at_its_end(tmp_path):
     arguments = ["--", "--version", "-n", "5", "--help", "--", "-m", "two words", "", "*", "$HOME"]
     text = "import json, sys\nprint(json.dumps([*sys.argv[1:], sys.stdin.read()]))"
@@ -145,8 +141,6 @@ def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_
 
 
 # --- The command line -----------------------------------------------------------------------
-
-
 def command_line(*arguments: str, **environment: str) -> Result:
     shown = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
     return CliRunner().invoke(app, arguments, prog_name="ringreduce", env={**shown, **environment})
@@ -255,8 +249,6 @@ def test_what_is_missing_in_a_folder_python_says(tmp_path):
 
 
 # --- How a job ends -------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 def test_a_worker_that_ended_well_before_is_named(tmp_path):
     os.mkfifo(tmp_path / "number of rank 1")
@@ -386,8 +378,6 @@ def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path):
 
 
 # --- Signals to the launcher ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, in_full(signal.SIGHUP)])
 def test_a_signal_reaches_every_worker(tmp_path, number):
     text = f"""
@@ -490,7 +480,6 @@ def test_a_killed_launcher_leaves_no_process_behind_that_ignores_signals(tmp_pat
 
 
 # --- Several jobs ---------------------------------------------------------------------------
-
 RING = """
 import os, sys, keras, ringreduce, numpy
 ring = ringreduce.init()

@@ -45,8 +45,6 @@ RECORDS = [
 
 
 # --- Records on a connection ------------------------------------------------------------------
-
-
 def channels(secret: str = SECRET) -> tuple[Channel, Channel]:
     """Both ends of a connection, which have exchanged their nonces."""
     first = Channel(SECRET, b"1" * node_messages.NONCE_BYTES, is_first=True)
@@ -85,8 +83,6 @@ def test_a_repeated_record_a_reflected_one_another_secret_and_a_stranger_are_ref
 
 
 # --- Launchers that meet ----------------------------------------------------------------------
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
@@ -278,8 +274,6 @@ def test_nodes_that_do_not_come_and_a_rendezvous_that_is_taken_or_elsewhere_are_
 
 
 # --- Jobs -------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def jobs(directory: Path, *options: str, more: tuple[str, ...] = ()) -> Iterator[list[Process]]:
     """Launchers of node 0, which has `more` options, and of node 1."""

@@ -77,7 +77,6 @@ def part(of: Dump, members: list[int], number: int = 1) -> Group:
 
 
 # --- Verdicts ---------------------------------------------------------------------------------
-
 PROTOCOL = failed(3, "ProtocolError")
 OTHER_CALL = failed(1, "MismatchError", peer=0, nbytes=80)
 RAISED = {"in_call": None, "text": "no such shard", "trace": [PLACE, INSIDE]}
@@ -270,8 +269,6 @@ def test_whatever_the_records_say_there_is_a_verdict(ranks):
 
 
 # --- Files ------------------------------------------------------------------------------------
-
-
 def write(folder: Path, *dumps: Dump) -> None:
     for each in dumps:
         (folder / flight.file_name(each.rank)).write_bytes(encode_dump(each))
@@ -357,8 +354,6 @@ def test_a_folder_without_records_is_a_clear_error(tmp_path):
 
 
 # --- Groups -----------------------------------------------------------------------------------
-
-
 def test_the_group_that_broke_first_is_explained():
     """Its ranks end with that error, which the job's ring has from them, later."""
 
@@ -375,8 +370,6 @@ def test_the_group_that_broke_first_is_explained():
 
 
 # --- What is shown ----------------------------------------------------------------------------
-
-
 def shown(records: Records) -> str:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     show(records, console)

@@ -72,9 +72,6 @@ def test_a_folder_without_traces_is_a_clear_error(tmp_path):
     assert "ringreduce run --trace" in str(caught.value)
 
 
-# --- Made up ----------------------------------------------------------------------------------
-
-
 def write(folder: Path, of: Head, times: Times, lost: int = 0) -> None:
     records = [
         SPAN.pack(number + 1, SpanKind.CALL, CODES["all_reduce"], 0, number, 80, 7, *both)

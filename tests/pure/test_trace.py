@@ -30,9 +30,6 @@ def stream(rank: int, times: Times, membership: Membership | None = None) -> Str
     return Stream(head(rank, membership), [call(0, 0.0, 0.5, "barrier"), *spans], 0)
 
 
-# --- Files ------------------------------------------------------------------------------------
-
-
 def packed(stamp: int, kind: SpanKind, number: int) -> bytes:
     return SPAN.pack(stamp, kind, CODES["all_reduce"], 3, number, 80, 7, 1.0, 2.0)
 
@@ -64,9 +61,6 @@ def test_each_communicator_of_a_rank_has_a_file():
     assert file_name(head(3, Membership((1, 3), 0, 1))) == "rank-3-epoch-1.trace"
 
 
-# --- Calls ------------------------------------------------------------------------------------
-
-
 def test_calls_are_joined_by_their_numbers():
     """Rank 1 has lost call 1, and was killed before call 3."""
     others = stream(0, [(1, 2), (3, 4), (5, 6)])
@@ -96,8 +90,6 @@ def test_without_common_calls_there_are_none():
     assert calls.began_s.shape == calls.ended_s.shape == (0, 2)
     assert offsets(calls, {0: "a", 1: "b"}) == {"a": (0, 0), "b": (-np.inf, np.inf)}
 
-
-# --- Clocks -----------------------------------------------------------------------------------
 
 # Whole milliseconds, which floats hold well enough to compare.
 milliseconds = st.integers(0, 1000)
@@ -140,9 +132,6 @@ def test_a_call_that_need_not_wait_says_nothing_of_clocks():
     calls = joined([Stream(head(0), spans, 0), Stream(head(1), late, 0)])
     assert calls.are_meetings.tolist() == [False, True, False]
     assert offsets(calls, {0: "a", 1: "b"})["b"] == (-10, 10)
-
-
-# --- Lateness ---------------------------------------------------------------------------------
 
 
 def test_who_was_late_and_who_waited():
