@@ -59,14 +59,8 @@ def test_tracks_have_names_and_stand_in_order():
     group = Stream(head(0, Membership((0, 1), 1)), [call(0, 3.0, 4.0)], 0)
     found = list(events([Stream(head(0), job, 0), group], {0: 0.0}))
     assert [each["args"]["name"] for each in found if each["ph"] == "M"][2:] == [
-        "training steps",
-        "calls",
-        "calls, the group of ranks 0 and 1",
-        "waits for ranks",
-        "waits for ranks",
-        "bucket 2",
-        "bucket 10",
-        "messages from rank 1",
+        *("training steps", "calls", "calls, the group of ranks 0 and 1", "waits for ranks"),
+        *("waits for ranks", "bucket 2", "bucket 10", "messages from rank 1"),
     ]
     assert [each["name"] for each in found if each["ph"] == "X"] == [
         *("training step", "all_reduce", "all_reduce", "wait for rank 1", "wait for rank 1"),

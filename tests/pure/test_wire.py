@@ -16,21 +16,11 @@ def unsigned(bits: int) -> st.SearchStrategy[int]:
 
 # Bits of each field, and where it lies: its word, and the bits below it there.
 FIELDS = {
-    "magic": (32, 0, 0),
-    "version": (8, 0, 32),
-    "kind": (8, 0, 40),
-    "dtype": (8, 0, 48),
-    "op": (8, 0, 56),
-    "job": (64, 1, 0),
-    "epoch": (16, 2, 0),
-    "group": (16, 2, 16),
-    "rank": (32, 2, 32),
-    "sequence": (64, 3, 0),
-    "count": (64, 4, 0),
-    "step": (32, 5, 0),
-    "segment": (32, 5, 32),
-    "nbytes": (64, 6, 0),
-    "signature": (64, 7, 0),
+    **{"magic": (32, 0, 0), "version": (8, 0, 32), "kind": (8, 0, 40), "dtype": (8, 0, 48)},
+    **{"op": (8, 0, 56), "job": (64, 1, 0)},
+    **{"epoch": (16, 2, 0), "group": (16, 2, 16), "rank": (32, 2, 32)},
+    **{"sequence": (64, 3, 0), "count": (64, 4, 0), "step": (32, 5, 0), "segment": (32, 5, 32)},
+    **{"nbytes": (64, 6, 0), "signature": (64, 7, 0)},
 }
 headers = st.builds(Header, **{name: unsigned(bits) for name, (bits, *_) in FIELDS.items()})
 all_words = st.lists(unsigned(64), min_size=8, max_size=8)
@@ -64,14 +54,13 @@ def test_header_has_64_bytes_and_begins_with_the_magic_and_version_in_memory():
     assert header.nbytes == wire.HEADER_BYTES == 64
 
 
+FLOATS = {"dtype": dtype_code(np.dtype(np.float32)), "op": ReduceOp.SUM, "count": 1000}
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "text"),
     [
-        (
-            Kind.ALL_REDUCE,
-            {"dtype": dtype_code(np.dtype(np.float32)), "op": ReduceOp.SUM, "count": 1000},
-            "all_reduce #7 of 1000 float32, sum",
-        ),
+        (Kind.ALL_REDUCE, FLOATS, "all_reduce #7 of 1000 float32, sum"),
         (Kind.BARRIER, {}, "barrier #7"),
         (99, {}, "unknown operation 99 #7"),
         (Kind.BROADCAST, {"dtype": len(DTYPE_NAMES) + 1, "count": 5}, "broadcast #7"),
