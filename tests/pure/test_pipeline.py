@@ -108,25 +108,3 @@ def test_each_micro_batch_goes_forward_and_then_backward_once_and_in_order(stage
         kept = list(itertools.accumulate(1 if step.is_forward else -1 for step in steps))
         assert max(kept) == min(stages - stage, micro_batches)
         assert kept[-1] == 0
-
-
-@pytest.mark.parametrize("stages", [1, 2, 5])
-def test_with_sends_that_block_it_would_wait_for_ever(stages):
-    """Why they must not: two neighbours send to each other before either receives."""
-    calls: list[deque[tuple[str, int]]] = [deque() for _ in range(stages)]
-    for stage, own in enumerate(calls):
-        for step in schedule(stage, stages, 4):
-            if (source := source_of(step, stage, stages)) is not None:
-                own.append(("recv", source))
-            if (target := target_of(step, stage, stages)) is not None:
-                own.append(("send", target))
-    pairs = list(itertools.permutations(range(stages), 2))
-    while ready := [
-        (one, other)
-        for one, other in pairs
-        if list(calls[one])[:1] == [("send", other)] and list(calls[other])[:1] == [("recv", one)]
-    ]:
-        one, other = ready[0]
-        calls[one].popleft()
-        calls[other].popleft()
-    assert any(calls) == (stages > 1)
