@@ -84,12 +84,11 @@ def test_a_step_waits_for_what_cannot_be_hidden():
     nine = Model("model", (MIB,) * 9, 0.1)
     assert nine.buckets() == [MIB, *[4 * MIB] * 2]
     assert nine.buckets(100 * MIB) == [MIB, 8 * MIB]
-    trained, factors = Model("model", (MIB,) * 3, 9.0), np.ones(1)
+    trained, options = Model("model", (MIB,) * 3, 9.0), {"backward_share": 1 / 3}
 
     def step(seconds):
-        return training.step_seconds(
-            trained, [MIB] * 3, lambda nbytes: seconds, factors, backward_share=1 / 3
-        )[0]
+        buckets = [MIB] * 3
+        return training.step_seconds(trained, buckets, lambda _: seconds, np.ones(1), **options)[0]
 
     assert step(0.0) == pytest.approx(9)
     assert step(0.5) == pytest.approx(9.5)  # the last one
@@ -128,8 +127,8 @@ def test_without_a_check_or_root_the_stored_parameters_are_used(tmp_path, monkey
     result = bench(f"simulate --no-check --json {file} --plot {plot}")
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.replace(str(plot), "plot.svg").splitlines())) <= 80
-    assert "goodput" in result.output
-    assert "parameters are those of docs/scaling.md" in result.output
+    for text in ("goodput", "parameters are those of docs/scaling.md"):
+        assert text in result.output
     xml.parse(plot)
     out = json.loads(file.read_text())
     assert out["rows"] == []
