@@ -12,50 +12,35 @@ from ringreduce.vocabulary.errors import RingReduceError
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 
 FIELDS = {
-    "rank": 3,
-    "size": 8,
-    "peer": 2,
-    "operation": "all_reduce",
-    "sequence": 1841,
-    "step": "reduce-scatter step 4 of 7",
-    "remedy": "Read rank 2's log first.",
-    "origin": 1,
-    "group": "the group of ranks 2 and 3",
-    "host": "node2",
+    **{"rank": 3, "size": 8, "peer": 2, "origin": 1, "host": "node2", "operation": "all_reduce"},
+    **{"sequence": 1841, "group": "the group of ranks 2 and 3"},
+    **{"step": "reduce-scatter step 4 of 7", "remedy": "Read rank 2's log first."},
 }
+IN_THE_CALL = "in all_reduce #1841 of the group of ranks 2 and 3, reduce-scatter step 4 of 7"
 
 
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [
-        *((name, RingReduceError) for name in errors.__all__),
-        ("ConfigError", ValueError),
-        ("ArrayError", ValueError),
-        ("PeerTimeoutError", TimeoutError),
-        ("PeerLostError", ConnectionError),
-        ("NativeError", ImportError),
-        ("PeerTimeoutError", errors.PeerError),
-        ("PeerLostError", errors.PeerError),
-    ],
-)
-def test_error_can_be_caught_as_one_of_ours_and_as_the_ordinary_one(name, base):
-    assert issubclass(getattr(errors, name), base)
+def test_errors_can_be_caught_as_ours_and_as_ordinary_ones():
+    assert all(issubclass(kind, RingReduceError) for kind in CLASSES)
+    assert issubclass(errors.PeerTimeoutError, errors.PeerError)
+    assert issubclass(errors.PeerTimeoutError, TimeoutError)
+    assert issubclass(errors.PeerLostError, errors.PeerError)
+    assert issubclass(errors.PeerLostError, ConnectionError)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.ArrayError, ValueError)
+    assert issubclass(errors.NativeError, ImportError)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_text_says_who_what_where_and_what_to_do_in_this_order(kind):
-    assert str(kind("waited 30.0 s for rank 2", **{**FIELDS, "origin": None})) == (
-        "rank 3 of 8 waited 30.0 s for rank 2, in all_reduce #1841 of the group of ranks 2 and 3, "
-        "reduce-scatter step 4 of 7. Rank 2 is on node2. Read rank 2's log first."
-    )
+    said = f"rank 3 of 8 waited 30.0 s for rank 2, {IN_THE_CALL}. Rank 2 is on node2. "
+    error = kind("waited 30.0 s for rank 2", **{**FIELDS, "origin": None})
+    assert str(error) == f"{said}Read rank 2's log first."
 
 
 def test_where_a_rank_was_told_comes_before_what_it_was_told():
-    assert str(errors.PeerLostError("was told by rank 1: rank 1 lost rank 2", **FIELDS)) == (
-        "rank 3 of 8, in all_reduce #1841 of the group of ranks 2 and 3, "
-        "reduce-scatter step 4 of 7, was told by rank 1: rank 1 lost rank 2. "
-        "Rank 2 is on node2. Read rank 2's log first."
-    )
+    told = "was told by rank 1: rank 1 lost rank 2"
+    said = f"rank 3 of 8, {IN_THE_CALL}, {told}. Rank 2 is on node2. Read rank 2's log first."
+    assert str(errors.PeerLostError(told, **FIELDS)) == said
 
 
 @pytest.mark.parametrize(
