@@ -5,19 +5,14 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ringreduce.commands.launch import handover, start
 from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.handover import described
-from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
+from ringreduce.commands.launch.worker_records import Joins, WorkerRecord
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeoutError
-from tests.launching import pieces
 
-RAISED = Raised("ValueError", None, 3, "ValueError: x", ["a", "b"])
-RECORDS = [Joins(4), Joins(4, "formed"), ImportedKeras(), RAISED]
 LOST = PeerLostError("lost the connection with rank 1", rank=0, size=2, peer=1, origin=2)
 
 
@@ -33,12 +28,6 @@ def raised_by(error, cause=None):
             raise error
     except BaseException as raised:
         return described(raised)
-
-
-@given(cuts=st.lists(st.integers(0, 200), max_size=6))
-def test_records_arrive_whole_and_in_order(cuts):
-    data, reader = b"".join(map(encode, RECORDS)), Records[WorkerRecord](WorkerRecord)
-    assert [record for piece in pieces(data, cuts) for record in reader.feed(piece)] == RECORDS
 
 
 def test_an_exception_is_described_with_its_lines():

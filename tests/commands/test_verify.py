@@ -41,10 +41,8 @@ def test_ranks_that_train_alike_agree(folders):
     assert found.agrees
     assert found.loss < 1e-4
     assert one.run.settings == two.run.settings
-    assert len(one.run.losses) == 7
-    assert (one.run.rows, two.run.rows) == (16, 16)
-    assert len(two.run.memory) == 2
-    assert min(two.run.memory) > 1 << 26
+    assert (len(one.run.losses), one.run.rows, two.run.rows) == (7, 16, 16)
+    assert [memory > 1 << 26 for memory in two.run.memory] == [True] * 2
     assert not [path.name for folder in folders for path in folder.glob("*.keras")]
 
 
@@ -130,5 +128,4 @@ def test_the_example_trains_alike(tmp_path):
         assert process.wait(120) == 0, process.stderr
         report = json.loads(process.stdout)
     assert report["agree"]
-    assert [run["ranks"] for run in report["runs"]] == [1, 3]
-    assert {len(run["losses"]) for run in report["runs"]} == {20}
+    assert [(run["ranks"], len(run["losses"])) for run in report["runs"]] == [(1, 20), (3, 20)]
