@@ -55,14 +55,10 @@ def are_equal(arrays, others):
 
 def warnings_of_compression():
     """A list that grows."""
-    texts = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            if "compression" in record.getMessage():
-                texts.append(record.getMessage())
-
-    logging.getLogger("ringreduce").addHandler(Keep())
+    texts, handler = [], logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    handler.addFilter(lambda record: "compression" in record.getMessage())
+    logging.getLogger("ringreduce").addHandler(handler)
     return texts
 
 

@@ -87,19 +87,15 @@ def state(model):
 
 def apart(model, other):
     """The largest difference of weights and optimizers' states; of a whole model too."""
-    pairs = [
-        (one if one.shape == two.shape else whole(one), two)
-        for one, two in zip(state(model), state(other), strict=True)
-    ]
-    return max(np.abs(np.asarray(one) - np.asarray(two)).max() for one, two in pairs)
+    pairs = zip(state(model), state(other), strict=True)
+    values = ((one if one.shape == two.shape else whole(one), two) for one, two in pairs)
+    return max(np.abs(np.asarray(one) - np.asarray(two)).max() for one, two in values)
 
 
 def fit(model, ids, targets, epochs=2, **options):
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "epochs": epochs, **options}
-    is_plain = not isinstance(model.optimizer, rr.DistributedOptimizer)
-    return (
-        model.fit(ids, targets, **options) if is_plain else rr.fit(model, ids, targets, **options)
-    )
+    train = rr.fit if isinstance(model.optimizer, rr.DistributedOptimizer) else keras.Model.fit
+    return train(model, ids, targets, **options)
 
 
 def fit_joined(model, ids, targets):

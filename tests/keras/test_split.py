@@ -28,7 +28,6 @@ Column, Row, Attention = rr.ColumnParallelDense, rr.RowParallelDense, rr.Paralle
 # Of 65 rows in batches of 64 one data rank has none in the last batch.
 COUNT, BATCH, WIDTH = 65, 64, 6
 EAGERLY = {"run_eagerly": True}
-eager_and_graph = pytest.mark.parametrize("options", [EAGERLY, in_full({})])
 
 
 def groups(parent=None):
@@ -73,21 +72,19 @@ def fit(model, data, epochs=1, arrays=None, **options):
     return rr.fit(model, x, y, communicator=data, **options) if data else model.fit(x, y, **options)
 
 
-def wholes(variables):
-    """The whole values of variables, on all ranks."""
-    found = []
-    for variable in variables:
-        part, value = part_of(variable), np.asarray(variable)
-        if part is not None and part.communicator.size > 1:
-            pieces = part.communicator.all_gather_object(value.tolist())
-            value = np.concatenate([np.array(p, "float32") for p in pieces], part.axis)
-        found.append(value)
-    return found
+def whole(variable):
+    """The whole value of a variable, on all ranks."""
+    part, value = part_of(variable), np.asarray(variable)
+    if part is None or part.communicator.size == 1:
+        return value
+    pieces = part.communicator.all_gather_object(value.tolist())
+    return np.concatenate([np.array(p, "float32") for p in pieces], part.axis)
 
 
 def state(model):
     """Whole weights, and the optimizer's state."""
-    return wholes([*model.weights, *(model.optimizer.variables if model.optimizer else [])])
+    states = model.optimizer.variables if model.optimizer else []
+    return [whole(variable) for variable in (*model.weights, *states)]
 
 
 def once(function):
@@ -172,7 +169,7 @@ def test_attention_is_drawn_trained_gathered_and_saved_as_the_unsplit_one(tmp_pa
     assert (8, 1, 2) in shapes  # one of two heads of keys
 
 
-@eager_and_graph
+@pytest.mark.parametrize("options", [EAGERLY, in_full({})])
 @on_ranks(4)
 def test_two_blocks_over_two_pairs_train_as_one_process_does(options):
     """Steps of 64 rows and of 1, with validation; then evaluated and predicted."""
@@ -232,9 +229,9 @@ def unseeded(clipping):
     options = {"batch_size": 8, "shuffle": False, "verbose": 0, "communicator": data}
     options["callbacks"] = [keras.callbacks.LambdaCallback(on_train_batch_end=note)]
     rr.fit(model, x, y, **options)
-    before = wholes(model.trainable_variables)
+    before = [*map(whole, model.trainable_variables)]
     rr.fit(model, [x[0][:8], x[1][:8]], y[:8], **options)
-    pairs = zip(before, wholes(model.trainable_variables), strict=True)
+    pairs = zip(before, map(whole, model.trainable_variables), strict=True)
     moved = [float(np.linalg.norm(b - a)) for a, b in pairs]
     drawn = np.asarray(attention._dropout_layer(tf.ones((64,)), training=True)).tolist()
     return steps, moved, str(drawn), digest([table.weights[0]])
@@ -266,14 +263,14 @@ def test_an_infinity_in_one_piece_is_skipped_by_all():
     model = split(*groups(), inner)
     variables = model.trainable_variables
     model.optimizer.build(variables)
-    start, index = wholes(variables), [v.path for v in variables].index("column1/kernel")
+    start, index = [*map(whole, variables)], [v.path for v in variables].index("column1/kernel")
     for rank, expected in ((3, (4.0, 0)), (None, (4.0, 1)), (1, (2.0, 1))):
         gradients = [tf.ones(variable.shape) for variable in variables]
         if rr.rank() == rank:
             gradients[index] *= np.inf
         model.optimizer.apply(gradients, variables)
         assert (float(inner.dynamic_scale), int(inner.inner_optimizer.iterations)) == expected
-    moved = [np.square(b - a).sum() for a, b in zip(start, wholes(variables), strict=True)]
+    moved = [np.square(b - a).sum() for a, b in zip(start, map(whole, variables), strict=True)]
     assert np.sqrt(sum(moved)) == pytest.approx(1.0, rel=1e-5)
     return replicated(model.weights, inner)
 
