@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
+from typer.testing import CliRunner, Result
+
+from ringreduce.commands.cli import app
 from tests.processes import DEADLINE_S, clean_environment, wait_until
 
-__all__ = ["RANK", "WAITS", "Terminal", "numbers", "pieces", "run", "script"]
+__all__ = ["RANK", "WAITS", "Terminal", "command_line", "numbers", "pieces", "run", "script"]
 
 # Ranks wait for files beside the program.
 RANK = """import os, pathlib, signal, sys, time
@@ -60,6 +63,12 @@ def run(
         text=True,
         timeout=timeout_s,
     )
+
+
+def command_line(*arguments: str, **environment: str) -> Result:
+    """Run ``ringreduce *arguments`` in this process, as at a terminal of 80 columns."""
+    shown = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
+    return CliRunner().invoke(app, arguments, prog_name="ringreduce", env={**shown, **environment})
 
 
 def numbers(text: str, word: str = "pid") -> list[int]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
-from ringreduce.commands.cli import app
 from ringreduce.commands.doctor.findings import SIZES, HostFacts, Link, find, turns
 from ringreduce.commands.doctor.view import show
 from ringreduce.commands.doctor.worker import examine
 from ringreduce.testing import ring_of_threads
+from tests.launching import command_line
 from tests.processes import Process
 
 GIB = 1 << 30
@@ -134,12 +133,8 @@ def test_differing_ranks_stand_apart_in_80_columns(capsys, monkeypatch, check_pa
     check_page("doctor.txt", page)
 
 
-def doctor(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "80", **environment})
-
-
 def test_hosts_reached_by_an_agent_are_reported_as_json():
-    done = doctor("-H", "localhost:2", "--json")
+    done = command_line("doctor", "-H", "localhost:2", "--json")
     report = json.loads(done.stdout)
     assert not [each for each in report["findings"] if each["is_problem"]]
     assert done.exit_code == 0, done.stderr
@@ -155,7 +150,7 @@ def test_hosts_reached_by_an_agent_are_reported_as_json():
 
 
 def test_a_missing_library_is_a_problem_that_fits_80_columns():
-    done = doctor("-n", "1", RINGREDUCE_NATIVE="0")
+    done = command_line("doctor", "-n", "1", RINGREDUCE_NATIVE="0")
     assert done.exit_code == 1, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "problem: The native library is hidden by RINGREDUCE_NATIVE=0.\n" in done.stdout

@@ -4,11 +4,8 @@ import signal
 import textwrap
 from pathlib import Path
 
-from typer.testing import CliRunner, Result
-
-from ringreduce.commands.cli import app
 from ringreduce.pure.flight import Dump, decode_dump
-from tests.launching import RANK, script
+from tests.launching import RANK, command_line, script
 from tests.processes import Process, launcher, wait_until
 
 SIZE = 3
@@ -30,13 +27,9 @@ def job(directory: Path, text: str, **environment: str) -> Process:
     return launcher(directory, *arguments, **environment)
 
 
-def report(directory: Path) -> Result:
-    return CliRunner().invoke(app, ["report", str(directory / "logs")], env={"COLUMNS": "80"})
-
-
 def paragraph(directory: Path) -> str:
     """The report's, on one line."""
-    done = report(directory)
+    done = command_line("report", str(directory / "logs"))
     assert done.exit_code == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     return " ".join(done.stdout.partition("\n\n")[0].split())
@@ -104,7 +97,7 @@ def test_a_rank_in_user_code_is_named_while_the_job_goes_on(tmp_path):
 
         def stands_still() -> bool:
             process.signal(signal.SIGUSR1)
-            return "is the culprit" in report(tmp_path).stdout
+            return "is the culprit" in command_line("report", str(tmp_path / "logs")).stdout
 
         wait_until(stands_still, "the report to name a rank")
         said = paragraph(tmp_path)

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 import typer
-from typer.testing import CliRunner, Result
 
 import ringreduce
 from ringreduce.commands import cli
@@ -25,7 +24,7 @@ from ringreduce.commands.launch.local import default_threads
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Pipe
 from ringreduce.testing import ring_of_processes
-from tests.launching import RANK, WAITS, numbers, run, script
+from tests.launching import RANK, WAITS, command_line, numbers, run, script
 from tests.processes import DEADLINE_S, clean_environment, launcher, wait_gone
 from tests.scope import in_full
 
@@ -141,11 +140,6 @@ def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_
 
 
 # --- The command line -----------------------------------------------------------------------
-def command_line(*arguments: str, **environment: str) -> Result:
-    shown = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
-    return CliRunner().invoke(app, arguments, prog_name="ringreduce", env={**shown, **environment})
-
-
 def test_version_and_help_in_80_columns_with_defaults():
     done = command_line("--version")
     assert (done.exit_code, done.stdout) == (0, f"ringreduce {ringreduce.__version__}\n")

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ringreduce.commands.cli import app
 from ringreduce.commands.verify import read
 from ringreduce.pure.verification import Recorded, compare, reasons
 from tests.facts import facts_in
 from tests.jobs import run_job
+from tests.launching import command_line
 from tests.processes import launcher
 
 pytestmark = pytest.mark.timeout(300)
@@ -106,8 +105,7 @@ if case != "other":
 def test_what_a_user_sees(tmp_path, case, code, said, rows):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    arguments = ["verify", str(script), "-n", "1,2", "--case", case, "--steps", "3"]
-    done = CliRunner().invoke(app, arguments)
+    done = command_line("verify", str(script), "-n", "1,2", "--case", case, "--steps", "3")
     lines = done.stdout.splitlines()
     if case == "other":  # An error of ours, of which the command makes a line and its exit code.
         assert said in str(done.exception)
