@@ -75,9 +75,7 @@ def test_ranks_at_work_are_not_blamed():
         unique_by=lambda facts: facts.rank,
     )
 )
-def test_only_ranks_of_the_job_are_blamed_and_only_known_ones_are_witnesses(
-    facts,
-):
+def test_only_ranks_of_the_job_are_blamed_and_only_known_ones_are_witnesses(facts):
     known = {fact.rank for fact in facts}
     unknown = sorted(set(range(5)) - known)
     found = find_culprit(facts, unknown=unknown)

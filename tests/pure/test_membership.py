@@ -23,9 +23,7 @@ def splits(draw: st.DrawFn) -> tuple[Membership, list[Choice]]:
 
 
 @given(splits())
-def test_each_rank_is_in_the_group_of_its_color_ordered_by_key_then_by_place(
-    split,
-):
+def test_each_rank_is_in_the_group_of_its_color_ordered_by_key_then_by_place(split):
     parent, choices = split
     wanted: dict[object, list[tuple[int, int]]] = {}
     for place, choice in enumerate(choices):

@@ -51,9 +51,7 @@ def test_a_constant_of_another_file_is_compiled_anew(tmp_path):
     assert output(tmp_path) == "42 0 from the cache"
 
 
-def test_without_a_home_functions_are_kept_apart_from_other_users_or_not_at_all(
-    tmp_path,
-):
+def test_without_a_home_functions_are_kept_apart_from_other_users_or_not_at_all(tmp_path):
     package, temporary = tmp_path / "smallest", tmp_path / "temporary"
     package.mkdir()
     temporary.mkdir()
