@@ -319,3 +319,5 @@ def test_process_sets_do_what_horovods_do():
     removed = [hvd.remove_process_set(one) for one in (hvd.global_process_set, own, own)]
     assert removed == [False, True, False]
     refused(ConfigError, "has not been added, or was removed", lambda: hvd.barrier(own))
+    with pytest.raises(ConfigError, match=f"process_set_id={ids[0]}"):
+        hvd.size_op(process_set_id=ids[0])
