@@ -3,17 +3,18 @@
 What is about collectives, sparse gradients and their order is in tests/tensorflow.
 """
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce import ArrayError, MismatchError
+from ringreduce import ArrayError, ConfigError, MismatchError
 from ringreduce.effects import native
 from ringreduce.tensorflow import python_calls
-from tests.jobs import run_job
-from tests.launching import script
+from ringreduce.tensorflow.control_flow import refuse_unreachable
 from tests.programs.shared import built, difference, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -249,38 +250,27 @@ def test_rows_that_differ_are_refused_and_so_is_every_later_step():
             gather(tf.ones((rows, 2)))
 
 
-REASONS = """
-import os
-import tensorflow as tf
-from ringreduce.testing import ring_of_threads
-from ringreduce.tensorflow import control_flow
-{prepare}
-
-def refused(comm):
-    try:
-        refuse = lambda: control_flow.refuse_unreachable(comm)
-        tf.function(refuse, jit_compile=True, autograph=False)()
-    except Exception as error:
-        return type(error).__name__ + " " + str(error)
-
-print(ring_of_threads(2, refused)[0])
-"""
+def refused(name, value):
+    """Replace a function of TensorFlow's, for good; return the error's text."""
+    if name:
+        mock.patch(f"tensorflow.{name}", return_value=value).start()
+    with pytest.raises(ConfigError) as raised:
+        tf.function(lambda: refuse_unreachable(rr.init()), jit_compile=True, autograph=False)()
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("prepare", "environment", "reason"),
+    ("name", "value", "environment", "reason"),
     [
-        ("", {"RINGREDUCE_NATIVE": "0"}, "The native library is hidden"),
-        ("tf.config.get_visible_devices = lambda kind=None: [kind]", {}, "compiles for the GPU"),
-        ("tf.sysconfig.get_lib = lambda: '/nowhere'", {}, "no libtensorflow_framework in /nowhere"),
+        ("", None, {"RINGREDUCE_NATIVE": "0"}, "The native library is hidden"),
+        ("config.get_visible_devices", ["GPU"], {}, "compiles for the GPU"),
+        ("sysconfig.get_lib", "/nowhere", {}, "no libtensorflow_framework in /nowhere"),
     ],
 )
-def test_where_it_cannot_be_the_reason_is_said(tmp_path, prepare, environment, reason):
+def test_where_it_cannot_be_the_reason_is_said(ranks, name, value, environment, reason):
     """And the way out."""
-    program = script(tmp_path, REASONS.format(prepare=prepare))
-    result = run_job(1, [str(tmp_path / program)], environment=environment)
-    assert result.exit_code == 0, result.errors
-    said = result.output.partition("] ")[2]
-    assert said.startswith("ConfigError rank 0 of 2 cannot reduce gradients inside a function")
-    assert reason in said
-    assert "compile an inner function" in said
+    ring = ranks.ring(2, OF_ITS_OWN=name, **environment)
+    for rank, text in enumerate(ring(refused, name, value)):
+        assert text.startswith(f"rank {rank} of 2 cannot reduce gradients inside a function")
+        assert reason in text
+        assert "compile an inner function" in text
