@@ -270,26 +270,18 @@ def test_moving_averages_end_in_the_model(frequency):
     assert (average.numpy() == wrapped.trainable_variables[0].numpy()).all()
 
 
-def with_averages():
-    return SGD(0.1, use_ema=True, ema_momentum=0.5)
-
-
 def two_optimizers():
     mapping = {"(.*/)?first/.*": Adam(0.1, use_ema=True)}
     return optimizers.MultiOptimizer(optimizers.OptimizerMap(SGD(0.5, momentum=0.5), mapping))
-
-
-def scaled_two_optimizers():
-    return LossScaleOptimizer(two_optimizers())
 
 
 @pytest.mark.parametrize("swap_on_epoch", [True, in_full(False)])
 @pytest.mark.parametrize(
     "make",
     [
-        in_full(with_averages),
+        in_full(lambda: SGD(0.1, use_ema=True, ema_momentum=0.5)),
         pytest.param(two_optimizers, marks=[needs_multi_optimizer, pytest.mark.full]),
-        pytest.param(scaled_two_optimizers, marks=needs_multi_optimizer),
+        pytest.param(lambda: LossScaleOptimizer(two_optimizers()), marks=needs_multi_optimizer),
     ],
 )
 def test_swapping_averages_in(make, swap_on_epoch):

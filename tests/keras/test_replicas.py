@@ -123,15 +123,6 @@ def test_the_callback_compares_every_so_many_batches_and_at_the_end(every, batch
     assert ring_of_threads(2, work) == [times] * 2
 
 
-class Sets(keras.callbacks.Callback):
-    """Changes something on rank 1 at a given hook."""
-
-    def __init__(self, rank, hook, change):
-        super().__init__()
-        if rank == 1:
-            setattr(self, hook, lambda *_, logs=None: change(self.model))
-
-
 def set_rate(model):
     model.optimizer.learning_rate = 0.5
 
@@ -175,14 +166,15 @@ def test_weights_that_one_rank_has_changed_end_training_on_all(change, name):
 
 
 def said_in_fit(hook, change, *, is_inside=True, **options):
-    """Train with `Together`; return the text of each rank's error, or nothing."""
+    """Train with `Together`, and a change by rank 1; return each rank's error's text, or none."""
 
     def work(comm):
         model = keras.Sequential([keras.Input((1,)), Dense(1)])
         optimizer = rr.DistributedOptimizer(SGD(0.01), comm, **options)
         model.compile(optimizer, loss="mse", run_eagerly=True)
         optimizer.build(model.trainable_variables)
-        sets, x = Sets(comm.rank, hook, change), rr.shard(np.arange(8.0)[:, None], comm)
+        hooks = {hook: lambda *_, **__: change(model)} if comm.rank else {}
+        sets, x = keras.callbacks.LambdaCallback(**hooks), rr.shard(np.arange(8.0)[:, None], comm)
         inside, before = ([sets], []) if is_inside else ([], [sets])
         together = rr.callbacks.Together(inside, comm)
         try:

@@ -59,26 +59,15 @@ def test_a_schedule_counts(recwarn):
     assert not recwarn
 
 
-class Unwritten(layers.Layer):
-    """Has no configuration: what it is made with cannot be written down."""
+class Holds(layers.Layer):
+    """A user's layer, which can only be written down if `value` can."""
 
-    def __init__(self, own):
+    def __init__(self, value):
         super().__init__()
-        self.own = own
+        self.value = value
 
     def call(self, inputs):
         return inputs
-
-
-class Scaled(layers.Layer):
-    """A user's layer with a number."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def call(self, inputs):
-        return inputs * self.factor
 
 
 class Whole(keras.Model):
@@ -144,8 +133,8 @@ DIFFERENT = {
         ("layer 'simple_rnn_cell", "activation", "'tanh'", "'relu'"),
     ),
     "a user's layer": (
-        lambda other: sequential(Scaled(1 + other)),
-        ("layer 'scaled", "factor", "1", "2"),
+        lambda other: sequential(Holds(1 + other)),
+        ("layer 'holds", "value", "1", "2"),
     ),
     "a subclassed model": (
         lambda other: Whole(object(), "tanh" if other else "relu"),
@@ -177,7 +166,7 @@ EQUAL = {
     "lambdas": lambda other: sequential(
         layers.Lambda([lambda x: x + 1, lambda x: x + 2][other], output_shape=(3,))
     ),
-    "no configuration": lambda other: sequential(Unwritten(object())),
+    "no configuration": lambda other: sequential(Holds(object())),
     "vocabularies that are not adapted": lambda _: keras.Sequential([layers.StringLookup()]),
     "vocabularies": lambda _: keras.Sequential([adapted(layers.StringLookup(), [1, 1, 2])]),
     "sizes of batches": lambda other: sequential(layers.Dense(2), batch_size=4 + other),
