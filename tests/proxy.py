@@ -1,8 +1,7 @@
 """A TCP proxy that does to connections what bad networks and bad people do, and a reader of ZMTP.
 
 A **way** leads from a port of the proxy's to a target, ``host:port``, and has a name. What is done
-to the bytes on a way is set and cleared while they flow, for each direction: ``forward`` is from
-the visitor to the target, ``back`` the other.
+to the bytes on a way is set and cleared while they flow.
 
 A `Proxy` serves them in a thread of the tests' process, so stopping or killing a rank does nothing
 to it. It addresses ways by a pattern of their names, as in a shell: ``1>*`` is all ways that rank 1
@@ -19,12 +18,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator
 from typing import Any
 
-__all__ = ["DIRECTIONS", "Change", "Frames", "Proxy", "command", "wrap"]
+__all__ = ["Change", "Frames", "Proxy", "command", "wrap"]
 
-DIRECTIONS = ("forward", "back")
+# From the visitor to the target, and the other.
+_DIRECTIONS = ("forward", "back")
 # What `set` takes, and what each is when nothing is set.
 HARMLESS: dict[str, Any] = {
     "delay_s": 0.0,  # each byte arrives that much later; order and rate stay
@@ -58,10 +58,10 @@ class Way:
         self, name: str, target: tuple[str, int], change: Callable[[], Change] | None = None
     ) -> None:
         self.name, self._target, self._change = name, target, change
-        self.faults = {direction: dict(HARMLESS) for direction in DIRECTIONS}
-        self.nbytes = dict.fromkeys(DIRECTIONS, 0)
+        self.faults = dict(HARMLESS)
+        self.nbytes = dict.fromkeys(_DIRECTIONS, 0)
         self.connections: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
-        self._flows = {direction: asyncio.Event() for direction in DIRECTIONS}
+        self._flows = asyncio.Event()
         self.set()
 
     async def open(self) -> int:
@@ -69,11 +69,9 @@ class Way:
         self._server = await asyncio.start_server(self._visit, "127.0.0.1", 0, backlog=128)
         return int(self._server.sockets[0].getsockname()[1])
 
-    def set(self, directions: Sequence[str] = DIRECTIONS, **faults: Any) -> None:
-        for direction in directions:
-            self.faults[direction].update(faults)
-            is_open = self.faults[direction]["half_open"]
-            (self._flows[direction].clear if is_open else self._flows[direction].set)()
+    def set(self, **faults: Any) -> None:
+        self.faults.update(faults)
+        (self._flows.clear if self.faults["half_open"] else self._flows.set)()
 
     def reset(self) -> int:
         """End all connections with RST on both sides; return how many."""
@@ -102,10 +100,10 @@ class Way:
         self.connections.append(ends)
         tasks = []
         for direction, source, sink in zip(
-            DIRECTIONS, (reader, far_reader), (far_writer, writer), strict=True
+            _DIRECTIONS, (reader, far_reader), (far_writer, writer), strict=True
         ):
             queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-            tasks += [self._take(direction, source, queue), self._give(direction, queue, sink)]
+            tasks += [self._take(direction, source, queue), self._give(queue, sink)]
         running = [asyncio.ensure_future(task) for task in tasks]
         with contextlib.suppress(asyncio.CancelledError):  # The proxy ends.
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
@@ -121,7 +119,7 @@ class Way:
     async def _take(
         self, direction: str, source: asyncio.StreamReader, queue: asyncio.Queue[Any]
     ) -> None:
-        faults, flows = self.faults[direction], self._flows[direction]
+        faults, flows = self.faults, self._flows
         change = self._change() if self._change and direction == "forward" else _nothing
         data = b"?"
         while data:
@@ -142,16 +140,14 @@ class Way:
                 await asyncio.sleep(0.005)
         queue.put_nowait((time.monotonic() + faults["delay_s"], b""))
 
-    async def _give(
-        self, direction: str, queue: asyncio.Queue[Any], sink: asyncio.StreamWriter
-    ) -> None:
-        faults, data = self.faults[direction], b"?"
+    async def _give(self, queue: asyncio.Queue[Any], sink: asyncio.StreamWriter) -> None:
+        faults, data = self.faults, b"?"
         while data:
             due_s, data = await queue.get()
             await asyncio.sleep(due_s - time.monotonic())
             left = data
             while left:
-                await self._flows[direction].wait()
+                await self._flows.wait()
                 rate = faults["bytes_per_s"]
                 piece = left[: max(1, int(rate * _BURST_S))] if rate else left
                 sink.write(piece)
@@ -193,10 +189,10 @@ class Proxy:
         """The port of a new way to `target`, ``host:port``."""
         return int(self._run(self._open(target, name, change)))
 
-    def set(self, ways: str = "*", directions: Sequence[str] = DIRECTIONS, **faults: Any) -> int:
+    def set(self, ways: str = "*", **faults: Any) -> int:
         """Change `faults` (see `HARMLESS`) of the ways that match; return how many do."""
         assert set(faults) <= set(HARMLESS), faults
-        return self._each(ways, lambda way: way.set(directions, **faults) or 1)
+        return self._each(ways, lambda way: way.set(**faults) or 1)
 
     def clear(self, ways: str = "*") -> None:
         """End all faults of the ways that match."""
