@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.processes import wait_until
 from tests.rings import Ring, assert_lost, on_each_rank
 from tests.scope import in_full
 
-OnRanks = Callable[..., list[Any]]
 SURVIVING = """
 from ringreduce.communicator.reforming import reform
 
@@ -171,32 +169,21 @@ ring = join()
 ring.barrier()
 say("formed")
 attempt("failed", lambda: until_error(ring.barrier))
-reform(ring, EXPECTED)
-say("anew", members=ring._session.membership.members, sum=ring.all_reduce(np.ones(1))[0])
+reform(ring, [0])
+say("anew", members=ring._session.membership.members)
 ring.close()
 """
 
 
 def test_a_stopped_rank_of_this_host_is_killed(tmp_path):
     """Else the lowest rank's half could not go on without it."""
-    with Ring(tmp_path, 2, "EXPECTED = [0]" + BROKEN, transport="shm", timeout_s=2.0) as ring:
+    with Ring(tmp_path, 2, BROKEN, transport="shm", timeout_s=2.0) as ring:
         ring.wait("formed")
         ring.workers[0].signal(signal.SIGSTOP)
         assert ring.wait("anew", [1])[0]["members"] == [1]
         assert "killed rank 0, process" in ring.workers[1].stderr
         assert ring.workers[0].wait(10) == -signal.SIGKILL
         ring.assert_ended(1)
-
-
-@pytest.mark.full
-def test_two_of_five_are_killed_at_once(tmp_path):
-    with Ring(tmp_path, 5, "EXPECTED = []" + BROKEN, transport="auto") as ring:
-        ring.wait("formed")
-        ring.kill(0)
-        ring.kill(3)
-        for fact in ring.wait("anew", [1, 2, 4]):
-            assert (fact["members"], fact["sum"]) == ([1, 2, 4], 3.0)
-        ring.assert_ended(1, 2, 4)
 
 
 @on_each_rank(3)
