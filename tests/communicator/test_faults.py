@@ -21,18 +21,9 @@ import pytest
 from ringreduce.effects import native
 from ringreduce.vocabulary.config import TIMES
 from tests.figures import record
-from tests.processes import (
-    DEADLINE_S,
-    launcher,
-    run_python,
-    wait_gone,
-    wait_until,
-)
+from tests.processes import DEADLINE_S, launcher, run_python, wait_gone, wait_until
 from tests.rings import Ring
 from tests.scope import in_full
-
-# How long the network stays slow; a minute is what is promised, by hand.
-SLOW_S = float(os.environ.get("RINGREDUCE_TEST_SLOW_S", "2"))
 
 
 def assert_named(
@@ -199,20 +190,6 @@ def test_a_short_pause_is_no_fault(tmp_path):
 # --- Nothing is left ------------------------------------------------------------------------
 
 
-def rings_sockets(pids: list[int]) -> set[str]:
-    """Abstract addresses that these processes listen on."""
-    return {
-        connection.laddr
-        for pid in pids
-        for connection in psutil.Process(pid).net_connections("unix")
-        if "ringreduce" in connection.laddr
-    }
-
-
-def all_sockets() -> str:
-    return Path("/proc/net/unix").read_text()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc and /dev/shm")
 def test_nothing_is_left_when_all_are_killed(tmp_path):
     program = """
@@ -234,14 +211,17 @@ def test_nothing_is_left_when_all_are_killed(tmp_path):
         workers = [int(pid) for pid in re.findall(r"joined (\d+)", job.stdout)]
         family = [process.pid for process in psutil.Process(job.pid).children(recursive=True)]
         assert set(workers) < set(family)
-        sockets = rings_sockets(workers)
+        # Abstract addresses that the ranks listen on.
+        opened = [it for pid in workers for it in psutil.Process(pid).net_connections("unix")]
+        sockets = {it.laddr for it in opened if "ringreduce" in it.laddr}
         assert sockets or native.library() is None
         killed_s = time.monotonic()
         job.signal(signal.SIGKILL)
         wait_gone(family, 6.0)
         record("launcher killed: nobody left", time.monotonic() - killed_s)
     # Of a process that counts as gone some threads may still be about to.
-    wait_until(lambda: not [name for name in sockets if name in all_sockets()], "no socket", 2.0)
+    unix = Path("/proc/net/unix")
+    wait_until(lambda: not any(map(unix.read_text().__contains__, sockets)), "no socket", 2.0)
     assert os.listdir(temporary) == []
     # Other programs of this machine have theirs, but not for ever.
     wait_until(lambda: not set(os.listdir("/dev/shm")) - before, "/dev/shm to be as it was")
