@@ -52,46 +52,31 @@ def one(**changes: int) -> Any:
     return lambda header, data: [[words(header, **changes), data]]
 
 
-def instead(*frames: Any) -> Any:
-    """Frames that do not depend on the right one's data."""
-    return lambda header, data: [make(header) for make in frames]
-
-
-# What rank 1 of 3 sends to rank 2 instead of its first frame of an all_reduce.
+# What rank 1 of 3 sends to rank 2 instead of its first frame of an all_reduce; all edges of all
+# fields come to the compiled loop below.
 ERRORS: dict[str, Any] = {
     "wrong rank": one(rank=0),
-    "its receiver's rank": one(rank=2),
-    "rank n": one(rank=3),
-    "rank 2^31": one(rank=1 << 31),
     "rank -1": one(rank=0xFFFFFFFF),
     "future epoch": one(epoch=1),
     "last epoch of all": one(epoch=0xFFFF),
-    "last group of all": one(group=0xFFFF),
     "old sequence": lambda h, d: [[words(h, sequence=int(h[3]) - 1), d]],
     "future sequence": lambda h, d: [[words(h, sequence=int(h[3]) + 1), d]],
-    "last sequence of all": one(sequence=(1 << 64) - 1),
     "replayed frame": lambda h, d: [[h.tobytes(), d], [h.tobytes(), d]],
     "skipped step": one(step=1),
     "segment beyond the end": one(segment=0xFFFFFFFF),
     "operation that is none": one(kind=99),
-    "dtype that is none": one(dtype=255),
     "dtype of another width": one(dtype=1),
     "operator that is none": one(op=255),
     "wrong count": one(count=29_999),
-    "count 2^63": one(count=1 << 63),
-    "length 0": one(nbytes=0),
     "length 2^63": one(nbytes=1 << 63),
     "length one more": lambda h, d: [[words(h, nbytes=len(d) + 1), d + b"x"]],
     "a byte short": lambda h, d: [[h.tobytes(), d[:-1]]],
     "a byte long": lambda h, d: [[h.tobytes(), d + b"x"]],
     "no payload": lambda h, d: [[h.tobytes()]],
-    "empty payload": lambda h, d: [[h.tobytes(), b""]],
     "payload in the header's part": lambda h, d: [[h.tobytes() + d]],
-    "three parts": lambda h, d: [[h.tobytes(), d, b"more"]],
     "a thousand parts": lambda h, d: [[h.tobytes(), *[b"x"] * 1000]],
     "parts the wrong way round": lambda h, d: [[d, h.tobytes()]],
     "other job": one(job=1),
-    "other magic": one(magic=1),
     "other version": one(version=255),
     "other signature": one(signature=1),
     "short header": lambda h, d: [[h.tobytes()[:63], d]],

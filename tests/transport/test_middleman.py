@@ -233,9 +233,9 @@ def bytewise(man: Man, body: bytes) -> list[bytes]:
     return [*(raw[at : at + 1] for at in range(200)), raw[200:]]
 
 
-EPOCH_AT, RANK_AT, STEP_AT, LENGTH_AT, TAG_AT = 16, 20, 40, 48, wire.HEADER_BYTES
+EPOCH_AT, TAG_AT = 16, wire.HEADER_BYTES
 
-# Each ends with a frame that does not open.
+# Each ends with a frame that does not open; that no bit of a header may change: test_sealing.
 CORRUPTING: dict[str, Attack] = {
     "replay at once": once(lambda man, body: [wrap(body)] * 2),
     "replay later": second_before(is_kept=True),
@@ -253,15 +253,9 @@ CORRUPTING: dict[str, Attack] = {
     "much too long": changed(lambda body: body + bytes(10_000)),
     "a byte in front": changed(lambda body: b"x" + body),
     "another magic": flipped(0),
-    "another version": flipped(4),
     "another kind": kind(wire.Kind.SPLIT),
     "kind that is none": kind(129),
-    "another job": flipped(8),
     "another epoch": flipped(EPOCH_AT),
-    "another group": flipped(EPOCH_AT + 2),
-    "another rank": flipped(RANK_AT),
-    "another step": flipped(STEP_AT),
-    "another length": flipped(LENGTH_AT),
     "a changed tag": flipped(TAG_AT),
     "a changed end of the tag": flipped(SEALED_OVERHEAD_BYTES - 1, 7),
     "a changed text": flipped(SEALED_OVERHEAD_BYTES),
