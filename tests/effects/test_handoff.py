@@ -97,14 +97,6 @@ def test_jobs_of_many_threads_each_come_out_once(queue):
     assert sorted(taken, key=lambda job: job // 100) == list(range(400))
 
 
-def test_take_waits_for_a_job(queue):
-    taken = in_thread(queue.take)
-    assert not taken.done()
-    queue.post(5)
-    assert taken.result(DEADLINE_S) == 5
-    queue.finish()
-
-
 def test_queue_is_idle_before_its_first_job_and_after_its_last(queue):
     assert queue.wait_idle(0.0)
     queue.post(1)
@@ -117,6 +109,14 @@ def test_queue_is_idle_before_its_first_job_and_after_its_last(queue):
         assert queue.wait_idle(0.001) == (left == 0)
 
 
+@pytest.mark.parametrize("job", [5, None])
+def test_take_waits_for_a_job_or_the_end(queue, job):
+    taken = in_thread(queue.take)
+    assert not taken.done()
+    queue.close("enough") if job is None else queue.post(job)
+    assert taken.result(DEADLINE_S) == job
+
+
 @pytest.mark.parametrize("end", ["finish", "close"])
 def test_wait_for_idleness_is_ended_by_the_last_job_and_by_close(queue, end):
     queue.post(1)
@@ -124,12 +124,6 @@ def test_wait_for_idleness_is_ended_by_the_last_job_and_by_close(queue, end):
     idle = in_thread(lambda: queue.wait_idle(DEADLINE_S))
     queue.finish() if end == "finish" else queue.close("enough")
     assert idle.result(DEADLINE_S / 2)
-
-
-def test_close_ends_a_take_that_waits(queue):
-    taken = in_thread(queue.take)
-    queue.close("enough")
-    assert taken.result(DEADLINE_S) is None
 
 
 def test_after_close_nothing_is_taken_or_put_in_but_what_was_taken_may_be_finished(queue):
@@ -303,15 +297,6 @@ class TestBuckets:
         [result] = wait(number, 0, counts=(2,)).gradients
         assert result.tolist() == [7.0, 8.0]
 
-    def test_buckets_are_taken_in_plan_order_in_each_round(self, native_queue):
-        plan = Plan(native_queue, 3)
-        for value, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)]):
-            for bucket in order:
-                start(plan.number, bucket, value)
-            assert [plan.double().bucket for _ in order] == [0, 1, 2]
-            for bucket in order:
-                assert wait(plan.number, bucket).gradients[0][0] == 2 * value
-
     def test_what_happens_to_a_bucket_is_recorded(self, native_queue):
         events = native_queue._events
         for _ in range(3):  # The calls before this one.
@@ -408,22 +393,17 @@ class TestBuckets:
 
     @pytest.mark.parametrize("taken", [False, True])
     @ends
-    def test_end_answers_a_thread_that_waits(self, native_queue, end, code, taken):
+    def test_end_answers_threads_that_wait_and_those_that_come_later(
+        self, native_queue, end, code, taken
+    ):
         plan = Plan(native_queue)
         start(plan.number, 0)
         if taken:
             native_queue.take()
         waiting = in_library(lambda: wait(plan.number, 0))
         getattr(native_queue, end)("rank 3 has died")
-        assert (waiting.result(DEADLINE_S).code, waiting.result().why) == (code, "rank 3 has died")
-
-    @pytest.mark.parametrize("function", [start, wait])
-    @ends
-    def test_end_answers_threads_that_come_later(self, native_queue, end, code, function):
-        plan = Plan(native_queue)
-        getattr(native_queue, end)("rank 3 has died")
-        answer = function(plan.number, 0)
-        assert (answer.code, answer.why) == (code, "rank 3 has died")
+        for answer in (waiting.result(DEADLINE_S), start(plan.number, 0), wait(plan.number, 0)):
+            assert (answer.code, answer.why) == (code, "rank 3 has died")
 
     def test_first_failure_is_the_one_that_counts_also_after_close(self, native_queue):
         plan = Plan(native_queue)
@@ -462,20 +442,14 @@ class TestBuckets:
         native_queue.close("closed")
         assert Plan(native_queue).number == -1
 
-    @pytest.mark.parametrize(
-        ("bucket", "counts", "why"),
-        [
+    def test_what_does_not_fit_is_refused_and_leaves_the_plan_usable(self, native_queue):
+        plan = Plan(native_queue, 2)
+        for bucket, counts, why in (
             (2, (5, 3), "has no such bucket"),
             (0, (5,), "another number of gradients"),
             (0, (5, 3, 1), "another number of gradients"),
             (0, (3, 5), "another size"),
-        ],
-    )
-    def test_what_does_not_fit_is_refused_and_leaves_the_plan_usable(
-        self, native_queue, bucket, counts, why
-    ):
-        plan = Plan(native_queue, 2)
-        for _ in range(2):
+        ):
             for refused in (start, wait):
                 answer = refused(plan.number, bucket, counts=counts)
                 assert answer.code == MISUSED
