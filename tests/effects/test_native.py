@@ -46,9 +46,7 @@ def test_another_file_or_library_is_refused(tmp_path: Path, source: str | None, 
         native.load(path)
 
 
-def test_a_checkout_without_a_library_says_so_and_blames_no_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_without_a_library_says_so_and_blames_no_compiler(tmp_path, monkeypatch):
     (tmp_path / "native").mkdir()
     monkeypatch.setattr(native, "native_wanted", lambda: True)
     monkeypatch.setattr(sys.modules["ringreduce"], "__path__", [str(tmp_path / "ringreduce")])

@@ -3,7 +3,6 @@
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from ringreduce.effects import events
@@ -13,7 +12,6 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.membership import whole
 from ringreduce.pure.spans import CALLS_KEPT
 from ringreduce.pure.wire import Kind
-from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError
 
 
@@ -154,20 +152,3 @@ def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
         found = [entry.number for entry in entries]
         assert found == list(range(found[0], found[0] + CALLS_KEPT))
     writer.join()
-
-
-def test_a_communicator_records_its_calls_and_why_it_breaks() -> None:
-    def work(communicator):
-        communicator.all_reduce(np.ones(4, np.float32))
-        communicator.all_gather_object("x")
-        with pytest.raises(MismatchError):
-            communicator.all_reduce(np.ones(4 + communicator.rank, np.float32))
-        return communicator._session._recorder
-
-    for recorder in ring_of_threads(2, work):
-        *entries, last = [(e.operation, e.nbytes, e.error) for e in recorder.entries()]
-        assert entries[:2] == [("barrier", 0, None), ("all_reduce", 16, None)]
-        assert (entries[2][0], len(entries)) == ("all_gather_object", 3)
-        assert last[2].startswith("MismatchError: ")
-        assert recorder.first_error.call.operation == "all_reduce"
-        assert recorder.current_call().calls == 3

@@ -71,9 +71,7 @@ def _holds(folder: Path, spans: int) -> bool:
         return False  # Not begun yet.
 
 
-def test_records_that_were_overwritten_are_counted(
-    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_that_were_overwritten_are_counted(tmp_path, recorder, monkeypatch):
     monkeypatch.setattr(tracing, "_EVERY_S", 60.0)
     trace = Trace(Config(trace_dir=str(tmp_path)), recorder)
     make(recorder.events, PARTS_KEPT + 7)
@@ -85,9 +83,7 @@ def test_records_that_were_overwritten_are_counted(
     assert len(of(found, SpanKind.WAIT)) == PARTS_KEPT
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(
-    tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, recorder, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         trace = Trace(Config(trace_dir=str(tmp_path / "file" / "traces")), recorder)
