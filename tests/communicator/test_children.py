@@ -5,39 +5,6 @@ import json
 import pytest
 
 from tests.launching import run, script
-from tests.processes import run_python
-
-FORK = """
-import os
-import msgspec
-import numpy as np
-import ringreduce
-from ringreduce.testing import ring_of_threads
-
-def work(comm):
-    if comm.rank == 0:
-        before = len(os.listdir("/dev/fd"))
-        child = os.fork()
-        if child == 0:
-            assert len(os.listdir("/dev/fd")) < before
-            try:
-                comm.barrier()
-            except ringreduce.ClosedError as error:
-                comm.close()
-                os._exit(7 if "child process" in str(error) else 1)
-            os._exit(2)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print("child", code)
-    return comm.all_reduce(np.ones(3)).tolist()
-
-print(ring_of_threads(2, work))
-"""
-
-
-def test_forked_child_is_turned_away_and_does_not_close_its_parents_ring():
-    result = run_python(FORK)
-    assert result.stdout.splitlines() == ["child 7", "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"]
-
 
 # What pools and loaders start imports this file again, with the environment of its rank.
 START = """
