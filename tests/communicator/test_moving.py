@@ -10,7 +10,6 @@ import ringreduce as rr
 from ringreduce.vocabulary.types import DTYPE_NAMES, dtype_named
 from tests.rings import on_each_rank
 
-OnRanks = Callable[..., list[Any]]
 # Rows for each rank: none, one, primes, several frames.
 ROWS = (0, 1, 2, 7, 1009, 100_003)
 

@@ -11,18 +11,13 @@ import pytest
 import ringreduce as rr
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.types import DTYPE_NAMES, dtype_named
+from tests.communicator.test_moving import values
 from tests.rings import on_each_rank, outcome
 from tests.scope import in_full
 
-OnRanks = Callable[..., list[Any]]
 # None, one, primes; a message of its own and behind the header; several frames; in shared memory
 # what fits a slot, what does not, and what goes through several.
 COUNTS = (0, 1, 7, 1009, 8191, 8192, 8193, 16_411, 32_768, 32_769, 700_001)
-
-
-def values(rank: int, count: int, dtype: str = "int32") -> np.ndarray:
-    """Numbers below 127 that differ between ranks and places."""
-    return ((np.arange(count) * 7 + rank * 13) % 127).astype(dtype_named(dtype))
 
 
 @pytest.mark.parametrize("size", [in_full(2), 3, in_full(5)])
@@ -106,7 +101,7 @@ def test_16_mib_each_way_whatever_is_begun_first(comm):
     count = 1 << 22
     other = 1 - comm.rank
     for receives_first in (True, False):
-        array, into = values(comm.rank, count), np.zeros(count, np.int32)
+        array, into = values(comm.rank, count, "int32"), np.zeros(count, np.int32)
         gradients = [np.full(100_003, comm.rank + n, np.float32) for n in range(4)]
         buckets = [comm.all_reduce(each, async_op=True) for each in gradients[:2]]
         begin = [
