@@ -88,14 +88,6 @@ def test_address_has_a_port_for_each_stream_and_each_longer_distance(size, strea
         assert len(set(numbers.split(","))) == ports
 
 
-def test_address_with_another_number_of_ports_is_refused():
-    links = [make_link(0, 2, streams=1), make_link(1, 2, streams=2)]
-    with closing(*links):
-        addresses = {rank: link.address for rank, link in enumerate(links)}
-        with pytest.raises(rr.RendezvousError, match="of rank 1, which has not 1 ports"):
-            links[0].connect(job=1, addresses=addresses, membership=whole(len(links)), ranks_here=1)
-
-
 def test_link_that_is_not_connected_says_so():
     link = make_link(0)
     with closing(link), pytest.raises(rr.ClosedError, match="rank 0 of 3 has no connection"):
@@ -165,25 +157,6 @@ def test_signals_do_not_break_a_ring(count, calls, encryption):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, timer)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_mismatch_between_members_names_ranks_of_the_job():
-    with rings_of(MEMBERS, WORLD_SIZE) as rings:
-        counts = {id(ring): 10 + (place == 1) for place, ring in enumerate(rings)}
-        errors = on_each(
-            rings, lambda ring: ring.all_reduce(np.ones(counts[id(ring)]), rr.ReduceOp.SUM)
-        )
-    assert all(isinstance(error, rr.MismatchError) for error in errors), errors
-    first = errors[1]
-    assert isinstance(first, rr.MismatchError)
-    assert (first.rank, first.size) == (5, WORLD_SIZE)
-    told = first if first.origin is None else str(first)
-    assert "rank 5 of 12" in str(told)
-    assert all(
-        error.peer in MEMBERS and (error.origin is None or error.origin in MEMBERS)
-        for error in errors
-        if isinstance(error, rr.MismatchError)
-    )
 
 
 @pytest.mark.parametrize("call", [Ring.barrier, lambda ring: ring.all_reduce(np.ones(50_021), 1)])
