@@ -51,17 +51,14 @@ calls = [lambda: ring.recv(np.zeros(10), 1) if RANK else ring.send(np.zeros(1 <<
 WAITS: dict[str, tuple[int, int, str, str]] = {
     "broadcast": (2, 1, "", "ring.broadcast(np.ones(1000), root=VICTIM)"),
     "barrier": (3, 0, "", "ring.barrier()"),
-    "barrier of five": (5, 2, "", "ring.barrier()"),
-    "all_to_all": (3, 1, "", "ring.all_to_all(np.ones((SIZE, 100_003)))"),
     "work in the background": (3, 1, WORK, ""),
     "a bucket that runs in C": (3, 1, IN_C, ""),
     "messages": (3, 1, MESSAGES, ""),
 }
-RARE = ("barrier of five", "all_to_all")
 
 
 @BOTH
-@pytest.mark.parametrize("name", [in_full(name) if name in RARE else name for name in WAITS])
+@pytest.mark.parametrize("name", WAITS)
 def test_a_killed_rank_is_named_by_all_that_wait_for_it(tmp_path, transport, name):
     if name == "a bucket that runs in C" and (transport == "zmq" or native.library() is None):
         pytest.skip("over sockets nothing runs in C")
