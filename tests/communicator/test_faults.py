@@ -116,31 +116,6 @@ ring.close()
 """
 
 
-def stop_and_wake(ring: Ring, victim: int) -> tuple[float, list[dict[str, Any]]]:
-    """Stop a rank until the others have given up, wake it and let all end.
-
-    Returns:
-        When it was stopped, and what the others raised.
-    """
-    ring.wait("round", times=3)
-    stopped_s = time.monotonic()
-    ring.workers[victim].signal(signal.SIGSTOP)
-    results = ring.wait("result", ring.others(victim))
-    ring.wait("filled", ring.others(victim))
-    ring.workers[victim].signal(signal.SIGCONT)
-    woken_s = time.monotonic()
-    [late] = ring.wait("result", [victim])
-    assert late["kind"] in ("PeerTimeoutError", "PeerLostError"), late
-    assert late["at"] - woken_s < 3.0
-    ring.tell()
-    assert [fact["whole"] for fact in ring.wait("kept")] == [True] * ring.size
-    for fact in ring.wait("again", ring.others(victim)):
-        assert fact["kind"] == "PeerTimeoutError"
-        assert fact["seconds"] < 0.5
-    ring.release()
-    return stopped_s, results
-
-
 # What a rank that wakes writes into registered arrays of others is in test_shm.
 @pytest.mark.parametrize(
     ("transport", "victim", "memory"),
@@ -154,12 +129,27 @@ def test_a_stopped_rank_is_warned_of_and_then_named_by_all(tmp_path, transport, 
     """It corrupts nothing when it is woken."""
     program = STOPPED.format(memory=memory)
     with Ring(tmp_path, 3, program, transport=transport, timeout_s=2.0) as ring:
-        stopped_s, results = stop_and_wake(ring, victim)
+        ring.wait("round", times=3)
+        stopped_s, others = time.monotonic(), ring.others(victim)
+        ring.workers[victim].signal(signal.SIGSTOP)
+        results = ring.wait("result", others)
+        ring.wait("filled", others)
+        ring.workers[victim].signal(signal.SIGCONT)
+        woken_s = time.monotonic()
+        [late] = ring.wait("result", [victim])
+        assert late["kind"] in ("PeerTimeoutError", "PeerLostError"), late
+        assert late["at"] - woken_s < 3.0
+        ring.tell()
+        assert [fact["whole"] for fact in ring.wait("kept")] == [True] * 3
+        for fact in ring.wait("again", others):
+            assert fact["kind"] == "PeerTimeoutError"
+            assert fact["seconds"] < 0.5
+        ring.release()
         assert any(re.search(r"waited 2\.\d s for", fact["text"]) for fact in results)
         assert any("RINGREDUCE_TIMEOUT_S" in fact["text"] for fact in results)
         seconds = assert_named(results, "PeerTimeoutError", {victim}, stopped_s, 2.0 + 3.0)
         record(f"SIGSTOP, limit 2 s, {transport}", *seconds)
-        for rank in ring.others(victim):
+        for rank in others:
             warning = ring.workers[rank].stderr
             assert f"rank {victim}" in warning
             assert "WARNING" in warning
