@@ -57,16 +57,6 @@ def add_rows(target: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
         target[place] = target[place] + row
 
 
-def crc32c(message: bytes) -> int:
-    """The CRC-32C of `message`, bit by bit (RFC 3720, appendix B.4)."""
-    remainder = 0xFFFFFFFF
-    for byte in message:
-        remainder ^= byte
-        for _ in range(8):
-            remainder = remainder >> 1 ^ (0x82F63B78 if remainder & 1 else 0)
-    return remainder ^ 0xFFFFFFFF
-
-
 def integer_valued(rank: int, count: int, dtype: np.dtype) -> np.ndarray:
     """`count` small whole numbers that differ between ranks; sums and products are exact."""
     values = (np.arange(count) * 7 + rank * 3) % 5

@@ -226,10 +226,8 @@ def test_without_a_secret_nobody_is_asked():
     [
         [],
         [b""],
-        [b"", b"1.0"],
         [b"", b"2.0", b"1", b"data", b"127.0.0.1", b"", b"PLAIN", b"1", b"x"],
         [b"x", b"1.0", b"1", b"data", b"127.0.0.1", b"", b"PLAIN", b"1", b"x"],
-        [b"", b"1.0", b"1", b"data", b"127.0.0.1", b"", b"CURVE", b"short"],
         [b"", b"1.0", b"1", b"data", b"127.0.0.1", b"", b"CURVE", b"x" * 4096],
         [b"", b"1.0", b"1", b"data", b"127.0.0.1", b"", b"\xff\xfe"],
         [b"", b"1.0", b"1", b"data", b"127.0.0.1", b"", b"PLAIN", b"1", b"x", b"y", b"z"],
