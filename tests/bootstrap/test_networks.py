@@ -14,9 +14,8 @@ from tests import hosts
 pytestmark = pytest.mark.full
 
 TWO = {
-    "a": {"one": ["10.1.0.1/24"], "two": ["10.2.0.1/24"]},
-    "b": {"one": ["10.1.0.2/24"], "two": ["10.2.0.2/24"]},
-    "c": {"one": ["10.1.0.3/24"], "two": ["10.2.0.3/24"]},
+    name: {"one": [f"10.1.0.{number}/24"], "two": [f"10.2.0.{number}/24"]}
+    for number, name in enumerate("abc", 1)
 }
 
 
