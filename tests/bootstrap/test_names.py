@@ -94,10 +94,10 @@ def test_a_ring_forms_once_its_name_leads_to_rank_0(monkeypatch):
     assert names.answers["rank 1_0"] == []
 
 
-def test_a_name_that_never_resolves_is_an_error_at_the_join_limit(monkeypatch, caplog):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_never_resolves_is_an_error_at_the_join_limit(rank, monkeypatch, caplog):
     Names(monkeypatch, *[UNKNOWN] * 50)
-    with pytest.raises(
-        rr.RendezvousError, match=f"cannot reach the rendezvous {NAME}:4000: Name or"
-    ):
-        rr.Communicator(config(1, join_timeout_s=0.5))
+    text = f"cannot reach the rendezvous {NAME}:4000: Name or"
+    with pytest.raises(rr.RendezvousError, match=text):
+        rr.Communicator(config(rank, join_timeout_s=0.5))
     assert len(warnings(caplog)) == 1
