@@ -131,24 +131,28 @@ def blast(port: int, *pieces: bytes) -> bytes:
     return b"".join(received)
 
 
-def _speak_zmq(
-    port: int, kind: int, prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None
-) -> None:
+def _speaking(
+    kind: int, prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None
+) -> Callable[[int], object]:
     """Connect with a real ZeroMQ socket, send what it can, and see the connection fail or hold."""
-    with zmq.Context() as context, context.socket(kind) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.SNDTIMEO, 100)
-        stranger.setsockopt(zmq.RECONNECT_IVL, 10)
-        prepare(stranger)
-        handshakes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        handshakes |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        events = stranger.get_monitor_socket(int(handshakes | zmq.EVENT_DISCONNECTED))
-        stranger.connect(f"tcp://127.0.0.1:{port}")
-        with contextlib.suppress(zmq.ZMQError):
-            stranger.send_multipart([b"hello", bytes(100)])
-        events.poll(int(_PATIENCE_S * 1000))
-        stranger.disable_monitor()
-        events.close(linger=0)
+
+    def speak(port: int) -> None:
+        with zmq.Context() as context, context.socket(kind) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.setsockopt(zmq.SNDTIMEO, 100)
+            stranger.setsockopt(zmq.RECONNECT_IVL, 10)
+            prepare(stranger)
+            handshakes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            handshakes |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            events = stranger.get_monitor_socket(int(handshakes | zmq.EVENT_DISCONNECTED))
+            stranger.connect(f"tcp://127.0.0.1:{port}")
+            with contextlib.suppress(zmq.ZMQError):
+                stranger.send_multipart([b"hello", bytes(100)])
+            events.poll(int(_PATIENCE_S * 1000))
+            stranger.disable_monitor()
+            events.close(linger=0)
+
+    return speak
 
 
 def _plain(user: bytes, password: bytes) -> Callable[[zmq.Socket[bytes]], object]:
@@ -202,12 +206,6 @@ def _urgent(stranger: socket.socket) -> None:
 
 def _blasting(*pieces: bytes) -> Callable[[int], object]:
     return lambda port: blast(port, *pieces)
-
-
-def _speaking(
-    kind: int, prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None
-) -> Callable[[int], object]:
-    return lambda port: _speak_zmq(port, kind, prepare)
 
 
 _TLS_HELLO = (
