@@ -283,6 +283,13 @@ def assert_lost(
         assert fact["seconds"] < within_s, fact
 
 
+def way_of(transport: str) -> dict[str, Any]:
+    """Settings of a ring of threads; "hosts" is two of them, with rank 1 alone on the second."""
+    if transport != "zmq" and native.library() is None:
+        pytest.skip(native.why_missing())
+    return {"hosts": "aba"} if transport == "hosts" else {"transport": transport}
+
+
 @contextlib.contextmanager
 def through_proxy() -> Iterator[Proxy]:
     """All connections over TCP of rings of threads that form meanwhile go through the proxy.

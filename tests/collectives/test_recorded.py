@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.effects import native
 from ringreduce.pure.spans import Span, SpanKind
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import stalls
 from tests.processes import wait_until
 from tests.recorded import parts_of
+from tests.rings import way_of
 
 
 def of(communicator: rr.Communicator, kind: SpanKind) -> list[Span]:
@@ -20,8 +20,6 @@ def of(communicator: rr.Communicator, kind: SpanKind) -> list[Span]:
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
 def test_the_rank_that_a_call_waits_for_is_recorded(transport, monkeypatch):
-    if transport == "shm" and native.library() is None:
-        pytest.skip(native.why_missing())
     communicators: dict[int, rr.Communicator] = {}
     looked: list[float] = []
     seen: list[float] = []
@@ -54,7 +52,7 @@ def test_the_rank_that_a_call_waits_for_is_recorded(transport, monkeypatch):
         communicator.all_reduce(np.ones(4, np.float32))
         return of(communicator, SpanKind.WAIT), communicator._session.events.calls()[-1]
 
-    (found, call), _ = ring_of_threads(2, work, transport=transport)
+    (found, call), _ = ring_of_threads(2, work, **way_of(transport))
     # Several, if rank 1 has left the barrier meanwhile.
     spans = [span for span in found if span.number == call.number]
     assert {span.other for span in spans} == {1}

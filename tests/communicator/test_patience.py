@@ -4,18 +4,15 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.effects import native
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import TIMES
 from tests.processes import wait_until
-from tests.rings import Ring, assert_lost
+from tests.rings import Ring, assert_lost, way_of
 from tests.scope import in_full
 
 # Some heartbeats must arrive before it is over.
@@ -43,13 +40,6 @@ class Together(dict[int, rr.Communicator]):
         wait_until(has_waited, f"rank {rank} to wait for {seconds:g} s")
 
 
-def ring(size: int, transport: str, work: Callable[[rr.Communicator], Any], **limits: float) -> Any:
-    if transport != "zmq" and native.library() is None:
-        pytest.skip(native.why_missing())
-    way = {"hosts": "aab"} if transport == "hosts" else {"transport": transport}
-    return ring_of_threads(size, work, **way, **limits)
-
-
 @pytest.mark.parametrize(
     ("transport", "size"), [("zmq", 2), ("zmq", 3), ("shm", 2), ("shm", 3), ("hosts", 3)]
 )
@@ -66,7 +56,8 @@ def test_a_call_waits_for_a_rank_in_user_code_beyond_the_limit(transport, size):
         return float(comm.all_reduce(data)[-1])
 
     total = size * (size + 1) / 2
-    assert ring(size, transport, work, timeout_s=TIMEOUT_S, busy_timeout_s=60.0) == [total] * size
+    limits = {"timeout_s": TIMEOUT_S, "busy_timeout_s": 60.0}
+    assert ring_of_threads(size, work, **way_of(transport), **limits) == [total] * size
 
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
@@ -84,7 +75,7 @@ def test_a_rank_in_user_code_for_ever_is_named_with_its_limit(transport):
         return str(caught.value)
 
     limits = {"timeout_s": TIMEOUT_S / 2, "busy_timeout_s": TIMEOUT_S}
-    text, _ = ring(2, transport, work, **limits)
+    text, _ = ring_of_threads(2, work, **way_of(transport), **limits)
     assert "Rank 1 is alive, in user code for " in text
     assert f"raise RINGREDUCE_BUSY_TIMEOUT_S (now {TIMEOUT_S:g})" in text
 

@@ -7,11 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from ringreduce.effects import native
 from ringreduce.testing import ring_of_threads
 from tests import hosts
-from tests.jobs import run_job
 from tests.processes import wait_until
+from tests.rings import way_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,8 +32,6 @@ def named(comm, name):
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
 def test_all_ranks_name_the_one_that_computes_longest(transport):
-    if transport == "shm" and native.library() is None:
-        pytest.skip("needs the native library")
     steps, unit_s = 25, 0.01
 
     def work(comm):
@@ -43,19 +40,12 @@ def test_all_ranks_name_the_one_that_computes_longest(transport):
             comm.all_reduce(np.ones(100))
         return named(comm, "slow_rank"), comm.statistics().stopped_s
 
-    found = ring_of_threads(3, work, transport=transport)
+    found = ring_of_threads(3, work, **way_of(transport))
     for slow, _ in found:
         assert slow.rank == 1
         # Rank 1 computes that much longer; other things delay ranks too.
         assert 0.5 * steps * 2 * unit_s < slow.waited_s
     assert min(stopped_s for _, stopped_s in found) == found[1][1]
-
-
-@pytest.mark.full
-def test_a_process_that_is_slow_is_named_by_all():
-    job = run_job(3, ["tests/programs/slow.py"])
-    assert job.exit_code == 0, job.errors
-    assert sorted(job.output.splitlines()) == [f"[{rank}] slow rank 2" for rank in range(3)]
 
 
 @pytest.mark.full

@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.effects import native
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import TIMES
 from tests.communicator.test_faults import assert_named
 from tests.figures import record
 from tests.proxy import Proxy
-from tests.rings import TIMEOUT_S, outcome, through_proxy
+from tests.rings import TIMEOUT_S, outcome, through_proxy, way_of
 from tests.scope import in_full
 
 # Promised are 3 s, far below the ranks' time limit of 20 s.
@@ -31,13 +30,6 @@ CUT_LIMIT_S = 9.0
 # How long the network stays slow; a minute is what is promised, by hand.
 SLOW_S = float(os.environ.get("RINGREDUCE_TEST_SLOW_S", "2"))
 LIMITS = {"timeout_s": TIMEOUT_S, "link_timeout_s": TIMES.link_warning_s}
-
-
-def way(transport: str) -> dict[str, Any]:
-    """Settings of rings of three ranks, on one host or two."""
-    if transport != "zmq" and native.library() is None:
-        pytest.skip(native.why_missing())
-    return {"hosts": "aba"} if transport == "hosts" else {"transport": transport}
 
 
 def sums(comm: rr.Communicator, over: threading.Event | None = None) -> Iterator[None]:
@@ -84,7 +76,7 @@ def test_a_rank_that_is_cut_off_is_named_by_all_others(transport, victim):
     def fault(proxy):
         return proxy.cut(f"*>{victim}/*") and proxy.cut(f"{victim}>*")
 
-    facts, cut_s = facts_after(3, fault, **way(transport))
+    facts, cut_s = facts_after(3, fault, **way_of(transport))
     for rank, fact in enumerate(facts):
         assert fact["kind"] in ("PeerLostError", "PeerTimeoutError"), fact
         # It cannot know that it is the one.
@@ -141,7 +133,7 @@ def test_a_silent_connection_of_two_ranks_alone_is_named_by_all(caplog, what):
     ("transport", "ways", "peers"), [("zmq", "1>2/address/0", {1, 2}), ("hosts", "*", {0, 1})]
 )
 def test_a_reset_connection_is_an_error_on_all_ranks(transport, ways, peers):
-    facts, reset_s = facts_after(3, lambda proxy: proxy.reset(ways), **way(transport))
+    facts, reset_s = facts_after(3, lambda proxy: proxy.reset(ways), **way_of(transport))
     # Which end of a connection is at fault nobody can know: either may be named.
     seconds = assert_named(facts, "PeerLostError", peers, reset_s, 3.0)
     record(f"connection reset, {transport}", *seconds)
@@ -182,7 +174,7 @@ def test_a_slow_network_is_slow_and_nothing_else(caplog, transport, fault):
             pass
 
     with through_proxy() as proxy:
-        ring_of_threads(3, work, **LIMITS | way(transport) | {"timeout_s": 10.0})
+        ring_of_threads(3, work, **LIMITS | way_of(transport) | {"timeout_s": 10.0})
     # That it is slow may be said, and of whom, but nobody may be taken for stopped or gone.
     said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     slow = ("is alive and", "is alive, in")
