@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.effects.events import Events
-from ringreduce.pure.spans import (
-    PARTS_KEPT,
-    SPAN,
-    SpanKind,
-    decode_spans,
-    unchanged,
-)
+from ringreduce.pure.spans import PARTS_KEPT, SPAN, SpanKind, decode_spans, unchanged
 from ringreduce.pure.wire import Kind
 from tests.recorded import parts_of
 
