@@ -10,6 +10,7 @@ import sysconfig
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,27 +38,23 @@ def test_our_declarations_are_those_of_python_and_numpy(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None or not (headers / "Python.h").exists():
         pytest.skip("no C compiler, or no headers of Python")
-    fields = {"data": "data", "dimensions": "nd", "shape": "dimensions", "strides": "strides"}
-    fields |= {"base": "base", "dtype": "descr", "flags": "flags"}
-    same = [
-        f"_Static_assert(offsetof(rr_array, {ours}) == offsetof(PyArrayObject_fields, {theirs}) && "
-        f"sizeof(((rr_array *)0)->{ours}) == sizeof(((PyArrayObject_fields *)0)->{theirs}), "
-        f'"{ours}");'
-        for ours, theirs in fields.items()
-    ]
-    source = [
-        "#include <stddef.h>",
-        "#include <Python.h>",
-        "#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION",
-        "#include <numpy/arrayobject.h>",
-        f'#include "{NATIVE}/python_api.h"',
-        *same,
-        '_Static_assert(RR_ARRAY_USUAL == NPY_ARRAY_CARRAY, "flags");',
-        '_Static_assert(METH_FASTCALL == 0x80 && sizeof(rr_object) == sizeof(PyObject), "object");',
-        "void *(*save)(void) = (void *(*)(void))(PyThreadState *(*)(void))PyEval_SaveThread;",
-    ]
+    source = f"""
+        #include <stddef.h>
+        #include <Python.h>
+        #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+        #include <numpy/arrayobject.h>
+        #include "{NATIVE}/python_api.h"
+        #define SAME(ours, theirs)                                                              \\
+            _Static_assert(offsetof(rr_array, ours) == offsetof(PyArrayObject_fields, theirs) && \\
+                sizeof(((rr_array *)0)->ours) == sizeof(((PyArrayObject_fields *)0)->theirs), #ours)
+        SAME(data, data); SAME(dimensions, nd); SAME(shape, dimensions); SAME(strides, strides);
+        SAME(base, base); SAME(dtype, descr); SAME(flags, flags);
+        _Static_assert(RR_ARRAY_USUAL == NPY_ARRAY_CARRAY, "flags");
+        _Static_assert(METH_FASTCALL == 0x80 && sizeof(rr_object) == sizeof(PyObject), "object");
+        void *(*save)(void) = (void *(*)(void))(PyThreadState *(*)(void))PyEval_SaveThread;
+    """
     file = tmp_path / "check.c"
-    file.write_text("\n".join(source))
+    file.write_text(source)
     command = [compiler, "-fsyntax-only", f"-I{headers}", f"-I{np.get_include()}", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -93,10 +90,10 @@ def test_a_taught_call_is_counted_and_recorded_like_any_other(comm):
     assert after.collectives - before.collectives == 10
     assert after.seconds > before.seconds
     assert after.bytes_sent - before.bytes_sent == 10 * 24
-    recorded = comm._session._recorder.entries()[-10:]
-    assert [(each.operation, each.nbytes) for each in recorded] == [("all_reduce", 24)] * 10
-    assert all(each.seconds is not None and each.seconds > 0 for each in recorded)
-    assert len({each.number for each in recorded}) == 10
+    calls = comm._session._recorder.entries()[-10:]
+    assert [(call.operation, call.nbytes) for call in calls] == [("all_reduce", 24)] * 10
+    assert all(call.seconds is not None and call.seconds > 0 for call in calls)
+    assert len({call.number for call in calls}) == 10
 
 
 @on_each_rank(2)
@@ -199,12 +196,10 @@ def test_no_call_begins_in_c_once_it_needs_a_check(comm):
         group.all_reduce(np.ones(3))
 
 
-def bucket(comm: rr.Communicator, array: np.ndarray, op: rr.ReduceOp, signature: int) -> np.ndarray:
+def bucket(comm: rr.Communicator, array: np.ndarray, signature: int) -> Any:
     """Reduce `array` as the engine reduces a bucket: in its thread, with the plan's signature."""
-    reduced: np.ndarray = comm._session.engine.submit(
-        lambda: comm.all_reduce(array, op, signature=signature)
-    ).wait()
-    return reduced
+    reduce = functools.partial(comm.all_reduce, array, "mean", signature=signature)
+    return comm._session.engine.submit(reduce)
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
@@ -216,8 +211,7 @@ def test_small_buckets_are_reduced_in_c_with_equal_bits(comm, name):
     small = comm._session.collectives.small
     assert small.nbytes == 0
     for _ in range(50):
-        got = bucket(comm, own.copy(), rr.ReduceOp.MEAN, 5)
-        assert got.tobytes() == expected.tobytes()
+        assert bucket(comm, own.copy(), 5).wait().tobytes() == expected.tobytes()
     assert small.nbytes > 0
 
 
@@ -225,13 +219,8 @@ def test_small_buckets_are_reduced_in_c_with_equal_bits(comm, name):
 def test_a_call_of_the_program_comes_after_the_buckets_before_it(comm):
     for _ in range(2):
         comm.all_reduce(np.ones(3))
-        bucket(comm, np.ones(301), rr.ReduceOp.SUM, 5)
-    buckets = [
-        comm._session.engine.submit(
-            lambda: comm.all_reduce(np.ones(301), rr.ReduceOp.SUM, signature=5)
-        )
-        for _ in range(100)
-    ]
+        bucket(comm, np.ones(301), 5).wait()
+    buckets = [bucket(comm, np.ones(301), 5) for _ in range(100)]
     comm.all_reduce(np.ones(3))
     assert all(each.done() for each in buckets)
 
@@ -240,9 +229,9 @@ def test_a_call_of_the_program_comes_after_the_buckets_before_it(comm):
 def test_buckets_of_different_plans_differ_in_c_too(comm):
     for signature in (5, 6):
         for _ in range(2):
-            bucket(comm, np.ones(301), rr.ReduceOp.SUM, signature)
+            bucket(comm, np.ones(301), signature).wait()
     with pytest.raises(rr.MismatchError, match="with other gradients"):
-        bucket(comm, np.ones(301), rr.ReduceOp.SUM, 5 + comm.rank)
+        bucket(comm, np.ones(301), 5 + comm.rank).wait()
 
 
 def test_more_calls_than_are_kept_all_work():
@@ -274,12 +263,11 @@ def test_messages_that_were_taught_arrive_as_sent(comm):
             sent = (np.arange(np.prod(shape)) % 7 + repeat).reshape(shape)
             sent = sent.astype(naive.DTYPES[name])
             got = np.zeros_like(sent)
+            sent.flags.writeable = comm.rank == 0
             if comm.rank == 0:
                 comm.send(sent, 1, tag=tag)
-                assert comm.recv(got, 1, tag=tag) is got
-            else:
-                assert comm.recv(got, 0, tag=tag) is got
-                sent.flags.writeable = False
+            assert comm.recv(got, other, tag=tag) is got
+            if comm.rank == 1:
                 comm.send(sent, 0, tag=tag)
             np.testing.assert_array_equal(got, sent, strict=True)
     pairs, place = comm._session.collectives.pairs_with(other)
@@ -290,6 +278,11 @@ def test_messages_that_were_taught_arrive_as_sent(comm):
     assert end.nbytes == 3 * nbytes
 
 
+def message(comm: rr.Communicator, tag: int) -> None:
+    """Send one from rank 0 to rank 1."""
+    comm.recv(np.empty(3), 0, tag=tag) if comm.rank else comm.send(np.ones(3), 1, tag=tag)
+
+
 def test_a_message_that_waits_in_c_is_known_to_wait():
     communicators: dict[int, rr.Communicator] = {}
 
@@ -297,15 +290,12 @@ def test_a_message_that_waits_in_c_is_known_to_wait():
         communicators[comm.rank] = comm
         for repeat in range(2):
             comm.barrier()
-            if comm.rank == 1:
-                comm.recv(np.empty(3), 0, tag=5)
-                continue
-            if repeat == 1:
+            if comm.rank == 0 and repeat == 1:
                 waiting = communicators[1]._session.messages
                 while (pending := waiting.pending()) is None:
                     os.sched_yield()
                 assert (pending.peer, pending.tag) == (0, 5)
-            comm.send(np.ones(3), 1, tag=5)
+            message(comm, tag=5)
         assert communicators[comm.rank]._session.messages.pending() is None
 
     ring_of_threads(2, work)
@@ -313,16 +303,9 @@ def test_a_message_that_waits_in_c_is_known_to_wait():
 
 @on_each_rank(2)
 def test_another_tag_than_the_one_due_is_named_in_c_too(comm):
-    for tag in (1, 2):
-        for _ in range(2):
-            if comm.rank == 0:
-                comm.send(np.ones(3), 1, tag=tag)
-            else:
-                comm.recv(np.empty(3), 0, tag=tag)
+    for tag in (1, 1, 2, 2):
+        message(comm, tag)
     if comm.rank == 0:
-        comm.send(np.ones(3), 1, tag=1)
-        with pytest.raises(rr.MismatchError):
-            comm.barrier()
-    else:
-        with pytest.raises(rr.MismatchError, match=r"tag 1.*tag 2|tag 2.*tag 1"):
-            comm.recv(np.empty(3), 0, tag=2)
+        message(comm, tag=1)
+    with pytest.raises(rr.MismatchError, match=r"tag 1.*tag 2|tag 2.*tag 1"):
+        comm.barrier() if comm.rank == 0 else message(comm, tag=2)
