@@ -11,7 +11,6 @@ import zmq
 
 import ringreduce as rr
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.security import Admission
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from tests.fuzzing import mutate_frame
@@ -21,14 +20,6 @@ from tests.rings import Ring, on_each_rank
 def pairs_of(comm: rr.Communicator) -> ZmqPairs:
     pairs = comm._session.collectives.pairs
     return pairs
-
-
-def receiving(comm: rr.Communicator, peer: int) -> Receiving:
-    return pairs_of(comm)._receiving[peer, 0]
-
-
-def sending(comm: rr.Communicator, peer: int) -> Sending:
-    return pairs_of(comm)._sending[peer, 0]
 
 
 def test_a_communicator_has_no_socket_or_thread_for_pairs_before_their_first_use():
@@ -51,7 +42,7 @@ def test_a_port_is_shut_once_its_rank_has_connected(comm, secret):
         comm.send(np.arange(3), 1)
     else:
         comm.recv(np.zeros(3, int), 0)
-        end = receiving(comm, 0)
+        end = pairs_of(comm)._receiving[0, 0]
         assert end.socket.is_locked
         host, _, port = end.address.removeprefix("tcp://").rpartition(":")
         # The kernel drops the attempt: it is not even refused.
@@ -111,7 +102,7 @@ def test_a_sealed_frame_that_does_not_open_is_named_on_both_ends(comm, what):
     """Another key, or a frame before it is missing."""
     if comm.rank == 0:
         comm.send(np.arange(3), 1)
-        channel = sending(comm, 1).channel
+        channel = pairs_of(comm)._sending[1, 0].channel
         channel.seal_nonce[0] += what == "number"
         channel.seal_key[0] ^= what == "key"
         comm.send(np.arange(3), 1)
@@ -146,7 +137,7 @@ def test_wrong_frames_of_a_rank_are_one_named_error(encryption, chance):
     def work(comm):
         if comm.rank == 0:
             comm.send(np.arange(3), 1)
-            end = sending(comm, 1)
+            end = pairs_of(comm)._sending[1, 0]
             words = np.array(list(end.transfer.header), np.uint64)
             words[3] = 1  # The sequence number due.
             _, parts = mutate_frame(chance, words, [np.arange(3).tobytes()])
