@@ -78,8 +78,7 @@ def test_no_address_is_refused_for_want_of_descriptors(monkeypatch):
 
 
 def test_addresses_of_this_host():
-    found = {each.network for each in local_addresses()}
-    assert "127.0.0.1/8" in found
+    assert "127.0.0.1/8" in {address.network for address in local_addresses()}
 
 
 def test_names_that_mean_the_same_to_everybody():
