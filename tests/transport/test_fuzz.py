@@ -52,23 +52,21 @@ def one(**changes: int) -> Any:
     return lambda header, data: [[words(header, **changes), data]]
 
 
-# What rank 1 of 3 sends to rank 2 instead of its first frame of an all_reduce; all edges of all
-# fields come to the compiled loop below.
+# What rank 1 of 3 sends to rank 2 instead of its first frame of an all_reduce.
 ERRORS: dict[str, Any] = {
-    "wrong rank": one(rank=0),
-    "rank -1": one(rank=0xFFFFFFFF),
+    **{f"rank {rank}": one(rank=rank) for rank in (0, 2, 3, 1 << 31, 0xFFFFFFFF)},
     "future epoch": one(epoch=1),
     "last epoch of all": one(epoch=0xFFFF),
     "old sequence": lambda h, d: [[words(h, sequence=int(h[3]) - 1), d]],
     "future sequence": lambda h, d: [[words(h, sequence=int(h[3]) + 1), d]],
     "replayed frame": lambda h, d: [[h.tobytes(), d], [h.tobytes(), d]],
+    **{f"dtype {dtype}": one(dtype=dtype) for dtype in (1, 255)},  # of another width; none
+    **{f"count {count}": one(count=count) for count in (29_999, 1 << 63)},
+    **{f"length {nbytes}": one(nbytes=nbytes) for nbytes in (0, 1 << 63)},
     "skipped step": one(step=1),
     "segment beyond the end": one(segment=0xFFFFFFFF),
     "operation that is none": one(kind=99),
-    "dtype of another width": one(dtype=1),
     "operator that is none": one(op=255),
-    "wrong count": one(count=29_999),
-    "length 2^63": one(nbytes=1 << 63),
     "length one more": lambda h, d: [[words(h, nbytes=len(d) + 1), d + b"x"]],
     "a byte short": lambda h, d: [[h.tobytes(), d[:-1]]],
     "a byte long": lambda h, d: [[h.tobytes(), d + b"x"]],
@@ -76,9 +74,7 @@ ERRORS: dict[str, Any] = {
     "payload in the header's part": lambda h, d: [[h.tobytes() + d]],
     "a thousand parts": lambda h, d: [[h.tobytes(), *[b"x"] * 1000]],
     "parts the wrong way round": lambda h, d: [[d, h.tobytes()]],
-    "other job": one(job=1),
-    "other version": one(version=255),
-    "other signature": one(signature=1),
+    **{f"other {field}": one(**{field: 255}) for field in ("job", "magic", "version", "signature")},
     "short header": lambda h, d: [[h.tobytes()[:63], d]],
     "empty message": lambda h, d: [[b""]],
 }
