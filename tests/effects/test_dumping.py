@@ -17,14 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from ringreduce import (
-    Communicator,
-    Config,
-    MismatchError,
-    PeerLostError,
-    RendezvousError,
-    RingReduceError,
-)
+import ringreduce as rr
+from ringreduce import Config, MismatchError
 from ringreduce.commands.report.flight_records import read_records
 from ringreduce.commands.report.verdict import judge
 from ringreduce.effects.dumping import FlightFile
@@ -78,11 +72,10 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert (dump.failure.kind, dump.failure.text) == ("MismatchError", str(error))
         assert (dump.failure.peer, dump.failure.origin) == (error.peer, error.origin)
         assert dump.failure.in_call == "all_reduce"
-        *entries, last = dump.entries
-        operations = ["barrier", "all_reduce", "all_gather_object"]
-        assert [call.operation for call in entries] == operations
-        assert [(call.nbytes, call.error) for call in entries[:2]] == [(0, None), (16, None)]
-        assert (last.operation, last.error) == ("all_reduce", dump.why)
+        *entries, gathered, last = [(e.operation, e.nbytes, e.error) for e in dump.entries]
+        assert entries == [("barrier", 0, None), ("all_reduce", 16, None)]
+        assert (gathered[0], gathered[2]) == ("all_gather_object", None)
+        assert last == ("all_reduce", 16 + 4 * rank, dump.why)
         assert dump.transport != "none"
 
 
@@ -121,13 +114,13 @@ def test_a_call_of_another_group_of_the_same_ranks_is_called_so(tmp_path: Path) 
         assert file.elsewhere(first) == ""
 
 
-def test_groups_that_broke_are_kept_and_those_used_last_unless_they_are_closed(tmp_path):
+def test_open_groups_that_broke_and_those_used_last_are_kept(tmp_path: Path) -> None:
     with flight_file(tmp_path, size=4) as file:
         for number in range(1, 2 * GROUPS_MAX + 1):
             group = in_group(number)
             file.add(group)
             if number <= 2:
-                group.fail(PeerLostError("lost rank 3", peer=3))
+                group.fail(rr.PeerLostError("lost rank 3", peer=3))
             if number in (2, 2 * GROUPS_MAX):
                 file.remove(group)
         file.dump("asked")
@@ -241,8 +234,8 @@ def test_a_ring_that_does_not_form_leaves_a_record(tmp_path: Path) -> None:
         join_timeout_s=0.2,
         log_dir=str(tmp_path),
     )
-    with pytest.raises(RendezvousError):
-        Communicator(config)
+    with pytest.raises(rr.RendezvousError):
+        rr.Communicator(config)
     listener.detach()  # libzmq has taken it over and closed it.
     dump = read(tmp_path)
     assert dump.failure is not None
@@ -250,7 +243,7 @@ def test_a_ring_that_does_not_form_leaves_a_record(tmp_path: Path) -> None:
 
 
 def test_an_error_that_a_layer_above_has_found_is_recorded(tmp_path: Path) -> None:
-    with Communicator(Config(log_dir=str(tmp_path))) as communicator:
+    with rr.Communicator(Config(log_dir=str(tmp_path))) as communicator:
         communicator._session.fail(MismatchError("found NaN", rank=0, size=1))
     dump = read(tmp_path)
     assert dump.failure is not None
@@ -260,7 +253,7 @@ def test_an_error_that_a_layer_above_has_found_is_recorded(tmp_path: Path) -> No
 # --- SIGUSR1 ----------------------------------------------------------------------------------
 
 PROGRAM = """
-import os, signal, sys, threading, time
+import os, signal, socket, sys, threading, time
 import ringreduce
 comm = ringreduce.Communicator(ringreduce.Config(log_dir="logs"))
 """
@@ -274,11 +267,6 @@ def program(directory: Path, text: str, *, ends: bool = False) -> Process:
     path = directory / "program.py"
     path.write_text(PROGRAM + textwrap.dedent(text))
     return Process([sys.executable, str(path)], directory, worker=not ends)
-
-
-def succeeds(directory: Path, text: str) -> None:
-    with program(directory, text) as process:
-        assert process.wait() == 0, process.stderr
 
 
 def wait_dumped(directory: Path) -> Dump:
@@ -322,69 +310,72 @@ def test_a_program_goes_on_after_its_record(tmp_path: Path) -> None:
         assert process.stderr == ""
 
 
-def test_a_wakeup_descriptor_of_others_is_left_alone_and_the_handler_dumps(tmp_path):
-    text = """
-    comm.close()
-    import socket
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    signal.set_wakeup_fd(theirs.fileno())
-    with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+# What a program with a communicator finds true.
+PROGRAMS = {
+    "a wakeup descriptor of others is left alone, and the handler dumps": """
+        comm.close()
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        signal.set_wakeup_fd(theirs.fileno())
+        with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert os.path.exists("logs/flight-rank0.json")
+            assert ours.recv(1) == bytes([signal.SIGUSR1])
+        assert signal.set_wakeup_fd(-1) == theirs.fileno()
+    """,
+    "a wakeup descriptor put in place of ours is made up for": """
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        signal.set_wakeup_fd(theirs.fileno())
         os.kill(os.getpid(), signal.SIGUSR1)
         assert os.path.exists("logs/flight-rank0.json")
-        assert ours.recv(1) == bytes([signal.SIGUSR1])
-    assert signal.set_wakeup_fd(-1) == theirs.fileno()
-    """
-    succeeds(tmp_path, text)
-
-
-@pytest.mark.parametrize("left", ["-1", "theirs.fileno()"])
-def test_a_wakeup_descriptor_taken_meanwhile_is_made_up_for(tmp_path: Path, left: str) -> None:
-    text = f"""
-    import socket
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    signal.set_wakeup_fd({left})
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert os.path.exists("logs/flight-rank0.json")
-    assert (signal.set_wakeup_fd(-1) == theirs.fileno()) == ({left} != -1)
-    """
-    succeeds(tmp_path, text)
-
-
-def test_a_handler_of_the_program_is_kept(tmp_path: Path) -> None:
-    text = """
-    comm.close()
-    heard = []
-    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
-    with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+        assert signal.set_wakeup_fd(-1) == theirs.fileno()
+    """,
+    "a wakeup descriptor that was taken away is made up for": """
+        signal.set_wakeup_fd(-1)
         os.kill(os.getpid(), signal.SIGUSR1)
-    assert heard == [1]
-    assert not os.path.exists("logs")
-    """
-    succeeds(tmp_path, text)
-
-
-def test_one_thread_serves_all_communicators_and_a_late_signal_is_harmless(tmp_path: Path) -> None:
-    text = """
-    def listeners():
-        return [t for t in threading.enumerate() if "flight recorder" in t.name]
-
-    descriptors = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc") else set()
-    comm.close()
-    for _ in range(20):
-        ringreduce.Communicator(ringreduce.Config(log_dir="logs")).close()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert not os.path.exists("logs")
-    assert len(listeners()) == 1
-    if descriptors:
-        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
-    with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+        assert os.path.exists("logs/flight-rank0.json")
+        assert signal.set_wakeup_fd(-1) != -1
+    """,
+    "a handler of the program is kept": """
+        comm.close()
+        heard = []
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+        with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [1]
+        assert not os.path.exists("logs")
+    """,
+    "one thread serves all communicators, and a late signal is harmless": """
+        descriptors = os.listdir("/proc/self/fd") if os.path.exists("/proc") else []
+        comm.close()
+        for _ in range(20):
+            ringreduce.Communicator(ringreduce.Config(log_dir="logs")).close()
         os.kill(os.getpid(), signal.SIGUSR1)
-        while not os.path.exists("logs/flight-rank0.json"):
-            time.sleep(0.01)
-    """
-    succeeds(tmp_path, text)
+        assert not os.path.exists("logs")
+        assert sum("flight recorder" in thread.name for thread in threading.enumerate()) == 1
+        if descriptors:
+            assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+        with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not os.path.exists("logs/flight-rank0.json"):
+                time.sleep(0.01)
+    """,
+    "a signal to a forked child is not its parent's": """
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(7 if signal.set_wakeup_fd(-1) == -1 else 8)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert not os.path.exists("logs")
+    """,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_signal_does_to_a_program(tmp_path: Path, name: str) -> None:
+    with program(tmp_path, PROGRAMS[name]) as process:
+        assert process.wait() == 0, process.stderr
 
 
 def test_signals_while_python_ends_are_harmless(tmp_path: Path) -> None:
@@ -409,24 +400,9 @@ def test_signals_while_python_ends_are_harmless(tmp_path: Path) -> None:
         assert (sorted(process.stdout.split()), process.stderr) == (["late", "lives"], "")
 
 
-def test_a_signal_to_a_forked_child_is_not_its_parents(tmp_path: Path) -> None:
-    text = """
-    child = os.fork()
-    if child == 0:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os._exit(7 if signal.set_wakeup_fd(-1) == -1 else 8)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert not os.path.exists("logs")
-    """
-    succeeds(tmp_path, text)
-
-
-def test_a_communicator_made_in_another_thread_hears_no_signal_but_dumps_errors(tmp_path):
+def test_a_communicator_of_another_thread_hears_no_signal_but_dumps_errors(tmp_path: Path) -> None:
     """Python sets handlers in the main thread alone."""
-
-    def work(communicator: Communicator) -> None:
-        communicator._session.fail(RingReduceError("stop"))
-
-    ring_of_threads(1, work, log_dir=str(tmp_path))
+    fail = rr.RingReduceError("stop")
+    ring_of_threads(1, lambda comm: comm._session.fail(fail), log_dir=str(tmp_path))
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     assert read(tmp_path).failure is not None
