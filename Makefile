@@ -84,7 +84,7 @@ check-full: $(VENV)/.installed
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
 FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py routes.py order.py tensors.py tf_api.py) \
     $(addprefix tests/keras/test_,callback_parts.py callbacks.py data.py evaluation.py fit.py horovod.py jit.py \
-    keras.py loop.py normalization.py optimizer.py optimizer_keras.py saving.py steps.py tape.py)
+    loop.py normalization.py optimizer.py optimizer_keras.py saving.py steps.py tape.py)
 LOWEST := build/lowest
 # There is no TensorFlow before 2.20, and no numpy before 2.1, for Python 3.13.
 LOWEST_VERSIONS = $(shell $(PYTHON) -c 'import sys; print(*("tensorflow==2.18.*", "numpy==1.26.*", \
