@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ class Ring:
         rings: int = 1,
         transport: str = "zmq",
         hosts: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         secret: str = "",
         **settings: Any,
     ) -> None:
@@ -129,7 +130,8 @@ class Ring:
                 listening.enter_context(socket.create_server(("127.0.0.1", 0)))
                 for _ in range(rings)
             ]
-            variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+            variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+            variables["PYTHONPATH"] = str(Path(__file__).parent.parent)
             if secret:
                 variables["RINGREDUCE_SECRET"] = secret
             jobs = [secrets.token_hex(8) for _ in range(rings)]
