@@ -28,11 +28,12 @@ import pytest
 import ringreduce as rr
 from ringreduce.pure import wire
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport import listening
 from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import TIMES
-from tests.fuzzing import frame
-from tests.proxy import COMMAND, LONG, MORE, Change, Frames, Proxy, command, wrap
+from tests.fuzzing import blast, frame
+from tests.proxy import COMMAND, LONG, MORE, Change, Frames, Proxy, command, greeting, ready, wrap
 from tests.rings import outcome
 from tests.scope import in_full
 
@@ -474,3 +475,29 @@ def test_an_eavesdropper_changes_nothing(earlier, name, is_first, channel):
         assert {type(error) for error in errors} <= named, errors
     else:
         assert errors == [None] * SIZE
+
+
+def test_a_stranger_with_a_recording_does_not_hurt_a_ring(monkeypatch, earlier):
+    """He has all that was ever sent, but his connection is refused; here the ports stay open."""
+    monkeypatch.setattr(listening, "shut", lambda listener: False)
+    man = Man(earlier=earlier["large all_reduce"])
+
+    def visit():
+        for where, port in man.ports.items():
+            handshake = b"".join(man.commands[where])
+            messages = b"".join(map(wrap, man.seen[where]))
+            blast(port, greeting(), ready(), messages)
+            blast(port, handshake, messages)
+        last = man.seen[1, 0][-1]
+        for attack in CORRUPTING.values():
+            blast(man.ports[1, 0], b"".join(man.commands[1, 0]), *attack(man, 0, last))
+
+    def work(comm):
+        assert is_right(comm, "large all_reduce")
+        comm.all_reduce(np.ones(30_000))
+        if comm.rank == 0:
+            visit()
+        return is_right(comm, "large all_reduce") and is_right(comm, "small all_reduce")
+
+    with man.standing():
+        assert ring_of_threads(SIZE, work, **JOB) == [True] * SIZE
