@@ -181,6 +181,30 @@ def test_a_mean_that_one_rank_does_not_use_is_computed_all_the_same():
 
 
 @on_2_and_3
+def test_a_loop_communicates_in_each_turn_and_a_branch_of_one_rank_is_refused():
+    value = tf.constant([1.0, 2.0])
+
+    @tf.function(jit_compile=True, autograph=False)
+    def loop():
+        turns = tf.while_loop(
+            lambda turn, total: turn < 3,
+            lambda turn, total: (turn + 1, rr.all_reduce(total, "sum")),
+            (0, value),
+        )[1]
+        return turns, rr.all_gather(value * float(rr.rank()))
+
+    @tf.function(jit_compile=True, autograph=False)
+    def branch(flag):
+        return tf.cond(flag, lambda: rr.all_reduce(1.0), lambda: 1.0)
+
+    total, gathered = loop()
+    assert total.numpy().tolist() == [rr.size() ** 3, 2.0 * rr.size() ** 3]
+    assert gathered.numpy().tolist() == [v * rank for rank in range(rr.size()) for v in (1.0, 2.0)]
+    with pytest.raises(ConfigError, match=r"inside a branch of tf\.cond"):
+        branch(tf.constant(rr.rank() == 0))
+
+
+@on_2_and_3
 def test_what_a_loop_does_not_change_is_reduced_in_each_turn():
     """XLA takes such things out of loops; what is done must be so in each turn, or in none."""
     weights = [tf.Variable(tf.zeros(4)), tf.Variable(tf.zeros((600, 600)))]
