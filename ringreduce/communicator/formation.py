@@ -22,7 +22,13 @@ from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Joins
 from ringreduce.communicator import reaching
-from ringreduce.communicator.opened_sockets import Announced, OpenedSockets, bind_of, open_sockets
+from ringreduce.communicator.opened_sockets import (
+    Announced,
+    OpenedSockets,
+    bind_of,
+    open_sockets,
+    reserve_files,
+)
 from ringreduce.communicator.reaching import Layout
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
@@ -127,6 +133,7 @@ class Formed(NamedTuple):
 def form(config: Config, waiting: Waiting) -> Formed:
     """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
     handover.tell(Joins(config.size))
+    reserve_files(config, config.size)  # First: a secret and a name take files, too.
     await_name(config)
     membership, security = whole(config.size), Security.of(config)
     networks = own_networks(config)

@@ -68,6 +68,13 @@ def bind_of(config: Config, networks: Sequence[str]) -> Bind:
     return Bind(hosts_of(networks), ports, needed)
 
 
+def reserve_files(config: Config, size: int, addresses: int = 1) -> None:
+    """Ensure that a rank of `size` that listens at `addresses` can open its files; ConfigError."""
+    channels = len(channel_distances(size, config.streams)) + CONTROL_CHANNELS
+    count = descriptors.needed(size, channels, config.streams, addresses)
+    descriptors.reserve(count, **config.who)
+
+
 def open_sockets(
     config: Config,
     membership: Membership,
@@ -78,9 +85,7 @@ def open_sockets(
     transport: str = "shm+zmq",
 ) -> OpenedSockets:
     """Open memory and sockets, as far as `transport` needs them, once there is room for them."""
-    channels = len(channel_distances(membership.size, config.streams)) + CONTROL_CHANNELS
-    count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
-    descriptors.reserve(count, **config.who)
+    reserve_files(config, membership.size, len(bind.hosts))
     shared = _shared_memory(config, waiting) if "shm" in transport else None
     if shared is not None:
         undo.callback(shared.close)
