@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 16
+#define RR_ABI 17
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -378,10 +378,8 @@ RR_EXPORT void *rr_small_end(void *self, void *const *arguments, intptr_t number
  * Handoff: buckets of gradients go from a framework's threads to the engine and back.
  *
  * The engine is one Python thread that reduces. A framework's threads pack gradients into
- * buckets and later unpack the means; they never run Python. A plan is a fixed list of buckets
- * in memory that the caller of rr_handoff_register owns, and must not touch until the plan is
- * unregistered or its handoff closed. One round of a plan takes each of its buckets once
- * through these states:
+ * buckets and later unpack the means; they never run Python. A plan is a fixed list of buckets.
+ * One round of it takes each of them once through these states:
  *
  *      any thread          any thread               engine               engine
  *         start            packed, as are              take               finish
@@ -425,15 +423,29 @@ typedef struct {
     uint64_t nbytes;
 } rr_slot;
 
-/* `memory` holds `nbytes`. Slots are in ascending order and do not overlap. Wait reads `results`;
- * if that is NULL, the slots, between which start fills the bytes with zeros. If `memory` is
- * NULL the bucket is reduced in place: it has one slot of `nbytes`, and uses the memory of the part
- * passed to start until the wait. */
+/* Memory for rounds of a bucket. Results may be lent: they stay where they are, and the area takes
+ * no other round until all are given back. */
+typedef struct rr_area rr_area;
+
+/* A new area of `memory`, which the caller owns; NULL: there is no memory for it. The area must
+ * not be freed, nor its memory, while a plan, a round or a result uses it. */
+RR_EXPORT rr_area *rr_area_new(void *memory);
+RR_EXPORT int rr_area_is_used(const rr_area *area);
+RR_EXPORT void rr_area_free(rr_area *area);
+
+/* Give back one result that a wait has lent; from any thread. */
+RR_EXPORT void rr_area_give_back(rr_area *area);
+
+/* Each of `areas` has `nbytes`: a round takes the first that is free, or spare memory. Slots are in
+ * ascending order and do not overlap. Wait reads `results`; if that is NULL, the slots, between
+ * which start fills the bytes with zeros. Without areas the bucket is reduced in place: it has one
+ * slot of `nbytes`, and uses the memory of the part passed to start until the wait. */
 typedef struct {
-    void *memory;
+    rr_area *const *areas;
     uint64_t nbytes;
     const rr_slot *slots;
     const rr_slot *results;
+    uint32_t area_count;
     uint32_t slot_count;
     uint32_t result_count;
 } rr_bucket;
@@ -487,7 +499,7 @@ RR_EXPORT void rr_handoff_fail(rr_handoff *handoff, const char *why);
 RR_EXPORT int rr_handoff_reopen(rr_handoff *handoff);
 
 /* As fail, with RR_HANDOFF_CLOSED, and for the engine too. Returns when no framework thread is
- * inside and all waiters have been notified; then the memory of all plans may be freed. */
+ * inside and all waiters have been notified; then no plan uses any area. */
 RR_EXPORT void rr_handoff_close(rr_handoff *handoff, const char *why);
 
 /* Pack a bucket and queue it. Takes one part for each slot, of the slot's size; none is used after
@@ -497,17 +509,21 @@ RR_EXPORT void rr_handoff_close(rr_handoff *handoff, const char *why);
 RR_EXPORT int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *parts,
                                uint32_t part_count, char *why);
 
-/* Wait until a started bucket is reduced, and unpack it. As start, with one part for each result;
- * also returns RR_HANDOFF_REFUSED with the text given to rr_handoff_finish. */
-RR_EXPORT int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts,
-                              uint32_t part_count, char *why);
+/* Wait until a started bucket is reduced, and unpack it. As start, with one part for each result.
+ * Where a part's `data` is NULL the result is lent: `data` becomes its address in the bucket's
+ * area, which is stored in `lender`, for as many times of rr_area_give_back, after an error too;
+ * `lender` may be NULL if no result is to be lent. Also returns RR_HANDOFF_REFUSED with the text
+ * given to rr_handoff_finish. */
+RR_EXPORT int rr_handoff_wait(int64_t plan, uint32_t bucket, rr_part *parts, uint32_t part_count,
+                              rr_area **lender, char *why);
 
-/* The same without blocking. RR_HANDOFF_LATER: the handoff's delivery thread will call `notify`
- * once, with `data` and what rr_handoff_wait would have returned; until then the parts' memory must
- * stay. `notify` may run further work, and call start and this function, but must not block on the
- * handoff. Any other code is the result; -ENOMEM, -EAGAIN: no memory, no thread. */
+/* The same without blocking and without lending. RR_HANDOFF_LATER: the handoff's delivery thread
+ * will call `notify` once, with `data` and what rr_handoff_wait would have returned; until then the
+ * parts' memory must stay. `notify` may run further work, and call start and this function, but
+ * must not block on the handoff. Any other code is the result; -ENOMEM, -EAGAIN: no memory, no
+ * thread. */
 typedef void rr_delivered(void *data, int code, const char *why);
-RR_EXPORT int rr_handoff_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts,
+RR_EXPORT int rr_handoff_wait_async(int64_t plan, uint32_t bucket, rr_part *parts,
                                     uint32_t part_count, rr_delivered *notify, void *data,
                                     char *why);
 

@@ -53,7 +53,7 @@ static void *deliver(void *argument)
             continue;
         }
         rr_handoff_unblocks(handoff, waiter->visit.bucket);
-        const int code = rr_bucket_settle(&waiter->visit, waiter->parts, why);
+        const int code = rr_bucket_settle(&waiter->visit, waiter->parts, NULL, why);
         pthread_mutex_unlock(&rr_handoff_lock);
         waiter->notify(waiter->data, code, why);
         free(waiter);

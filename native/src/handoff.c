@@ -46,10 +46,23 @@ int rr_handoff_open(rr_handoff **opened, rr_events *events)
 
 /* ---- plans ---- */
 
+/* The round of a bucket has ended, well or not. After a failure somebody may still read a spare
+ * area, such as libzmq: it is never freed. */
+static void leave_area(struct bucket *bucket, bool well)
+{
+    if (bucket->area != NULL && (well || !bucket->area->is_spare))
+        rr_area_give_back(bucket->area);
+    bucket->area = NULL;
+}
+
 static void free_plan(struct plan *plan)
 {
     for (uint32_t i = 0; i < plan->bucket_count; i++) {
         struct bucket *bucket = &plan->buckets[i];
+        leave_area(bucket, false);
+        for (uint32_t j = 0; j < bucket->area_count; j++)
+            rr_area_plan(bucket->areas[j], -1);
+        free(bucket->areas);
         if (bucket->results != bucket->slots)
             free(bucket->results);
         free(bucket->slots);
@@ -70,12 +83,17 @@ static bool are_in_order(const rr_slot *slots, uint32_t count, uint64_t nbytes)
     return true;
 }
 
+static void *copy_of_list(const void *list, size_t nbytes)
+{
+    void *copy = malloc(nbytes + 1);
+    if (copy != NULL && nbytes > 0)
+        memcpy(copy, list, nbytes);
+    return copy;
+}
+
 static rr_slot *copy_of_slots(const rr_slot *slots, uint32_t count)
 {
-    rr_slot *copy = malloc(count * sizeof *copy + 1);
-    if (copy != NULL && count > 0)
-        memcpy(copy, slots, count * sizeof *copy);
-    return copy;
+    return copy_of_list(slots, count * sizeof *slots);
 }
 
 static struct plan *copy_of(const rr_bucket *buckets, uint32_t count)
@@ -88,19 +106,21 @@ static struct plan *copy_of(const rr_bucket *buckets, uint32_t count)
         const rr_bucket *from = &buckets[i];
         struct bucket *bucket = &plan->buckets[i];
         *bucket = (struct bucket){
-            .memory = from->memory,
+            .areas = copy_of_list(from->areas, from->area_count * sizeof *from->areas),
             .nbytes = from->nbytes,
-            .in_place = from->memory == NULL,
+            .in_place = from->area_count == 0,
             .slot_count = from->slot_count,
             .result_count = from->results == NULL ? from->slot_count : from->result_count,
             .slots = copy_of_slots(from->slots, from->slot_count),
         };
         bucket->results = from->results == NULL ? bucket->slots
                                                 : copy_of_slots(from->results, from->result_count);
-        if (bucket->slots == NULL || bucket->results == NULL) {
+        if (bucket->areas == NULL || bucket->slots == NULL || bucket->results == NULL) {
             free_plan(plan);
             return NULL;
         }
+        for (; bucket->area_count < from->area_count; bucket->area_count++)
+            rr_area_plan(bucket->areas[bucket->area_count], 1);
     }
     return plan;
 }
@@ -114,8 +134,8 @@ int rr_handoff_register(rr_handoff *handoff, const rr_bucket *buckets, uint32_t 
             (bucket->results != NULL &&
              !are_in_order(bucket->results, bucket->result_count, bucket->nbytes)))
             return -EINVAL;
-        if (bucket->memory == NULL && (bucket->slot_count != 1 || bucket->results != NULL ||
-                                       bucket->slots[0].nbytes != bucket->nbytes))
+        if (bucket->area_count == 0 && (bucket->slot_count != 1 || bucket->results != NULL ||
+                                        bucket->slots[0].nbytes != bucket->nbytes))
             return -EINVAL;
     }
     struct plan *copy = copy_of(buckets, bucket_count);
@@ -158,8 +178,10 @@ static bool is_busy(const rr_handoff *owner, const struct plan *plan)
 /* Have all buckets ready for the next round; needs the lock. */
 static void end_round(struct plan *plan)
 {
-    for (uint32_t i = 0; i < plan->bucket_count; i++)
+    for (uint32_t i = 0; i < plan->bucket_count; i++) {
         plan->buckets[i].state = EMPTY;
+        leave_area(&plan->buckets[i], false);
+    }
     plan->queued = plan->spent = 0;
     plan->running = false;
 }
@@ -475,11 +497,28 @@ static void pack(const struct bucket *bucket, const rr_part *parts)
         memset(bucket->memory + filled, 0, bucket->nbytes - filled);
 }
 
-static void unpack(const struct bucket *bucket, const rr_part *parts)
+static void unpack(const struct bucket *bucket, rr_part *parts, rr_area **lender)
 {
-    for (uint32_t i = 0; i < bucket->result_count; i++)
-        if (parts[i].nbytes > 0 && parts[i].data != bucket->memory)
-            memcpy(parts[i].data, bucket->memory + bucket->results[i].start, parts[i].nbytes);
+    for (uint32_t i = 0; i < bucket->result_count; i++) {
+        char *result = bucket->memory + bucket->results[i].start;
+        if (parts[i].data == NULL && lender != NULL) {
+            *lender = bucket->area;
+            rr_area_lend(bucket->area);
+            parts[i].data = result;
+        } else if (parts[i].nbytes > 0 && parts[i].data != bucket->memory) {
+            memcpy(parts[i].data, result, parts[i].nbytes);
+        }
+    }
+}
+
+/* Take the first area that is free; needs the lock. False: none is. */
+static bool take_area(struct bucket *bucket)
+{
+    bucket->area = NULL;
+    for (uint32_t i = 0; i < bucket->area_count && bucket->area == NULL; i++)
+        if (rr_area_take(bucket->areas[i]))
+            bucket->area = bucket->areas[i];
+    return bucket->area != NULL;
 }
 
 /* Notify the engine that this rank is out of step, and wait until it has failed the handoff. */
@@ -515,9 +554,21 @@ int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32
         borrowed++;
     } else {
         own->state = PACKING;
+        const bool has_area = take_area(own);
         pthread_mutex_unlock(&rr_handoff_lock);
-        pack(own, parts);
+        if (!has_area)
+            own->area = rr_area_spare(own->nbytes);
+        if (own->area != NULL) {
+            own->memory = own->area->memory;
+            pack(own, parts);
+        }
         pthread_mutex_lock(&rr_handoff_lock);
+        if (own->area == NULL) {
+            own->state = EMPTY;
+            code = leave(&visit, why);
+            pthread_mutex_unlock(&rr_handoff_lock);
+            return code == RR_DONE ? refuse(why, plan, bucket, "there is no memory for it") : code;
+        }
     }
     own->state = PACKED;
     own->packed = rr_now();
@@ -540,7 +591,7 @@ bool rr_bucket_is_awaited(const struct bucket *bucket)
     return bucket->state == PACKING || bucket->state == PACKED || bucket->state == REDUCING;
 }
 
-int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
+int rr_bucket_settle(struct visit *visit, rr_part *parts, rr_area **lender, char *why)
 {
     struct bucket *own = visit->bucket;
     const bool ours = own->state == REDUCED;
@@ -550,13 +601,14 @@ int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
         if (code == RR_DONE) {
             const double began = rr_now();
             pthread_mutex_unlock(&rr_handoff_lock);
-            unpack(own, parts);
+            unpack(own, parts, lender);
             pthread_mutex_lock(&rr_handoff_lock);
             if (!own->in_place)
                 rr_bucket_record(visit->owner, own, RR_SPAN_UNPACK, began, rr_now());
         } else {
             snprintf(why, RR_WHY_BYTES, "%s", own->why == NULL ? "out of memory" : own->why);
         }
+        leave_area(own, true);
         own->state = SPENT;
         if (++visit->plan->spent == visit->plan->bucket_count)
             end_round(visit->plan);
@@ -583,8 +635,8 @@ void rr_handoff_unblocks(rr_handoff *owner, const struct bucket *bucket)
         rr_bucket_record(owner, bucket, RR_SPAN_BLOCKED, owner->pending_since, rr_now());
 }
 
-int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
-                    char *why)
+int rr_handoff_wait(int64_t plan, uint32_t bucket, rr_part *parts, uint32_t part_count,
+                    rr_area **lender, char *why)
 {
     struct visit visit;
     pthread_mutex_lock(&rr_handoff_lock);
@@ -596,13 +648,13 @@ int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_
                 pthread_cond_wait(&visit.owner->changed, &rr_handoff_lock);
             rr_handoff_unblocks(visit.owner, visit.bucket);
         }
-        code = rr_bucket_settle(&visit, parts, why);
+        code = rr_bucket_settle(&visit, parts, lender, why);
     }
     pthread_mutex_unlock(&rr_handoff_lock);
     return code;
 }
 
-int rr_handoff_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+int rr_handoff_wait_async(int64_t plan, uint32_t bucket, rr_part *parts, uint32_t part_count,
                           rr_delivered *notify, void *data, char *why)
 {
     struct visit visit;
@@ -615,7 +667,7 @@ int rr_handoff_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts, u
         else if (leave(&visit, why) == RR_DONE)
             snprintf(why, RR_WHY_BYTES, "cannot wait in the background: %s", strerror(-code));
     } else if (code == RR_DONE) {
-        code = rr_bucket_settle(&visit, parts, why);
+        code = rr_bucket_settle(&visit, parts, NULL, why);
     }
     pthread_mutex_unlock(&rr_handoff_lock);
     return code;

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "area.h"
 #include "ringreduce.h"
 
 enum state { EMPTY, PACKING, PACKED, REDUCING, REDUCED, UNPACKING, SPENT };
@@ -20,12 +21,14 @@ struct bucket {
     struct entry entry; /* in the queue, or not used */
     int code;           /* of this round: RR_DONE, or RR_HANDOFF_REFUSED */
     char *why;          /* text of RR_HANDOFF_REFUSED; NULL: there was no memory for it */
-    char *memory;
+    rr_area **areas;
+    rr_area *area; /* that this round has taken; NULL: none, or in place */
+    char *memory;  /* of `area`, or of the part that is reduced in place */
     uint64_t nbytes;
-    bool in_place;               /* `memory` belongs to the part that was started in this round */
+    bool in_place;
     double begun, packed, taken; /* when it was, in this round */
     uint64_t number;             /* of the call that has reduced it, in this round */
-    uint32_t slot_count, result_count;
+    uint32_t area_count, slot_count, result_count;
     rr_slot *slots, *results; /* the same pointer if they are equal */
 };
 
@@ -85,8 +88,8 @@ void rr_bucket_record(rr_handoff *owner, const struct bucket *bucket, uint16_t k
                       double ended);
 
 /* Unpack a bucket that is no longer awaited, and end the visit; releases the lock while copying.
- * Returns the code, with its text in `why`. */
-int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why);
+ * Parts without `data` are lent by `lender`. Returns the code, with its text in `why`. */
+int rr_bucket_settle(struct visit *visit, rr_part *parts, rr_area **lender, char *why);
 
 /* In delivery.c; needs the lock. Have the delivery thread settle the visit and call `notify`, once
  * the bucket is no longer awaited. -ENOMEM or -EAGAIN: not possible, and the visit goes on. */

@@ -41,8 +41,10 @@ typedef enum {
     X(TF_Code, TF_GetCode, (const TF_Status *))                                                 \
     X(const char *, TF_Message, (const TF_Status *))                                            \
     X(void, TF_DeleteTensor, (TF_Tensor *))                                                     \
-    X(int, TF_NumDims, (const TF_Tensor *))                                                     \
-    X(int64_t, TF_Dim, (const TF_Tensor *, int))                                                \
+    X(size_t, TF_DataTypeSize, (TF_DataType))                                                   \
+    X(TF_Tensor *, TF_NewTensor,                                                                \
+      (TF_DataType, const int64_t *, int, void *, size_t, void (*)(void *, size_t, void *),     \
+       void *))                                                                                 \
     X(size_t, TF_TensorByteSize, (const TF_Tensor *))                                           \
     X(void *, TF_TensorData, (const TF_Tensor *))                                               \
     X(TF_OpDefinitionBuilder *, TF_NewOpDefinitionBuilder, (const char *))                      \
@@ -60,12 +62,16 @@ typedef enum {
     X(void, TF_RegisterKernelBuilder, (const char *, TF_KernelBuilder *, TF_Status *))          \
     X(void, TF_OpKernelConstruction_GetAttrInt64,                                               \
       (TF_OpKernelConstruction *, const char *, int64_t *, TF_Status *))                        \
+    X(void, TF_OpKernelConstruction_GetAttrSize,                                                \
+      (TF_OpKernelConstruction *, const char *, int32_t *, int32_t *, TF_Status *))             \
+    X(void, TF_OpKernelConstruction_GetAttrInt64List,                                           \
+      (TF_OpKernelConstruction *, const char *, int64_t *, int, TF_Status *))                   \
     X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction *, TF_Status *))          \
     X(void, TF_OpKernelContext_Failure, (TF_OpKernelContext *, TF_Status *))                    \
     X(void, TF_GetInput, (TF_OpKernelContext *, int, TF_Tensor **, TF_Status *))                \
     X(TF_Tensor *, TF_AllocateOutput,                                                           \
       (TF_OpKernelContext *, int, TF_DataType, const int64_t *, int, size_t, TF_Status *))      \
-    X(TF_Tensor *, TF_ForwardInputOrAllocateOutput,                                             \
-      (TF_OpKernelContext *, const int *, int, int, const int64_t *, int, int *, TF_Status *))
+    X(TF_DataType, TF_ExpectedOutputDataType, (TF_OpKernelContext *, int))                      \
+    X(void, TF_SetOutput, (TF_OpKernelContext *, int, const TF_Tensor *, TF_Status *))
 
 #endif

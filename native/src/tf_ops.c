@@ -1,13 +1,13 @@
 /* TensorFlow ops that pass gradients to the engine and return the means.
  *
  *   RingreduceStart(gradients: N * T; plan, bucket) -> token     packs a bucket, returns at once
- *   RingreduceWait(gradients: N * T, tokens: M * int32; plan, bucket) -> means: N * T
+ *   RingreduceWait(tokens: M * int32; plan, bucket, shapes) -> means: N * T
  *
  * A wait takes the tokens of all starts of the step, so it cannot block a TensorFlow thread that a
- * start still needs. It takes the gradients too, for their memory: if nothing else needs that any
- * more the means are written there, which saves allocating, and faulting in, as much memory in
- * every step. Both are ordinary blocking kernels: the `done` of TensorFlow's asynchronous kernels
- * becomes invalid when the compute function returns (seen with 2.21).
+ * start still needs. Its larger results are lent: tensors in the bucket's own memory, of which
+ * TensorFlow makes no copy, and into which it does not write, even for a variable to which such a
+ * tensor is assigned. Both are ordinary blocking kernels: the `done` of TensorFlow's asynchronous
+ * kernels becomes invalid when the compute function returns (seen with 2.21).
  *
  * Both are stateful: never pruned, merged or folded, and run in program order.
  */
@@ -27,8 +27,8 @@
 
 #include "ringreduce.h"
 
-/* TensorFlow's own limit (TensorShape::MaxDimensions). */
-#define DIMENSIONS_MAX 254
+/* A smaller result is copied sooner than it is lent. */
+enum { LENT_BYTES_MIN = 1 << 16 };
 
 #define DECLARE(result, name, parameters) result(*name) parameters;
 static struct {
@@ -38,9 +38,25 @@ static struct {
 
 struct kernel {
     int64_t plan, bucket, gradients;
+    int64_t *shapes; /* of a wait's results: for each the number of dimensions, and those */
 };
 
-static void *create(TF_OpKernelConstruction *construction)
+static void get_shapes(TF_OpKernelConstruction *construction, struct kernel *kernel,
+                       TF_Status *status)
+{
+    int32_t count, total;
+    tf.TF_OpKernelConstruction_GetAttrSize(construction, "shapes", &count, &total, status);
+    if (tf.TF_GetCode(status) != TF_OK)
+        return;
+    kernel->shapes = calloc((size_t)count + 1, sizeof *kernel->shapes);
+    if (kernel->shapes == NULL)
+        tf.TF_SetStatus(status, TF_UNKNOWN, "out of memory");
+    else
+        tf.TF_OpKernelConstruction_GetAttrInt64List(construction, "shapes", kernel->shapes, count,
+                                                    status);
+}
+
+static void *create(TF_OpKernelConstruction *construction, bool is_wait)
 {
     TF_Status *status = tf.TF_NewStatus();
     struct kernel *kernel = calloc(1, sizeof *kernel);
@@ -53,6 +69,8 @@ static void *create(TF_OpKernelConstruction *construction)
                                                     status);
         if (tf.TF_GetCode(status) == TF_OK)
             tf.TF_OpKernelConstruction_GetAttrInt64(construction, "N", &kernel->gradients, status);
+        if (is_wait && tf.TF_GetCode(status) == TF_OK)
+            get_shapes(construction, kernel, status);
     }
     if (tf.TF_GetCode(status) != TF_OK)
         tf.TF_OpKernelConstruction_Failure(construction, status);
@@ -60,8 +78,21 @@ static void *create(TF_OpKernelConstruction *construction)
     return kernel;
 }
 
-static void destroy(void *kernel)
+static void *create_start(TF_OpKernelConstruction *construction)
 {
+    return create(construction, false);
+}
+
+static void *create_wait(TF_OpKernelConstruction *construction)
+{
+    return create(construction, true);
+}
+
+static void destroy(void *made)
+{
+    struct kernel *kernel = made;
+    if (kernel != NULL)
+        free(kernel->shapes);
     free(kernel);
 }
 
@@ -96,32 +127,6 @@ static void hold(struct parts *parts, int64_t index, TF_Tensor *tensor)
     parts->parts[index] = (rr_part){tf.TF_TensorData(tensor), tf.TF_TensorByteSize(tensor)};
 }
 
-static int get_input(TF_OpKernelContext *context, int64_t index, TF_Tensor **tensor,
-                     TF_Status *status)
-{
-    tf.TF_GetInput(context, (int)index, tensor, status);
-    return tf.TF_GetCode(status) == TF_OK;
-}
-
-/* An output like input `index`, in the input's memory if nothing else needs that. */
-static TF_Tensor *output_like(TF_OpKernelContext *context, int64_t index, TF_Status *status)
-{
-    TF_Tensor *input;
-    if (!get_input(context, index, &input, status))
-        return NULL;
-    int64_t dimensions[DIMENSIONS_MAX];
-    const int rank = tf.TF_NumDims(input);
-    for (int i = 0; i < rank; i++)
-        dimensions[i] = tf.TF_Dim(input, i);
-    /* Released first: our own reference would count as another use. */
-    tf.TF_DeleteTensor(input);
-    const int candidate = (int)index;
-    int forwarded;
-    TF_Tensor *output = tf.TF_ForwardInputOrAllocateOutput(context, &candidate, 1, candidate,
-                                                           dimensions, rank, &forwarded, status);
-    return tf.TF_GetCode(status) == TF_OK ? output : NULL;
-}
-
 static void start(const struct kernel *kernel, TF_OpKernelContext *context, TF_Status *status)
 {
     struct parts parts;
@@ -130,7 +135,8 @@ static void start(const struct kernel *kernel, TF_OpKernelContext *context, TF_S
     } else {
         for (int64_t i = 0; i < kernel->gradients; i++) {
             TF_Tensor *tensor;
-            if (!get_input(context, i, &tensor, status))
+            tf.TF_GetInput(context, (int)i, &tensor, status);
+            if (tf.TF_GetCode(status) != TF_OK)
                 break;
             hold(&parts, i, tensor);
         }
@@ -150,24 +156,74 @@ static void start(const struct kernel *kernel, TF_OpKernelContext *context, TF_S
     }
 }
 
+static void give_back(void *memory, size_t nbytes, void *area)
+{
+    (void)memory, (void)nbytes;
+    rr_area_give_back(area);
+}
+
+/* Where each result goes: memory of TensorFlow's, or none if it is to be lent. */
+static void place(const struct kernel *kernel, TF_OpKernelContext *context, struct parts *parts,
+                  TF_Status *status)
+{
+    const int64_t *shape = kernel->shapes;
+    for (int64_t i = 0; i < kernel->gradients && tf.TF_GetCode(status) == TF_OK; i++) {
+        const TF_DataType type = tf.TF_ExpectedOutputDataType(context, (int)i);
+        size_t nbytes = tf.TF_DataTypeSize(type);
+        const int rank = (int)*shape++;
+        for (int j = 0; j < rank; j++)
+            nbytes *= (size_t)shape[j];
+        parts->parts[i].nbytes = nbytes;
+        if (nbytes < LENT_BYTES_MIN) {
+            TF_Tensor *output =
+                tf.TF_AllocateOutput(context, (int)i, type, shape, rank, nbytes, status);
+            if (tf.TF_GetCode(status) == TF_OK)
+                hold(parts, i, output);
+        }
+        shape += rank;
+    }
+}
+
+/* Pass results on that were lent, or give them back. */
+static void pass_on(const struct kernel *kernel, TF_OpKernelContext *context,
+                    const struct parts *parts, rr_area *lender, TF_Status *status)
+{
+    const int64_t *shape = kernel->shapes;
+    for (int64_t i = 0; i < kernel->gradients; shape += *shape + 1, i++) {
+        const rr_part *part = &parts->parts[i];
+        if (parts->tensors[i] != NULL || part->data == NULL)
+            continue;
+        if (tf.TF_GetCode(status) != TF_OK) {
+            rr_area_give_back(lender);
+            continue;
+        }
+        const TF_DataType type = tf.TF_ExpectedOutputDataType(context, (int)i);
+        TF_Tensor *tensor = tf.TF_NewTensor(type, shape + 1, (int)*shape, part->data, part->nbytes,
+                                            give_back, lender);
+        if (tensor == NULL) {
+            tf.TF_SetStatus(status, TF_UNKNOWN, "TensorFlow refuses the shape of a result");
+            continue;
+        }
+        tf.TF_SetOutput(context, (int)i, tensor, status);
+        tf.TF_DeleteTensor(tensor);
+    }
+}
+
 static void wait(const struct kernel *kernel, TF_OpKernelContext *context, TF_Status *status)
 {
     struct parts parts;
-    if (!parts_new(&parts, kernel->gradients)) {
-        tf.TF_SetStatus(status, TF_UNKNOWN, "out of memory");
-    } else {
-        for (int64_t i = 0; i < kernel->gradients; i++) {
-            TF_Tensor *output = output_like(context, i, status);
-            if (output == NULL)
-                break;
-            hold(&parts, i, output);
-        }
-    }
+    rr_area *lender = NULL;
     char why[RR_WHY_BYTES] = "";
-    if (tf.TF_GetCode(status) == TF_OK &&
-        rr_handoff_wait(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
-                        (uint32_t)kernel->gradients, why) != RR_DONE)
-        tf.TF_SetStatus(status, TF_UNKNOWN, why);
+    if (!parts_new(&parts, kernel->gradients))
+        tf.TF_SetStatus(status, TF_UNKNOWN, "out of memory");
+    else
+        place(kernel, context, &parts, status);
+    if (tf.TF_GetCode(status) == TF_OK) {
+        if (rr_handoff_wait(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
+                            (uint32_t)kernel->gradients, &lender, why) != RR_DONE)
+            tf.TF_SetStatus(status, TF_UNKNOWN, why);
+        pass_on(kernel, context, &parts, lender, status);
+    }
     parts_free(&parts);
 }
 
@@ -191,8 +247,8 @@ static void compute_wait(void *kernel, TF_OpKernelContext *context)
     compute(wait, kernel, context);
 }
 
-/* Outputs have the inputs' shapes, which the caller knows; a shape function cannot find out through
- * the C API how many inputs a list has. */
+/* The caller knows the shapes; a shape function cannot find out through the C API how many outputs
+ * a list has. */
 static void infer_nothing(TF_ShapeInferenceContext *context, TF_Status *status)
 {
     tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
@@ -241,20 +297,22 @@ static void define_all(TF_Status *status)
                                                   "M: int >= 1",
                                                   "plan: int",
                                                   "bucket: int",
+                                                  "shapes: list(int)",
                                                   NULL};
-    static const char *const wait_inputs[] = {"gradients: N * T", "tokens: M * int32", NULL};
+    static const char *const wait_inputs[] = {"tokens: M * int32", NULL};
     define("RingreduceStart", start_attributes, start_inputs, "token: int32", status);
     if (tf.TF_GetCode(status) == TF_OK)
         define("RingreduceWait", wait_attributes, wait_inputs, "means: N * T", status);
     if (tf.TF_GetCode(status) == TF_OK)
         tf.TF_RegisterKernelBuilder(
             "RingreduceStart",
-            tf.TF_NewKernelBuilder("RingreduceStart", "CPU", create, compute_start, destroy),
+            tf.TF_NewKernelBuilder("RingreduceStart", "CPU", create_start, compute_start, destroy),
             status);
     if (tf.TF_GetCode(status) == TF_OK)
         tf.TF_RegisterKernelBuilder(
             "RingreduceWait",
-            tf.TF_NewKernelBuilder("RingreduceWait", "CPU", create, compute_wait, destroy), status);
+            tf.TF_NewKernelBuilder("RingreduceWait", "CPU", create_wait, compute_wait, destroy),
+            status);
 }
 
 static int register_all(const char *path, char *why)

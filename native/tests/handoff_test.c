@@ -18,12 +18,34 @@ static char why[RR_WHY_BYTES];
 static const rr_slot SLOTS[] = {{0, 20}, {64, 12}};
 static float memory[BUCKETS][32];
 
+static rr_area *areas[4096];
+static int area_count;
+
+/* A new area each time, since a round that has failed keeps its area as long as the plan lives. */
+static rr_area **area_of(void *data)
+{
+    CHECK(area_count < 4096);
+    rr_area **made = &areas[area_count++];
+    *made = rr_area_new(data);
+    CHECK(*made != NULL);
+    return made;
+}
+
+/* All plans are gone, so nothing uses an area. */
+static void free_areas(void)
+{
+    for (int i = 0; i < area_count; i++) {
+        CHECK(!rr_area_is_used(areas[i]));
+        rr_area_free(areas[i]);
+    }
+}
+
 static int64_t registered(rr_handoff *handoff)
 {
     rr_bucket buckets[BUCKETS];
     int64_t plan = -1;
     for (int i = 0; i < BUCKETS; i++)
-        buckets[i] = (rr_bucket){memory[i], sizeof memory[i], SLOTS, NULL, 2, 0};
+        buckets[i] = (rr_bucket){area_of(memory[i]), sizeof memory[i], SLOTS, NULL, 1, 2, 0};
     CHECK(rr_handoff_register(handoff, buckets, BUCKETS, &plan) == RR_DONE);
     return plan;
 }
@@ -53,7 +75,7 @@ static int wait_for(int64_t plan, uint32_t bucket, float *value)
 {
     float first[5] = {0}, second[3] = {0};
     rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
-    int code = rr_handoff_wait(plan, bucket, parts, 2, why);
+    int code = rr_handoff_wait(plan, bucket, parts, 2, NULL, why);
     for (int i = 0; i < 5 && code == RR_DONE; i++)
         CHECK(first[i] == first[0] && second[i % 3] == -first[0]);
     *value = first[0];
@@ -175,8 +197,9 @@ static void test_what_does_not_fit_is_refused(void)
     CHECK(strstr(why, "another size") != NULL);
     CHECK(wait_for(plan, 0, &value) == RR_HANDOFF_MISUSED && strstr(why, "not started") != NULL);
     const rr_slot beyond[] = {{120, 12}}, crossing[] = {{0, 20}, {16, 4}};
-    const rr_bucket wrong[] = {{memory, 128, beyond, NULL, 1, 0},
-                               {memory, 128, crossing, NULL, 2, 0}};
+    rr_area *const *area = area_of(memory);
+    const rr_bucket wrong[] = {{area, 128, beyond, NULL, 1, 1, 0},
+                               {area, 128, crossing, NULL, 1, 2, 0}};
     CHECK(rr_handoff_register(handoff, &wrong[0], 1, &plan) == -EINVAL);
     CHECK(rr_handoff_register(handoff, &wrong[1], 1, &plan) == -EINVAL);
     rr_handoff_close(handoff, "closed");
@@ -213,7 +236,7 @@ static void *wait_in_thread(void *argument)
     struct waiter *waiter = argument;
     float first[5], second[3];
     rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
-    waiter->code = rr_handoff_wait(waiter->plan, waiter->bucket, parts, 2, waiter->why);
+    waiter->code = rr_handoff_wait(waiter->plan, waiter->bucket, parts, 2, NULL, waiter->why);
     return NULL;
 }
 
@@ -242,7 +265,7 @@ static void test_waits_end(void (*end)(rr_handoff *, const char *), int expected
 static void test_plan_stays_while_somebody_is_inside(void)
 {
     rr_handoff *handoff = opened();
-    const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, NULL, 2, 0};
+    const rr_bucket only = {area_of(memory[0]), sizeof memory[0], SLOTS, NULL, 1, 2, 0};
     for (int round = 0; round < ROUNDS; round++) {
         int64_t plan = -1;
         rr_item item;
@@ -378,11 +401,11 @@ static void test_what_is_lent_comes_back_after_a_close(bool is_awaited)
 {
     static float own[6];
     static const rr_slot slot = {0, sizeof own};
-    static const rr_bucket lent = {NULL, sizeof own, &slot, NULL, 1, 0};
+    static const rr_bucket lent = {NULL, sizeof own, &slot, NULL, 0, 1, 0};
     rr_handoff *handoff = opened();
     int64_t plan = -1;
     rr_item item;
-    const rr_part part = {own, sizeof own};
+    rr_part part = {own, sizeof own};
     struct asked asked = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
     pthread_t thread;
     CHECK(rr_handoff_register(handoff, &lent, 1, &plan) == RR_DONE);
@@ -410,8 +433,9 @@ static void test_a_round_may_fail_alone(void)
     rr_handoff *handoff = opened();
     /* The slots are 5 and 3 floats, the result is the range between them. */
     static const rr_slot result = {32, 8};
-    const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, &result, 2, 1};
-    const rr_bucket beyond = {memory[0], 36, SLOTS, &result, 1, 1};
+    rr_area *const *area = area_of(memory[0]);
+    const rr_bucket only = {area, sizeof memory[0], SLOTS, &result, 1, 2, 1};
+    const rr_bucket beyond = {area, 36, SLOTS, &result, 1, 1, 1};
     int64_t plan = -1;
     rr_item item;
     float found[2] = {0};
@@ -425,13 +449,14 @@ static void test_a_round_may_fail_alone(void)
         memory[0][8] = 7;
         memory[0][9] = 8;
         rr_handoff_finish(handoff, text);
-        CHECK(rr_handoff_wait(plan, 0, &part, 1, why) == (i == 2 ? RR_DONE : RR_HANDOFF_REFUSED));
+        CHECK(rr_handoff_wait(plan, 0, &part, 1, NULL, why) ==
+              (i == 2 ? RR_DONE : RR_HANDOFF_REFUSED));
         CHECK(i == 2 || strcmp(why, text) == 0);
     }
     CHECK(found[0] == 7 && found[1] == 8);
     part.nbytes = 4;
     CHECK(start(plan, 0, 1) == RR_DONE);
-    CHECK(rr_handoff_wait(plan, 0, &part, 1, why) == RR_HANDOFF_MISUSED);
+    CHECK(rr_handoff_wait(plan, 0, &part, 1, NULL, why) == RR_HANDOFF_MISUSED);
     rr_handoff_close(handoff, "closed");
 }
 
@@ -456,6 +481,101 @@ static void test_reopened_after_a_failure(void)
     rr_handoff_finish(handoff, NULL);
     rr_handoff_close(handoff, "closed");
     CHECK(rr_handoff_reopen(handoff) == RR_HANDOFF_CLOSED);
+}
+
+/* Two areas, as of weights: what is lent stays as it is while later rounds use other memory. */
+static void test_results_are_lent(void)
+{
+    static float first[8], second[8];
+    static const rr_slot slot = {0, sizeof first};
+    rr_handoff *handoff = opened();
+    rr_area **one = area_of(first), **two = area_of(second), *both[] = {*one, *two};
+    const rr_bucket bucket = {both, sizeof first, &slot, NULL, 2, 1, 0};
+    int64_t plan = -1;
+    rr_area *lenders[4];
+    float *lent[4];
+    CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
+    for (int round = 0; round < 4; round++) {
+        float values[8];
+        for (int i = 0; i < 8; i++)
+            values[i] = (float)(round + 1);
+        rr_part part = {values, sizeof values};
+        rr_item item;
+        if (round == 3) /* of the first area nothing is lent any more */
+            rr_area_give_back(lenders[0]);
+        CHECK(rr_handoff_start(plan, 0, &part, 1, why) == RR_DONE);
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE);
+        if (round != 2) /* else it is spare memory */
+            CHECK(item.memory == (round == 1 ? second : first));
+        CHECK((uintptr_t)item.memory % 4 == 0 && ((float *)item.memory)[7] == values[7]);
+        rr_handoff_finish(handoff, NULL);
+        part.data = NULL;
+        CHECK(rr_handoff_wait(plan, 0, &part, 1, &lenders[round], why) == RR_DONE);
+        lent[round] = part.data;
+        CHECK(lent[round] == item.memory);
+        CHECK(rr_handoff_wait(plan, 0, &part, 1, NULL, why) == RR_HANDOFF_MISUSED);
+    }
+    for (int round = 1; round < 4; round++)
+        CHECK(lent[round][0] == (float)(round + 1) && lent[round][7] == lent[round][0]);
+    CHECK(rr_handoff_unregister(plan) == RR_DONE);
+    CHECK(rr_area_is_used(*one) && rr_area_is_used(*two));
+    rr_handoff_close(handoff, "closed");
+    for (int round = 1; round < 4; round++)
+        rr_area_give_back(lenders[round]);
+    CHECK(!rr_area_is_used(*one) && !rr_area_is_used(*two));
+}
+
+/* A result is given back by another thread while the next round begins. */
+static void *give_back_soon(void *area)
+{
+    sched_yield();
+    rr_area_give_back(area);
+    return NULL;
+}
+
+static void test_results_come_back_from_other_threads(void)
+{
+    static float first[8], second[8];
+    static const rr_slot slot = {0, sizeof first};
+    rr_handoff *handoff = opened();
+    rr_area *both[] = {*area_of(first), *area_of(second)};
+    const rr_bucket bucket = {both, sizeof first, &slot, NULL, 2, 1, 0};
+    int64_t plan = -1;
+    pthread_t thread;
+    CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
+    for (int round = 0; round < ROUNDS; round++) {
+        float values[8] = {(float)round};
+        rr_part part = {values, sizeof values};
+        rr_item item;
+        rr_area *lender = NULL;
+        CHECK(rr_handoff_start(plan, 0, &part, 1, why) == RR_DONE);
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE);
+        rr_handoff_finish(handoff, NULL);
+        part.data = NULL;
+        CHECK(rr_handoff_wait(plan, 0, &part, 1, &lender, why) == RR_DONE);
+        CHECK(((float *)part.data)[0] == (float)round);
+        if (round > 0)
+            pthread_join(thread, NULL);
+        CHECK(pthread_create(&thread, NULL, give_back_soon, lender) == 0);
+    }
+    pthread_join(thread, NULL);
+    rr_handoff_close(handoff, "closed");
+}
+
+/* A round whose results are lent when the ring breaks: they stay, and the area is used once. */
+static void test_failure_of_a_round_keeps_no_area(void)
+{
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff);
+    rr_area *last = areas[area_count - 1];
+    for (uint32_t i = 0; i < BUCKETS; i++)
+        CHECK(start(plan, i, 1) == RR_DONE);
+    rr_handoff_fail(handoff, "lost rank 1");
+    CHECK(rr_handoff_reopen(handoff) == RR_DONE);
+    CHECK(rr_area_take(last)); /* the failed round has left it */
+    rr_area_give_back(last);
+    CHECK(rr_handoff_unregister(plan) == RR_DONE && !rr_area_is_used(last));
+    rr_handoff_close(handoff, "closed");
 }
 
 static void test_long_text_is_cut(void)
@@ -491,5 +611,9 @@ int main(void)
     test_a_round_may_fail_alone();
     test_reopened_after_a_failure();
     test_long_text_is_cut();
+    test_results_are_lent();
+    test_results_come_back_from_other_threads();
+    test_failure_of_a_round_keeps_no_area();
+    free_areas();
     return 0;
 }

@@ -75,7 +75,10 @@ static void prepare(struct call *call, int64_t plan, bool is_start)
 static int64_t registered(rr_handoff *handoff)
 {
     static const rr_slot slot = {0, FLOATS * sizeof(float)};
-    const rr_bucket bucket = {memory, sizeof memory, &slot, NULL, 1, 0};
+    static rr_area *area;
+    if (area == NULL)
+        area = rr_area_new(memory);
+    const rr_bucket bucket = {&area, sizeof memory, &slot, NULL, 1, 1, 0};
     int64_t plan = -1;
     CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
     return plan;
@@ -178,8 +181,8 @@ static void test_in_place(void)
     rr_handoff *handoff = NULL;
     CHECK(rr_handoff_open(&handoff, NULL) == RR_DONE);
     static const rr_slot slot = {0, FLOATS * sizeof(float)};
-    const rr_bucket bucket = {NULL, FLOATS * sizeof(float), &slot, NULL, 1, 0};
-    const rr_bucket longer = {NULL, FLOATS * sizeof(float) + 4, &slot, NULL, 1, 0};
+    const rr_bucket bucket = {NULL, FLOATS * sizeof(float), &slot, NULL, 0, 1, 0};
+    const rr_bucket longer = {NULL, FLOATS * sizeof(float) + 4, &slot, NULL, 0, 1, 0};
     int64_t plan = -1;
     CHECK(rr_handoff_register(handoff, &longer, 1, &plan) == -EINVAL);
     CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
@@ -234,7 +237,7 @@ static void test_in_place(void)
         fake_future_free(end.frame.future);
         /* As if it had been waited for. */
         rr_part part = {own.data, sizeof begin.values};
-        CHECK(rr_handoff_wait(plan, 0, &part, 1, why) ==
+        CHECK(rr_handoff_wait(plan, 0, &part, 1, NULL, why) ==
               (round == 2 ? RR_DONE : RR_HANDOFF_FAILED));
     }
     /* A bucket that is started but not taken is released at once when the ring breaks. */

@@ -6,6 +6,7 @@ gradients there without running Python. `PlainQueue`, where that is missing, hol
 
 import ctypes
 import queue
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,14 +36,53 @@ class BucketItem:
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
 
 
+class Area:
+    """Memory for rounds of a bucket, `array`, of which TensorFlow may borrow results.
+
+    What is lent, such as a variable's value, may outlive its ring: an area lives until all of it
+    has been given back.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.address = array, array.ctypes.data
+        handle = _area_functions()["new"](self.address)
+        if not handle:
+            raise MemoryError("cannot make an area")
+        self.handle: int = handle
+        weakref.finalize(self, _area_functions()["free"], handle).atexit = False
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a plan, a round or a result uses it."""
+        return bool(_area_functions()["is_used"](self.handle))
+
+
+# Areas that were registered and may be in use.
+_areas: set[Area] = set()
+
+
+def _drop_unused_areas() -> None:
+    for area in _areas.copy():
+        if not area.is_used:
+            _areas.discard(area)
+
+
 class Layout(NamedTuple):
     """A bucket's memory and the (start, nbytes) of each tensor in it."""
 
-    # Uint8; None: it is that of the tensor that is started, and has one slot.
-    memory: np.ndarray | None
+    # A round takes the first that is free, or else spare memory, which is not registered. Without
+    # any the memory is that of the tensor that is started, and has one slot.
+    areas: Sequence[Area]
     nbytes: int
     slots: Sequence[tuple[int, int]]  # where tensors are packed
     results: Sequence[tuple[int, int]] | None = None  # where results are read; None: from the slots
+
+    def memory(self, item: BucketItem) -> np.ndarray:
+        """The bytes, uint8, that this round of the bucket has; the engine's until `finish`."""
+        for area in self.areas:
+            if area.address == item.address:
+                return area.array
+        return item.view(self.nbytes)
 
 
 class RoundFailed(Exception):
@@ -59,8 +99,8 @@ class _Slot(ctypes.Structure):
 
 class _Bucket(ctypes.Structure):
     _fields_ = (
-        *fields(memory=pointer, nbytes=u64, slots=ctypes.POINTER(_Slot)),
-        *fields(results=ctypes.POINTER(_Slot), slot_count=u32, result_count=u32),
+        *fields(areas=ctypes.POINTER(pointer), nbytes=u64, slots=ctypes.POINTER(_Slot)),
+        *fields(results=ctypes.POINTER(_Slot), area_count=u32, slot_count=u32, result_count=u32),
     )
 
 
@@ -86,6 +126,16 @@ def _functions() -> dict[str, Any]:
     return functions("rr_handoff_", signatures)
 
 
+@cache
+def _area_functions() -> dict[str, Any]:
+    signatures = {
+        "new": (pointer, [pointer]),
+        "free": (None, [pointer]),
+        "is_used": (integer, [pointer]),
+    }
+    return functions("rr_area_", signatures)
+
+
 class NativeQueue:
     """A queue of jobs, and of buckets that a framework's threads have packed.
 
@@ -105,12 +155,15 @@ class NativeQueue:
     def register(self, buckets: Sequence[Layout]) -> int:
         """Register a plan's buckets; return the number by which ops name the plan.
 
-        The buckets' memory must live until `unregister` or `close`. After `close` the number is -1,
-        for which ops fail with the error that the communicator was closed.
+        Areas live until `unregister` or `close`, and then until no result in them is lent.
+        After `close` the number is -1, for which ops fail with the error that the communicator was
+        closed.
         """
         rows = (_Bucket * len(buckets))()
+        _drop_unused_areas()
         for row, bucket in zip(rows, buckets, strict=True):
-            row.memory = None if bucket.memory is None else bucket.memory.ctypes.data
+            handles = [area.handle for area in bucket.areas]
+            row.areas, row.area_count = (pointer * len(handles))(*handles), len(handles)
             row.nbytes = bucket.nbytes
             row.slots, row.slot_count = _slots(bucket.slots), len(bucket.slots)
             if bucket.results is not None:
@@ -121,11 +174,14 @@ class NativeQueue:
         )
         if status not in (0, _CLOSED):
             raise MemoryError(f"cannot register a plan of buckets (code {status})")
+        _areas.update(*(bucket.areas for bucket in buckets))
         return number.value if status == 0 else -1
 
     def unregister(self, plan: int) -> bool:
         """Remove a plan; False if it is being reduced now, and so stays."""
-        return bool(self._functions["unregister"](plan) == 0)
+        is_done: bool = self._functions["unregister"](plan) == 0
+        _drop_unused_areas()
+        return is_done
 
     def post(self, job: int) -> bool:
         """Append a job; False when the queue is closed."""
@@ -162,6 +218,7 @@ class NativeQueue:
     def close(self, why: str) -> None:
         """End `take`, and all waits for buckets with the error `why`."""
         self._functions["close"](self._handle, _text(why))
+        _drop_unused_areas()
 
 
 def _slots(slots: Sequence[tuple[int, int]]) -> Any:

@@ -18,7 +18,7 @@ from ringreduce.vocabulary.errors import NativeError
 
 _log = logging.getLogger(__name__)
 
-ABI = 16  # RR_ABI of native/include/ringreduce.h
+ABI = 17  # RR_ABI of native/include/ringreduce.h
 
 _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 

@@ -35,20 +35,27 @@ def are_available() -> bool:
 
 def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
     """Add the op that packs `gradients`, in the order of slots, for the engine; return a token."""
-    return _op("RingreduceStart", plan, bucket, gradients)
+    return _op("RingreduceStart", plan, bucket, gradients=list(gradients))
 
 
-def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
-    """Add the op that waits for a bucket, after all starts; return the means of its gradients."""
-    means = _op("RingreduceWait", plan, bucket, gradients, tokens=list(tokens))
-    for mean, gradient in zip(means, gradients, strict=True):
-        mean.set_shape(gradient.shape)
-    return list(means)
+def wait(
+    plan: int, bucket: int, results: Sequence[tuple[tf.TensorShape, Any]], tokens: Sequence[Any]
+) -> list[Any]:
+    """Add the op that waits for a bucket, after all starts; return the means.
+
+    `results` are their shapes and their dtype, which is one.
+    """
+    flat = [number for shape, _ in results for number in (shape.rank, *shape)]
+    kind = {"T": results[0][1], "N": len(results), "shapes": flat}
+    means = list(_op("RingreduceWait", plan, bucket, tokens=list(tokens), **kind))
+    for mean, (shape, _) in zip(means, results, strict=True):
+        mean.set_shape(shape)
+    return means
 
 
-def _op(name: str, plan: int, bucket: int, gradients: Sequence[Any], **more: Any) -> Any:
+def _op(name: str, plan: int, bucket: int, **more: Any) -> Any:
     with tf.device("CPU:0"):
-        return private.apply_op(name, gradients=list(gradients), plan=plan, bucket=bucket, **more)
+        return private.apply_op(name, plan=plan, bucket=bucket, **more)
 
 
 def register(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_int) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.effects.handoff import BucketItem, Layout, RoundFailed
+from ringreduce.effects.handoff import Area, BucketItem, Layout, RoundFailed
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow import failures, order, private, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
@@ -114,7 +114,8 @@ def _compiled(
 
     engine = ring._session.engine
     assert engine.native is not None
-    number = engine.native.register([Layout(memory, memory.size, spans[:count], spans[count:])])
+    layout = Layout([Area(memory)], memory.size, spans[:count], spans[count:])
+    number = engine.native.register([layout])
     engine.serve(number, reduce)
     # As long as the function may run, to which branches and loops belong.
     graph = private.function_around(tf.compat.v1.get_default_graph())

@@ -8,8 +8,8 @@ Buckets that TensorFlow's threads pack and the engine reduces, in a graph and wh
 
 Every wait depends on every start, so that no wait holds a thread that a start needs; where XLA
 compiles, every start also on the token of the collective before it, and the last wait on all
-others. Buckets are in registered memory where ranks share some; a gradient that has a bucket to
-itself in a step that XLA compiles is reduced in XLA's memory.
+others. Buckets are in registered memory where ranks share some, which in a graph the means stay in;
+a gradient that has a bucket to itself in a step that XLA compiles is reduced in XLA's memory.
 
 One Python function, for which the step waits, eagerly and where there are no native ops: several
 would run one after the other, and each that blocks holds a thread that another may need. The means
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.effects.handoff import BucketItem, Layout
+from ringreduce.effects.handoff import Area, BucketItem, Layout
 from ringreduce.pure.payload import aligned
 from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.plans import BucketReducer
@@ -47,15 +47,15 @@ class PackedRoute:
         layouts: list[Layout] = []
         for bucket, dtype in zip(buckets, dtypes, strict=True):
             itemsize = dtype.itemsize
-            memory = None if bucket.in_place else ring.empty(bucket.count * itemsize, np.uint8)
+            nbytes = bucket.count * itemsize
+            areas = [] if bucket.in_place else [Area(ring.empty(nbytes, np.uint8))]
             spans = [(slot.start * itemsize, slot.count * itemsize) for slot in bucket.slots]
-            layouts.append(Layout(memory, bucket.count * itemsize, spans))
+            layouts.append(Layout(areas, nbytes, spans))
 
         def reduce(item: BucketItem) -> None:
-            layout = layouts[item.bucket]
-            memory = item.view(layout.nbytes) if layout.memory is None else layout.memory
             if item.bucket == 0:
                 reducer.begin_step()
+            memory = layouts[item.bucket].memory(item)
             reducer.reduce(item.bucket, memory.view(dtypes[item.bucket]))
 
         engine = ring._session.engine
@@ -78,7 +78,8 @@ class PackedRoute:
         with order.in_order(ring):
             tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
         sparse = mean_of_slices(self._reducer, gradients)
-        waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]
+        likes = enumerate([(gradient.shape, gradient.dtype) for gradient in part] for part in parts)
+        waited = [ops.wait(number, bucket, like, tokens) for bucket, like in likes]
         order.done(ring, list(itertools.chain(*waited)))
         return waited, sparse
 

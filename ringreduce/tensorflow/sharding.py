@@ -5,7 +5,8 @@
 
 Every start of the second plan needs all waits of the first, as the engine needs the ranks in one
 order. In a graph, and where XLA compiles, the engine serves both; eagerly, and without the native
-library, a Python function does each.
+library, a Python function does each. In a graph the whole weights are lent: variables live in one
+area of memory while the next step uses the other.
 """
 
 import itertools
@@ -20,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.effects.handoff import BucketItem, Layout
+from ringreduce.effects.handoff import Area, BucketItem, Layout
 from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, Bucket, BucketPlan, GradientSpec
 from ringreduce.pure.sharding import Piece, pieces
 from ringreduce.pure.wire import signature_of
@@ -61,7 +62,6 @@ class ShardedBuckets:
         self.pieces = self.pieces_of(ring.rank)
         self._agreed = AgreedPlans(ring, bucket_bytes)
         self._numerics = NumericsCheck(check_numerics)
-        self._wholes: list[Any] = []  # the gradients that a trace has scattered last
         # By which variables have gradients.
         self._reducers: dict[tuple[bool, ...], BucketReducer] = {}
         # By that, and whether XLA compiles.
@@ -88,7 +88,6 @@ class ShardedBuckets:
         for gradient, spec in zip(gradients, specs, strict=True):
             zeros = tf.zeros(spec.shape, spec.dtype)
             dense.append(zeros if gradient is None else tf.cast(gradient, spec.dtype))
-        self._wholes = [] if tf.executing_eagerly() else dense
         reducer = self._reducer_of(present)
         if self._is_native():
             found = self._scattered_natively(present, dense)
@@ -103,10 +102,9 @@ class ShardedBuckets:
 
         `present` says which had gradients in the `scatter` before, whose memory is used.
         """
-        if self._is_native():
-            wholes, self._wholes = self._wholes, []
-            return self._handed_over(self._numbers(tuple(present))[1], own, wholes)
         results = [(spec.shape, spec.dtype) for _, spec in self._each()]
+        if self._is_native():
+            return self._handed_over(self._numbers(tuple(present))[1], own, results)
         run = _noted(self._ring, self._gathered)
         return call(self._ring, "give weights to all ranks", run, own, results)
 
@@ -137,12 +135,11 @@ class ShardedBuckets:
         number, in_place = self._numbers(present)[0], self._in_place()
         slots = zip(self._plan.buckets, in_place, strict=True)
         wholes = {slot.gradient for bucket, stays in slots for slot in bucket.slots if stays}
-        like = []
-        for place, (piece, spec) in enumerate(self._each()):
-            shape = spec.shape if place in wholes else (piece.length,)
-            with tf.device("CPU:0"):
-                like.append(tf.raw_ops.Empty(shape=shape, dtype=spec.dtype))
-        found = self._handed_over(number, gradients, like, in_place)
+        results = [
+            (spec.shape if place in wholes else (piece.length,), spec.dtype)
+            for place, (piece, spec) in enumerate(self._each())
+        ]
+        found = self._handed_over(number, gradients, results, in_place)
         return [
             piece_of(mean, piece) if place in wholes else mean
             for place, (mean, piece) in enumerate(zip(found, self.pieces, strict=True))
@@ -160,27 +157,33 @@ class ShardedBuckets:
             return self._native[key]
         # What the engine calls must not keep this object, which has it forgotten.
         reducer, memory = self._reducer_of(present), self._memory
+        dtypes = [dtype_named(bucket.dtype) for bucket in self._plan.buckets]
         scattering, gathering = [], []
-        buckets = zip(self._plan.buckets, memory.buckets, self._in_place(), strict=True)
-        for bucket, values, in_place in buckets:
-            size, flat = values.itemsize, values.view(np.uint8)
+        # In a graph the weights stay in one area while the next step uses the other.
+        count = 1 if xla.is_compiling() else 2
+        for number, (bucket, in_place) in enumerate(
+            zip(self._plan.buckets, self._in_place(), strict=True)
+        ):
+            areas, size = memory.areas(number, count), dtypes[number].itemsize
+            nbytes = bucket.count * size
             wholes = [(slot.start * size, slot.count * size) for slot in bucket.slots]
             mine = [self.pieces[slot.gradient] for slot in bucket.slots]
             own = [(piece.start * size, piece.length * size) for piece in mine]
             if in_place:
-                scattering.append(Layout(None, flat.nbytes, wholes))
+                scattering.append(Layout([], nbytes, wholes))
             else:
-                scattering.append(Layout(flat, flat.nbytes, wholes, own))
-            gathering.append(Layout(flat, flat.nbytes, own, wholes))
+                scattering.append(Layout(areas, nbytes, wholes, own))
+            gathering.append(Layout(areas, nbytes, own, wholes))
 
         def scatter(item: BucketItem) -> None:
             if item.bucket == 0:
                 reducer.begin_step()
-            values = memory.buckets[item.bucket]
-            reducer.scatter(item.bucket, item.view(values.nbytes).view(values.dtype))
+            values = scattering[item.bucket].memory(item)
+            reducer.scatter(item.bucket, values.view(dtypes[item.bucket]))
 
         def gather(item: BucketItem) -> None:
-            memory.give(item.bucket)
+            values = gathering[item.bucket].memory(item)
+            memory.give(values.view(dtypes[item.bucket]))
 
         found = self._serve(scattering, scatter), self._serve(gathering, gather)
         self._native[key] = found
@@ -195,11 +198,15 @@ class ShardedBuckets:
         return number
 
     def _handed_over(
-        self, number: int, given: _Tensors, like: _Tensors, in_place: Sequence[bool] = ()
+        self, number: int, given: _Tensors, results: Any, in_place: Sequence[bool] = ()
     ) -> list[Any]:
-        """Return what the engine makes of tensors, all of which are handed over first."""
+        """Return what the engine makes of tensors, all of which are handed over first.
+
+        `results` are the shape and dtype of each.
+        """
         places = [[slot.gradient for slot in bucket.slots] for bucket in self._plan.buckets]
-        by_bucket = [([given[i] for i in each], [like[i] for i in each]) for each in places]
+        kinds = [(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in results]
+        by_bucket = [([given[i] for i in each], [kinds[i] for i in each]) for each in places]
         if xla.is_compiling():
             waited = self._compiled(number, by_bucket, in_place or [False] * len(places))
         else:
@@ -211,8 +218,8 @@ class ShardedBuckets:
         with order.in_order(self._ring):
             starts = enumerate(given for given, _ in by_bucket)
             tokens = [ops.start(number, bucket, given) for bucket, given in starts]
-        waits = enumerate(like for _, like in by_bucket)
-        waited = [ops.wait(number, bucket, like, tokens) for bucket, like in waits]
+        waits = enumerate(kinds for _, kinds in by_bucket)
+        waited = [ops.wait(number, bucket, kinds, tokens) for bucket, kinds in waits]
         order.done(self._ring, [result for results in waited for result in results])
         return waited
 
@@ -225,12 +232,11 @@ class ShardedBuckets:
         tokens = [token for *_, token in started]
         waited: list[list[Any]] = []
         over: list[Any] = []
-        for bucket, ((_, like), (*kept, _)) in enumerate(zip(by_bucket, started, strict=True)):
-            shapes = [(tensor.shape, tensor.dtype) for tensor in like]
+        for bucket, ((_, kinds), (*kept, _)) in enumerate(zip(by_bucket, started, strict=True)):
             # The last wait keeps XLA from dropping the others.
             last = bucket == len(by_bucket) - 1
             before = [*tokens, *over] if last else tokens
-            *results, token = xla.wait(number, bucket, shapes, before, kept, last)
+            *results, token = xla.wait(number, bucket, kinds, before, kept, last)
             waited.append(results)
             over.append(token)
         order.follow(self._ring, over[-1])
@@ -256,7 +262,7 @@ class ShardedBuckets:
             values = self._memory.buckets[number]
             for piece, place in self._own(bucket):
                 values[piece.start : piece.start + piece.length] = arrays[place]
-            self._memory.give(number)
+            self._memory.give(values)
             for slot in bucket.slots:
                 whole = values[slot.start : slot.start + slot.count]
                 shape = self._plan.gradients[slot.gradient].shape
@@ -268,19 +274,37 @@ class ShardedBuckets:
 
 
 class _Memory:
-    """The buckets of a plan, in registered memory; as long as the engine, or its owner, uses it."""
+    """Registered memory for a plan's buckets; as long as the engine, or its owner, uses it."""
 
     def __init__(self, ring: Communicator, plan: BucketPlan) -> None:
-        self._ring, self._signature = ring, signature_of("weights", plan.signature)
-        self.buckets: list[np.ndarray] = []
-        for bucket in plan.buckets:
-            memory = ring.empty(bucket.count, dtype_named(bucket.dtype))
-            memory[:] = 0  # Padding travels too.
-            self.buckets.append(memory)
+        self._ring, self._plan = ring, plan
+        self._signature = signature_of("weights", plan.signature)
+        self._areas: list[list[Area]] = [[] for _ in plan.buckets]
 
-    def give(self, bucket: int) -> None:
-        """Fill a bucket with all ranks' shares of it."""
-        self._ring._session.calls.gather_shares(self.buckets[bucket], self._signature)
+    @cached_property
+    def buckets(self) -> list[np.ndarray]:
+        """Those of the Python function, since results may still be lent from an area."""
+        return [
+            self._zeros(number).view(dtype_named(bucket.dtype))
+            for number, bucket in enumerate(self._plan.buckets)
+        ]
+
+    def areas(self, bucket: int, count: int) -> list[Area]:
+        """Return `count` areas for a bucket of the engine's."""
+        areas = self._areas[bucket]
+        while len(areas) < count:
+            areas.append(Area(self._zeros(bucket)))
+        return areas[:count]
+
+    def give(self, values: np.ndarray) -> None:
+        """Fill a bucket's `values` with all ranks' shares of it."""
+        self._ring._session.calls.gather_shares(values, self._signature)
+
+    def _zeros(self, number: int) -> np.ndarray:
+        bucket = self._plan.buckets[number]
+        memory = self._ring.empty(bucket.count * dtype_named(bucket.dtype).itemsize, np.uint8)
+        memory[:] = 0  # Padding travels too.
+        return memory
 
 
 def _noted(ring: Communicator, run: Callable[..., Any]) -> Callable[..., Any]:

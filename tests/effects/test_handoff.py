@@ -22,6 +22,7 @@ from ringreduce.effects import handoff, native
 from ringreduce.effects.events import Events
 from ringreduce.effects.handoff import (
     COMPLAINT,
+    Area,
     BucketItem,
     Layout,
     NativeQueue,
@@ -185,12 +186,17 @@ def call(
         library,
         f"rr_handoff_{name}",
         ctypes.c_int,
-        [ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_char_p],
+        [
+            *(ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32),
+            *([ctypes.c_void_p] * (name == "wait")),
+            ctypes.c_char_p,
+        ],
     )
     gradients = [np.full(count, value, np.float32) for count in counts]
     parts = (Part * len(counts))(*[Part(each.ctypes.data, each.nbytes) for each in gradients])
     why = ctypes.create_string_buffer(WHY_BYTES)
-    code = function(plan, bucket, ctypes.addressof(parts), len(counts), why)
+    lender = [None] if name == "wait" else []
+    code = function(plan, bucket, ctypes.addressof(parts), len(counts), *lender, why)
     return Answer(code, why.value.decode(), gradients)
 
 
@@ -213,7 +219,7 @@ class Plan:
         self.memory = [np.full(4 * COUNT, 0x7F, np.uint8) for _ in range(count)]
         slots = [(4 * slot.start, 4 * slot.count) for slot in SLOTS]
         self.number = queue.register(
-            [Layout(memory, memory.nbytes, slots) for memory in self.memory]
+            [Layout([Area(memory)], memory.nbytes, slots) for memory in self.memory]
         )
 
     def bucket(self, index: int) -> np.ndarray:
@@ -289,7 +295,7 @@ class TestBuckets:
 
     def test_results_may_lie_elsewhere(self, native_queue):
         memory = np.zeros(64, np.uint8)
-        number = native_queue.register([Layout(memory, 64, [(0, 20)], [(32, 8)])])
+        number = native_queue.register([Layout([Area(memory)], 64, [(0, 20)], [(32, 8)])])
         start(number, 0, counts=(5,))
         native_queue.take()
         memory.view(np.float32)[8:10] = 7.0, 8.0

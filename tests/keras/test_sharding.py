@@ -304,7 +304,8 @@ def test_a_model_is_exported_without_the_optimizer(tmp_path):
     fit(model)
     rr.on_rank_zero(lambda: model.export(path, verbose=False))
     loaded = tf.saved_model.load(path)
-    assert np.array_equal(loaded.serve(X), model.predict(X, verbose=0))
+    # Its graph may have other kernels.
+    np.testing.assert_allclose(loaded.serve(X), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
 
 
 def load_on_rank_0(folder):

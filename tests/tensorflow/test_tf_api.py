@@ -73,7 +73,7 @@ def test_our_declarations_are_tensorflows(tmp_path: Path) -> None:
     ("ours", "other"),
     [
         ("(TF_Status *, TF_Code, const char *)", "(TF_Status *, TF_Code, char *)"),
-        ("X(int64_t, TF_Dim,", "X(int, TF_Dim,"),
+        ("X(size_t, TF_DataTypeSize,", "X(int, TF_DataTypeSize,"),
         ("TF_HALF = 19", "TF_HALF = 20"),
     ],
 )
