@@ -44,7 +44,7 @@ def test_all_ranks_name_the_one_that_computes_longest(transport):
     for slow, _ in found:
         assert slow.rank == 1
         # Rank 1 computes that much longer; other things delay ranks too.
-        assert 0.5 * steps * 2 * unit_s < slow.waited_s
+        assert 0.25 * steps * 2 * unit_s < slow.waited_s
     assert min(stopped_s for _, stopped_s in found) == found[1][1]
 
 
