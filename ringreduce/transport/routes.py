@@ -93,8 +93,8 @@ def first_to_answer(
     """Connect to every rank in `ways` at one of its addresses, and close the connections again.
 
     `ways` are by rank hosts and ports, the best first; each has a start of `lead_s` before the next
-    one, unless it fails. All together take `limit_s` at most. Meanwhile `check` is called several
-    times a second; it may raise.
+    one, unless it fails. All together take `limit_s`, and a moment, at most. Meanwhile `check` is
+    called several times a second; it may raise.
 
     Returns by rank the host that answered first; and of each rank that was not reached, why, as
     tried by `rank`, this one.
@@ -118,8 +118,6 @@ def first_to_answer(
 
         while running or any(waiting.values()):
             now = time.monotonic()
-            if now - started >= limit_s:
-                break
             tried = {peer for peer, _ in running.values()}
             for peer, addresses in waiting.items():
                 while addresses and (now >= next_s[peer] or peer not in tried):
@@ -136,7 +134,11 @@ def first_to_answer(
                     tried.add(peer)
                     selector.register(connecting, selectors.EVENT_WRITE, connecting)
             check()
-            for key, _ in selector.select(min(TIMES.poll_s, lead_s or TIMES.poll_s)):
+            ready = selector.select(min(TIMES.poll_s, lead_s or TIMES.poll_s))
+            # What has answered counts, though this thread may have had no time to look before.
+            if not ready and now - started >= limit_s:
+                break
+            for key, _ in ready:
                 connecting = key.data
                 if connecting not in running:
                     continue  # Its rank has just answered at another address.

@@ -73,6 +73,13 @@ def test_a_rank_that_is_not_reached_is_reported_with_each_address(closed, silent
     assert sorted(failed) == sorted(due)
 
 
+def test_what_answers_while_this_thread_has_no_time_is_reached():
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        way = opened.getsockname()
+        found, _ = first_to_answer(0, {1: [way]}, 0.0, lambda: opened.accept()[0].close())
+    assert found == {1: "127.0.0.1"}
+
+
 def test_a_check_ends_the_race(silent):
     def check():
         raise KeyError("stop")
