@@ -253,8 +253,7 @@ def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(tmp_path):
     text = """
         import threading
         try:
-            print("ready", flush=True)
-            threading.Event().wait()
+            threading.Event().wait(print("ready", flush=True))
         except KeyboardInterrupt:
             if rank == 2:
                 raise OSError("no space")
@@ -265,10 +264,11 @@ def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(tmp_path):
         job.wait_shown("ready", times=3)
         job.signal(2)
         assert job.wait() == 130
-        said = job.stderr.splitlines()
+        # Where Python takes long to end, the launcher says that it waits.
+        said = [line for line in job.stderr.splitlines() if "waits up to" not in line]
         assert said[0] == "ringreduce: stopped by SIGINT"
         assert said[1].startswith("ringreduce: ranks 0, 1: KeyboardInterrupt (File ")
-        line = line_of(tmp_path / name, "threading.Event().wait()")
+        line = line_of(tmp_path / name, "threading.Event().wait(")
         assert said[1].endswith(f'script.py", line {line}, in <module>)')
         assert said[2] == "ringreduce: rank 2:"
         assert said[-1] == "ringreduce:   OSError: no space"
