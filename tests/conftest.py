@@ -8,8 +8,10 @@ import gc
 import os
 import random
 import secrets
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ hypothesis.settings.load_profile("other")
 if os.environ.get("RINGREDUCE_TEST_RANDOM", "") != "1":
     hypothesis.settings.load_profile("same")
 
-# The kernel takes a moment to forget a thread that has been joined.
-_SETTLE_S = 5.0
+# How often we look whether a thread has ended: the kernel takes a moment to forget one. Counted,
+# since on a busy machine none may have had its turn for seconds.
+_LOOKS = 5000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,10 +87,12 @@ def _no_thread_is_left() -> Iterator[None]:
     """Fail a test that leaves a thread of Python's, or of libzmq's, which own all sockets."""
     before = _threads()
     yield
-    deadline = time.monotonic() + _SETTLE_S
-    while (left := _threads() - before) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not left, f"still running: {sorted(left)}"
+    for _ in range(_LOOKS):
+        if not (left := _threads() - before):
+            return
+        time.sleep(0.001)  # Python's lock is theirs meanwhile.
+    stacks = ["".join(traceback.format_stack(f)) for f in sys._current_frames().values()]
+    pytest.fail("\n".join([f"still running: {sorted(left)}", *stacks]))
 
 
 @pytest.fixture(scope="module")
