@@ -9,7 +9,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -292,20 +291,17 @@ def test_ranks_that_import_keras_are_named_while_they_run(tmp_path):
 def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path):
     text = """
         import numpy, ringreduce
-        ring = ringreduce.init(timeout_s=1)
+        ring = ringreduce.init()
         ring.all_reduce(numpy.ones(3))
+        ring._session._waiting.timeouts.timeout_s = 1  # It may take longer until here.
         if ring.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        try:
-            ring.all_reduce(numpy.ones(3))
-        finally:
-            print("failed", time.monotonic_ns(), flush=True)
+        ring.all_reduce(numpy.ones(3))
         """
-    done = run(tmp_path, "-n", "2", script(tmp_path, RANK, text))
-    ended_s = time.monotonic() - min(numbers(done.stdout, "failed")) / 1e9
+    done = run(tmp_path, "-n", "2", "--grace", "60", script(tmp_path, RANK, text))
     assert done.returncode == 1
     assert "ringreduce: rank 1 held up or left the others and did not fail itself; " in done.stderr
-    assert ended_s < 3.0
+    assert "killed" not in done.stderr  # As those are that do not end in their grace.
 
 
 def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path):
@@ -391,13 +387,13 @@ def test_a_signal_reaches_every_worker(tmp_path, number):
 
 def test_a_repeated_signal_kills_at_once(tmp_path):
     deaf = "signal.signal(signal.SIGINT, lambda *_: print('no', flush=True))\n"
-    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, RANK, deaf, WAITS)) as job:
+    options = ("-n", "2", "--grace", "60")
+    with launcher(tmp_path, "run", *options, script(tmp_path, RANK, deaf, WAITS)) as job:
         job.wait_shown("pid", times=2)
         job.signal(signal.SIGINT)
         job.wait_shown("no", times=2)
         job.signal(signal.SIGINT)
-        # Well below the grace that a first signal gives.
-        assert job.wait(2.5) == 130
+        assert job.wait() == 130  # Long before the grace that a first signal gives.
         wait_gone(numbers(job.stdout))
 
 
