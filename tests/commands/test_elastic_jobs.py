@@ -17,9 +17,18 @@ from tests.commands.test_nodes import jobs
 from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import Process, launcher, wait_gone, wait_until
 
+# The beginning of every program.
+ENDS = f"""{RANK}
+def pid_of(rank):
+    return int(beside(f"pid{{rank}}").read_text())
+def wait_for_end_of(rank):
+    while pathlib.Path(f"/proc/{{pid_of(rank)}}").exists():  # until the launcher knows
+        time.sleep(0.01)
+
+beside(f"pid{{rank}}").write_text(str(os.getpid()))
+"""
 # Its arguments say in which step a rank fails and how, and without whom the others go on.
-TRAINS = """
-import os, signal, sys
+TRAINS = f"""{ENDS}
 import numpy
 import ringreduce
 from ringreduce.commands.launch import handover
@@ -32,7 +41,7 @@ def bad(how):
 failing = dict(each.split(":") for each in sys.argv[2:])
 ring, number = ringreduce.init(), 0
 for step in range(1, int(sys.argv[1])):
-    how = failing.get(f"{ring.config.rank}@{step}")
+    how = failing.get(f"{{rank}}@{{step}}")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how:
@@ -42,22 +51,19 @@ for step in range(1, int(sys.argv[1])):
     except ringreduce.PeerLostError as error:
         if "RINGREDUCE_ELASTIC" not in os.environ:
             raise
+        wait_for_end_of(error.peer)
         reform(ring, [error.peer])
         number += 1
         members = ring._session.membership.members
-        handover.tell(Reformed(number, members, f"in step {step}", 0.44))
+        handover.tell(Reformed(number, members, f"in step {{step}}", 0.44))
 print("ended with", ring.size, flush=True)
 """
 # Tells the launcher of rings without forming any. What ranks wait for are files beside the program.
-TELLS = f"""{RANK}
+TELLS = f"""{ENDS}
 from ringreduce import RendezvousError
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Joins, Killed, Reformed
 
-def pid_of(rank):
-    return int(beside(f"pid{{rank}}").read_text())
-
-beside(f"pid{{rank}}").write_text(str(os.getpid()))
 handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"])))
 if not os.environ.get("FORMS"):
     handover.tell(Joins(int(os.environ["RINGREDUCE_SIZE"]), "formed"))
@@ -145,8 +151,7 @@ def test_too_few_ranks_end_by_themselves_and_the_one_that_was_lost_is_named(tmp_
     saves = """
         if rank == 0:
             os.kill(os.getpid(), 9)
-        while pathlib.Path(f"/proc/{pid_of(0)}").exists():  # until the launcher knows
-            time.sleep(0.01)
+        wait_for_end_of(0)
         print("saves", flush=True)
         raise RendezvousError("too few ranks are left")
         """
@@ -216,6 +221,7 @@ TELLS_NODES = """
 if rank == 1:
     exit(3)
 if rank == 0:
+    wait_for_end_of(1)
     handover.tell(Reformed(1, (0, 2), "in step 7", 0.1))
 wait_for("second")
 if rank == 0:
