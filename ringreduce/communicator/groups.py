@@ -10,7 +10,7 @@ from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import GROUPS_MAX, Choice, Membership
 from ringreduce.pure.wire import Kind, signature_of
-from ringreduce.vocabulary.errors import ArrayError, RendezvousError
+from ringreduce.vocabulary.errors import ArrayError, PeerLostError, RendezvousError
 
 
 def split(parent: Session, color: int | str | None, key: int) -> Session | None:
@@ -29,7 +29,12 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
         take_no_part(job, _Parent(parent))
     if joined is None:
         return None
-    group = Session(config, joined, job, form, Lasting())
+    try:
+        group = Session(config, joined, job, form, Lasting())
+    except PeerLostError:
+        # A member that learns sooner that the parent has broken leaves the group, and seems lost.
+        parent.check_soon()
+        raise
     parent.groups.add(group)
     return group
 

@@ -39,7 +39,7 @@ from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import inherited
 from ringreduce.transport.stalls import Waiting
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError, RingReduceError
 
 _log = logging.getLogger(__name__)
@@ -316,6 +316,11 @@ class Session:
             if self.failure is None or self.is_closed:
                 raise closed(self.config)
             raise again(self.failure)
+
+    def check_soon(self) -> None:
+        """As `check`, once other ranks have had time to tell why the ring has ended."""
+        self._waiting.await_cause(TIMES.explain_s)
+        self.check()
 
     def _record(self, error: BaseException) -> None:
         """Record `error` in memory and, with a `log_dir`, on disk; from any thread."""

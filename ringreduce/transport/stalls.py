@@ -74,10 +74,10 @@ class Waiting:
             "closed its communicator in the middle of a collective", **where
         )
 
-    def await_cause(self) -> RingReduceError | None:
+    def await_cause(self, limit_s: float = TIMES.explanation_s) -> RingReduceError | None:
         """Why the ring has ended, if another rank that knows more says it soon."""
         # Polled, since a signal handler may set it.
-        deadline = time.monotonic() + TIMES.explanation_s
+        deadline = time.monotonic() + limit_s
         while not self.is_interrupted and time.monotonic() < deadline:
             time.sleep(TIMES.ended_poll_s)
         return self._cause

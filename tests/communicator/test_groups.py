@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.communicator import opened_sockets
+from ringreduce.communicator import groups, opened_sockets
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import descriptors
-from tests.rings import SOON_S, Ring, on_each_rank, outcome
+from tests.rings import SOON_S, Ring, on_each_rank, outcome, outcomes
 from tests.scope import in_full
 
 
@@ -188,6 +188,20 @@ def test_a_rank_killed_while_a_group_forms_is_named(tmp_path, transport, moment)
             assert [fact["kind"] for fact in facts] == ["PeerLostError"] * 2, facts
             assert all("rank 2" in fact["text"] for fact in facts), facts
             assert max(fact["seconds"] for fact in facts) < SOON_S
+
+
+def test_a_member_that_left_because_its_parent_broke_is_not_the_one_at_fault(monkeypatch):
+    exchange = groups._Parent.exchange
+
+    def exchange_and_break(parent, value, why=""):
+        passed, comm = exchange(parent, value, why), parent.session
+        if comm.config.rank == 1 and value is None:  # The last: the others wait in the group.
+            raise comm.fail(rr.PeerLostError("lost rank 2", **comm.config.who, peer=2))
+        return passed
+
+    monkeypatch.setattr(groups._Parent, "exchange", exchange_and_break)
+    errors = outcomes(3, lambda comm: comm.split(0), transport="zmq")
+    assert [(type(error), error.peer) for error in errors] == [(rr.PeerLostError, 2)] * 3, errors
 
 
 @pytest.mark.parametrize("transport", [in_full("zmq"), "auto"])
