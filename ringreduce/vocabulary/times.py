@@ -61,8 +61,9 @@ class Times:
     join_thread_s: float = 2.0
 
     lock_s: float = 5.0  # after a ring's first call, for ranks that are still connecting
-    # A handshake takes a few round trips; one that takes longer is not from a rank.
-    handshake_s: float = 10.0
+    # A handshake takes a few round trips and the answer of a thread that needs Python's lock, which
+    # others may keep for seconds while a ring forms. One that takes longer is not from a rank.
+    handshake_s: float = 30.0
     refusal_pause_s: float = 10.0  # between two logged lines on refused connections
     # For the hello of a rank that has connected to a Unix socket, or its handshake at a standby
     # port, where it tries again; it sends it at once.
