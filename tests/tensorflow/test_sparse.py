@@ -1,4 +1,4 @@
-"""Sparse gradients, eagerly on rings of threads; test_sparse_routes.py has the other ways."""
+"""Sparse gradients, eagerly on rings of threads; test_routes has all routes."""
 
 import logging
 from typing import Any
@@ -34,16 +34,6 @@ def on_threads(size: int, steps: Any, paths: Any = ("table",), **options: Any) -
         return means
 
     return ring_of_threads(size, work)
-
-
-def test_a_row_that_one_rank_has_is_divided_by_all() -> None:
-    def steps(rank: int) -> Any:
-        return [[slices([[8.0, 4.0]] * 2, [7 - rank, 7], (30, 2))]]
-
-    for (mean,) in on_threads(4, steps):
-        assert mean.indices.numpy().tolist() == [4, 5, 6, 7]
-        assert mean.values.numpy().tolist() == [[2.0, 1.0]] * 3 + [[10.0, 5.0]]
-        assert mean.dense_shape.numpy().tolist() == [30, 2]
 
 
 def test_sparse_as_dense_gives_the_whole() -> None:
@@ -87,21 +77,6 @@ def test_integers_are_reduced_as_a_whole() -> None:
 
     for (mean,) in on_threads(2, steps):
         assert tf.convert_to_tensor(mean).numpy().tolist() == [[2], [2], [0]]
-
-
-def test_results_are_not_overwritten_by_the_next_step() -> None:
-    """A table's memory is TensorFlow's for as long as it holds a tensor made of it."""
-
-    def work(comm: Communicator) -> Any:
-        made = GradientBridge(1 << 20)
-        kept = [
-            made.mean(comm, [slices(np.full((500, 2), i), np.arange(500), (500, 2))], ["v"])[0]
-            for i in range(10)
-        ]
-        right = all((mean.values.numpy() == i).all() for i, mean in enumerate(kept))
-        return right
-
-    assert all(ring_of_threads(2, work))
 
 
 def test_gathering_sends_the_rows_and_not_the_table() -> None:
