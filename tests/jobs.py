@@ -1,6 +1,7 @@
 """Whole jobs in tests: every rank runs one script to its end."""
 
 import contextlib
+import json
 import secrets
 import socket
 import sys
@@ -14,7 +15,7 @@ from ringreduce.testing import JobResult
 from ringreduce.vocabulary.config import Config
 from tests.processes import Process, clean_environment, wait_until
 
-__all__ = ["members", "run_job"]
+__all__ = ["facts_in", "members", "run_job"]
 
 _ROOT = Path(__file__).parents[1]
 # A rank that fails takes the others with it sooner than this.
@@ -98,6 +99,14 @@ def run_job(
         errors = [_marked(rank, worker.stderr) for rank, worker in enumerate(workers)]
         failed = next((code for code in codes.values() if code), 0)
         return JobResult(failed, "".join(output), "".join(errors))
+
+
+def facts_in(output: str) -> Iterator[dict[str, Any]]:
+    """The lines of JSON that ranks printed, each of which begins with its rank in brackets."""
+    for line in output.splitlines():
+        text = line.partition("] ")[2]
+        if text.startswith("{"):
+            yield json.loads(text)
 
 
 def _marked(rank: int, text: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.facts import facts_in
+from tests.jobs import facts_in
 from tests.processes import launcher, wait_until
 
 SIZE, EPOCHS, STEPS = 4, 6, 40

@@ -10,8 +10,7 @@ import pytest
 
 from ringreduce.commands.verify import read
 from ringreduce.pure.verification import Recorded, compare, reasons
-from tests.facts import facts_in
-from tests.jobs import run_job
+from tests.jobs import facts_in, run_job
 from tests.launching import command_line
 from tests.processes import launcher
 

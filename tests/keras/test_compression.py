@@ -11,8 +11,7 @@ import tensorflow as tf
 import ringreduce.keras as rr
 from ringreduce import ConfigError, NumericsError
 from ringreduce.tensorflow.codecs import Codec
-from tests.facts import facts_in
-from tests.jobs import run_job
+from tests.jobs import facts_in, run_job
 from tests.programs.shared import digest
 from tests.ranks import on_ranks
 

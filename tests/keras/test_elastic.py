@@ -20,8 +20,7 @@ from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError
 from tests import hosts
-from tests.facts import facts_in
-from tests.jobs import run_job
+from tests.jobs import facts_in, run_job
 from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]

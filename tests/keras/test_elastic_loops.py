@@ -18,8 +18,7 @@ from ringreduce.keras.recovery import go_on
 from ringreduce.keras.repeating import Repeating
 from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads
-from tests.facts import facts_in
-from tests.jobs import run_job
+from tests.jobs import facts_in, run_job
 from tests.processes import wait_until
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]

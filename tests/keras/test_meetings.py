@@ -11,8 +11,7 @@ import ringreduce.keras as rr
 from ringreduce import ConfigError
 from ringreduce.keras.meetings import _Meeting
 from ringreduce.testing import ring_of_threads
-from tests.facts import facts_in
-from tests.jobs import run_job
+from tests.jobs import facts_in, run_job
 from tests.programs.shared import built, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.facts import facts_in
+from tests.jobs import facts_in
 from tests.launching import run
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.full, pytest.mark.timeout(300)]

@@ -1,12 +1,10 @@
 """Programs as strangers write them: alone and on two ranks, which must end alike."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tests.jobs import _ROOT as ROOT
-from tests.jobs import run_job
+from tests.jobs import facts_in, run_job
 from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
@@ -33,8 +31,7 @@ def reports_of(name, size):
     warned = [line for line in result.errors.splitlines() if "Warning" in line]
     assert len(warned) == (name in RANDOM and size > 1), warned
     assert all("ParityWarning" in line for line in warned)
-    lines = [line.partition("] ")[2] for line in result.output.splitlines()]
-    reports = [json.loads(line) for line in lines if line.startswith("{")]
+    reports = list(facts_in(result.output))
     assert len(reports) == size
     return reports
 

@@ -1,6 +1,5 @@
 """Programs in the manner of keras.io, which nobody has changed, on one rank and on several."""
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.jobs import run_job
+from tests.jobs import facts_in, run_job
 from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
@@ -31,10 +30,8 @@ def reports(size: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
         environment={"PROGRAMS_FOLDER": folder, "PYTHONHASHSEED": "0"},
     )
     assert result.exit_code == 0, result.errors
-    lines = [line.partition("] ")[2] for line in result.output.splitlines()]
     found: dict[str, list[Any]] = {}
-    for line in lines:
-        report = json.loads(line)
+    for report in facts_in(result.output):
         found.setdefault(report["name"], []).append(report)
     if "callbacks" in names:
         written = {path.name for path in Path(folder, "run").iterdir()}
