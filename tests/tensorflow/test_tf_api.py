@@ -64,27 +64,6 @@ def source(declarations: str, folder: Path) -> str:
     return SOURCE.format(values=names, declarations=header) + "\n".join(checks)
 
 
-def test_our_declarations_are_tensorflows(tmp_path: Path) -> None:
-    declarations = (NATIVE / "tf_api.h").read_text()
-    assert compiles(source(declarations, tmp_path), tmp_path) == ""
-
-
-@pytest.mark.parametrize(
-    ("ours", "other"),
-    [
-        ("(TF_Status *, TF_Code, const char *)", "(TF_Status *, TF_Code, char *)"),
-        ("X(size_t, TF_DataTypeSize,", "X(int, TF_DataTypeSize,"),
-        ("TF_HALF = 19", "TF_HALF = 20"),
-    ],
-)
-def test_a_difference_would_be_found(tmp_path: Path, ours: str, other: str) -> None:
-    declarations = (NATIVE / "tf_api.h").read_text()
-    assert ours in declarations
-    assert "static assertion failed" in compiles(
-        source(declarations.replace(ours, other), tmp_path), tmp_path
-    )
-
-
 XLA_SOURCE = """
 #include <cstddef>
 #include <cstdint>
@@ -133,23 +112,33 @@ def xla_source(declarations: str, folder: Path) -> str:
     return XLA_SOURCE.format(declarations=header) + "\n".join(checks)
 
 
-def test_our_declarations_are_xlas(tmp_path: Path) -> None:
-    declarations = (NATIVE / "xla_api.h").read_text()
-    assert compiles(xla_source(declarations, tmp_path), tmp_path) == ""
+CHECKS = {"tf_api.h": source, "xla_api.h": xla_source}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_our_declarations_are_theirs(tmp_path: Path, name: str) -> None:
+    check = CHECKS[name]((NATIVE / name).read_text(), tmp_path)
+    assert compiles(check, tmp_path) == ""
 
 
 @pytest.mark.parametrize(
-    ("ours", "other"),
+    ("name", "ours", "other"),
     [
-        ("XLA_FFI_DataType_BF16 = 16", "XLA_FFI_DataType_BF16 = 17"),
-        ("    int64_t rank;\n", "    int32_t rank;\n"),
-        ("    rr_xla_not_used *XLA_FFI_Stream_Get;\n", "    int XLA_FFI_Stream_Get[5];\n"),
+        ("tf_api.h", "(TF_Status *, TF_Code, const char *)", "(TF_Status *, TF_Code, char *)"),
+        ("tf_api.h", "X(size_t, TF_DataTypeSize,", "X(int, TF_DataTypeSize,"),
+        ("tf_api.h", "TF_HALF = 19", "TF_HALF = 20"),
+        ("xla_api.h", "XLA_FFI_DataType_BF16 = 16", "XLA_FFI_DataType_BF16 = 17"),
+        ("xla_api.h", "    int64_t rank;\n", "    int32_t rank;\n"),
+        (
+            "xla_api.h",
+            "    rr_xla_not_used *XLA_FFI_Stream_Get;\n",
+            "    int XLA_FFI_Stream_Get[5];\n",
+        ),
     ],
 )
-def test_a_difference_from_xla_would_be_found(tmp_path: Path, ours: str, other: str) -> None:
-    declarations = (NATIVE / "xla_api.h").read_text()
-    source = xla_source(declarations, tmp_path)
-    header = tmp_path / "xla_api.h"
-    assert ours in declarations
-    header.write_text(header.read_text().replace(ours, other))
-    assert "static assertion failed" in compiles(source, tmp_path)
+def test_a_difference_would_be_found(tmp_path: Path, name: str, ours: str, other: str) -> None:
+    check = CHECKS[name]((NATIVE / name).read_text(), tmp_path)
+    assert ours in (tmp_path / name).read_text()
+    for header in tmp_path.glob("*.h"):
+        header.write_text(header.read_text().replace(ours, other))
+    assert "static assertion failed" in compiles(check, tmp_path)
