@@ -91,13 +91,15 @@ class Ranks:
         return self.ring(size)(function, *arguments, **keywords)
 
     def ring(
-        self, size: int, *, hosts: Sequence[str] = (), **environment: str
+        self, size: int, *, hosts: Sequence[str] = (), lost: Sequence[int] = (), **environment: str
     ) -> Callable[..., list[Any]]:
         """Return what makes such calls on another ring of this file.
 
         Args:
             size: number of ranks.
             hosts: a name for each rank: ranks of one name are on one host.
+            lost: ranks that end, stop or fail in a call, and then the others end; their result is
+                None.
             environment: variables of the ranks.
         """
         key = size, tuple(hosts), tuple(sorted(environment.items()))
@@ -108,8 +110,10 @@ class Ranks:
                 ring = _Ring(self._directory, size, self._environment | environment, hosts)
             with contextlib.ExitStack() as stack:
                 stack.callback(ring.kill)
-                results = ring.call(cloudpickle.dumps((function, arguments, keywords)))
-                if not any(result.is_last for result in results):
+                results = ring.call(cloudpickle.dumps((function, arguments, keywords)), lost)
+                if lost:
+                    ring.end(lost)
+                elif not any(result.is_last for result in results):
                     stack.pop_all()
                     self._rings[key] = ring
             if os.environ.get("RINGREDUCE_TEST_ALONE", "") == "1":
@@ -125,18 +129,18 @@ class Ranks:
 
 
 def on_ranks(
-    size: int | None = None, *, hosts: Sequence[str] = (), **environment: str
+    size: int | None = None, **settings: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a function a test that runs on every rank of a ring; all must return the same.
 
     Its parameters are those of a parametrization. So is `size`, where none is given here; it and
-    the others as in `Ranks.ring`.
+    `settings` as in `Ranks.ring`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         def test(ranks: Ranks, **arguments: Any) -> None:
             count = arguments.pop("size") if size is None else size
-            results = ranks.ring(count, hosts=hosts, **environment)(test, **arguments)
+            results = ranks.ring(count, **settings)(test, **arguments)
             assert all(result == results[0] for result in results), results
 
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
@@ -200,13 +204,13 @@ class _Ring:
                 self._workers.append(self._stack.enter_context(worker))
             self._stack = self._stack.pop_all()
 
-    def call(self, request: bytes) -> list[Result]:
-        """Have every rank make the call; return what each answered, if none raised."""
+    def call(self, request: bytes, lost: Sequence[int]) -> list[Result]:
+        """Have every rank make the call; return what each answered, if no other raised."""
         for worker in self._workers:
             with contextlib.suppress(BrokenPipeError):  # Its answer says that it has ended.
                 _write(worker.stdin, request)
         deadline = time.monotonic() + _DEADLINE_S
-        results: dict[int, Result] = {}
+        results = {rank: Result(None, "", True) for rank in lost}
         while len(results) < len(self._workers):
             waiting = {a: r for r, a in enumerate(self._answers) if r not in results}
             ready, _, _ = select.select(list(waiting), [], [], max(0, deadline - time.monotonic()))
@@ -234,14 +238,14 @@ class _Ring:
             text.append(f"{worker.stdout[-2000:]}{worker.stderr[-4000:]}")
         raise AssertionError("\n".join(text))
 
-    def end(self) -> None:
-        """Have the ranks leave the ring; raise if one does not end well."""
+    def end(self, lost: Sequence[int] = ()) -> None:
+        """Have the ranks leave the ring; raise if one that is not lost does not end well."""
         with self._stack:
             for worker in self._workers:
                 worker.stdin.close()
-            for rank, worker in enumerate(self._workers):
-                code = worker.wait()
-                assert code == 0, f"rank {rank} ended with {code}:\n{worker.stderr}"
+            for rank in {*range(len(self._workers))} - {*lost}:
+                code = self._workers[rank].wait()
+                assert code == 0, f"rank {rank} ended with {code}:\n{self._workers[rank].stderr}"
 
     def kill(self) -> None:
         self._stack.close()
