@@ -1,6 +1,8 @@
 """Ranks that step alone and meet, against a simulation in numpy: on a ring of two."""
 
 import contextlib
+import os
+import signal
 
 import keras
 import numpy as np
@@ -8,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce import ConfigError
+from ringreduce import ConfigError, PeerLostError
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.meetings import _Meeting
 from ringreduce.testing import ring_of_threads
-from tests.jobs import facts_in, run_job
 from tests.programs.shared import built, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -316,6 +318,35 @@ def test_a_meeting_counts_as_reducing_and_blocks_for_as_long_as_it_is_waited_for
         assert stopped_s <= max(seconds, waited_s)
 
 
+def lose_rank_1(when, compression):
+    """Rank 1 dies between meetings, or in one; the call that waits for it says so."""
+    variables = [tf.Variable(tf.zeros(5003))]
+    strategy = LocalSGD(3) if when == "between" else DiLoCo(4, overlap=2)
+    optimizer = rr.DistributedOptimizer(SGD(0.5), strategy=strategy, compression=compression)
+    optimizer.build(variables)
+    step = tf.function(lambda: optimizer.apply([tf.ones(5003)], variables))
+    all_reduce, calls = Communicator.all_reduce, []
+
+    def dying(self, *arguments, **options):
+        """The first call of a meeting is for the weights of the ranks, the second for data."""
+        calls.append(arguments)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return all_reduce(self, *arguments, **options)
+
+    def train():
+        for number in range(8):
+            if rr.rank() == 1 and (when, number) == ("between", 4):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rr.rank() == 1 and (when, number) == ("under way", 1):
+                Communicator.all_reduce = dying
+            step()
+
+    with pytest.raises(PeerLostError, match="rank 1"):
+        train()
+    assert int(optimizer.iterations) == 6
+
+
 @pytest.mark.parametrize(
     ("when", "compression", "transport"),
     [
@@ -324,17 +355,8 @@ def test_a_meeting_counts_as_reducing_and_blocks_for_as_long_as_it_is_waited_for
         in_full("under way", "int8", "zmq"),
     ],
 )
-def test_a_rank_killed_between_meetings_or_in_one_is_named(when, compression, transport):
-    environment = {"RINGREDUCE_TRANSPORT": transport}
-    arguments = ["tests/programs/lost_meeting.py", when, compression]
-    result = run_job(3, arguments, environment=environment)
-    found = {fact["rank"]: fact for fact in facts_in(result.output)}
-    assert sorted(found) == [0, 2], result.errors
-    for fact in found.values():
-        assert fact["error"] == "PeerLostError", fact
-        assert "rank 1" in fact["text"]
-        # In the call that waits for what the killed rank has not sent.
-        assert fact["steps"] == 6
+def test_a_rank_killed_between_meetings_or_in_one_is_named(ranks, when, compression, transport):
+    ranks.ring(3, lost=[1], RINGREDUCE_TRANSPORT=transport)(lose_rank_1, when, compression)
 
 
 def wrapped(strategy, inner=SGD, **options):
