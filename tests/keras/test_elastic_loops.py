@@ -1,6 +1,7 @@
 """Loops of one's own go back to the newest commit when ranks are lost."""
 
-import json
+import os
+import signal
 import threading
 import time
 from functools import partial
@@ -12,31 +13,125 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError, PeerLostError, PeerTimeoutError, RendezvousError
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import answer_others
 from ringreduce.keras import elastic as loops
 from ringreduce.keras.recovery import go_on
 from ringreduce.keras.repeating import Repeating
 from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads
-from tests.jobs import facts_in, run_job
 from tests.processes import wait_until
+from tests.programs.shared import difference, digest, error_of
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
-ALL = [[epoch, batch] for epoch in range(2) for batch in range(5)]
+BATCH, STEPS, EPOCHS = 12, 5, 2
+ALL = [[epoch, batch] for epoch in range(EPOCHS) for batch in range(STEPS)]
 
 
-def said(size, left, least=1, **case):
-    """By rank, what those say that are left."""
-    done = run_job(
-        *(size, ["tests/programs/elastic_loop.py", json.dumps(case)]),
-        timeout_s=20.0,
-        environment={} if least is None else {"RINGREDUCE_ELASTIC": str(least)},
-    )
-    found = {fact["rank"]: fact for fact in facts_in(done.output)}
-    assert sorted(found) == left, done.errors
-    assert len({fact["digest"] for fact in found.values()}) == 1
-    return found, done
+def made(wrap):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(wrap(keras.optimizers.Adam(0.05)), "mse")
+    return model
+
+
+def stepping(model, way):
+    def step(inputs, targets):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(inputs) - targets) ** 2)
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+
+    return step if way == "eager" else tf.function(step, jit_compile=way == "xla")
+
+
+def trained(way, faults=(), runs=1, fits=False):
+    """Train by a loop in which ranks are lost; return how it went, compared with one process."""
+    ring, points, trail, resets, results = rr.init(), [], [], [], []
+
+    def pass_by(point):
+        """Lose this rank, if it is to be lost here; or wait until others have lost a rank."""
+        points.append(point)
+        for rank, where, number, how in faults:
+            if (rank, where, number) == (own_rank, point, points.count(point)):
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                wait_until(lambda: ring.failure, "the loss of a rank")
+                raise ring.failure
+
+    def passing(method, before="", after=""):
+        def call(*arguments):
+            pass_by(before)
+            result = method(*arguments)
+            pass_by(after)
+            return result
+
+        return call
+
+    own_rank = ring.rank
+    Communicator.broadcast_object = passing(Communicator.broadcast_object, before="sync")
+    Communicator.barrier = passing(Communicator.barrier, after="barrier")
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(BATCH * STEPS, 3)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    batches = [slice(start, start + BATCH) for start in range(0, len(x), BATCH)]
+    model, alone = made(rr.DistributedOptimizer), made(lambda optimizer: optimizer)
+    alone.set_weights(model.get_weights())
+    step = stepping(model, way)
+    model.layers[0].bias.assign([float(own_rank)])
+    state = rr.elastic.KerasState(model, batch=0, epoch=own_rank, seen=[])
+    if own_rank == 0:
+        model.layers[0].bias.assign([7.0])  # After the state was made.
+
+    @rr.elastic.run
+    def train(state, epochs):
+        for state.epoch in range(state.epoch, epochs):  # noqa: B020
+            while state.batch < STEPS:
+                own = [array[batches[state.batch]][rr.rank() :: rr.size()] for array in (x, y)]
+                pass_by("step")
+                with rr.step_weight(len(own[0])):
+                    step(*own)
+                pass_by("end")
+                trail.append([state.epoch, state.batch, rr.size()])
+                state.batch += 1
+                state.seen.append(state.batch)
+                if state.batch % 2 == 0:
+                    pass_by("commit")
+                    state.commit()
+                    pass_by("committed")
+            state.batch = 0
+        pass_by("return")
+        return "done"
+
+    def train_all():
+        for run in range(1, runs + 1):
+            results.append(train(state, epochs=EPOCHS * run))
+            state.epoch += 1
+
+    state.register_reset_callbacks([lambda: resets.append([state.epoch, state.batch, rr.size()])])
+    said = error_of(train_all) | {"results": results, "trail": trail, "resets": resets}
+    if fits:
+        fit = rr.elastic.run(lambda state: rr.fit(model, x, y, verbose=0))
+        said["fit"] = error_of(lambda: fit(state))["text"]
+    if not said["error"]:
+        alone.layers[0].bias.assign([7.0])
+        step = stepping(alone, "eager")
+        for rows in batches * EPOCHS * runs:
+            step(x[rows], y[rows])
+        said["difference"] = difference(model, alone)
+    iterations = int(model.optimizer.iterations.numpy())
+    said |= {"seen": state.seen, "iterations": iterations, "members": list(ring.members)}
+    return said | {"digest": digest(model.variables)}
+
+
+def said(ranks, size, left, least=1, **case):
+    """What those say that are left."""
+    lost = sorted({*range(size)} - {*left})
+    environment = {} if least is None else {"RINGREDUCE_ELASTIC": str(least)}
+    ring = ranks.ring(size, lost=lost, RINGREDUCE_TIMEOUT_S="20", **environment)
+    found = [fact for fact in ring(trained, **case) if fact]
+    assert len({fact["digest"] for fact in found}) == 1
+    return found
 
 
 @pytest.mark.parametrize(
@@ -60,12 +155,12 @@ def said(size, left, least=1, **case):
         ("xla", 2, [[0, "step", 4, "kill"]], [(2, ALL[:3]), (1, ALL[2:])]),
     ],
 )
-def test_they_end_as_one_process_does(way, size, faults, trail):
+def test_they_end_as_one_process_does(ranks, way, size, faults, trail):
     left = sorted({*range(size)} - {rank for rank, *_, how in faults if how == "kill"})
-    found, _ = said(size, left, way=way, faults=faults, fits=way == "graph")
-    for fact in found.values():
-        assert fact["result"] == "done", fact
-        assert fact["trail"] == [[*at, ranks] for ranks, steps in trail for at in steps]
+    found = said(ranks, size, left, way=way, faults=faults, fits=way == "graph")
+    for fact in found:
+        assert fact["results"] == ["done"], fact
+        assert fact["trail"] == [[*at, count] for count, steps in trail for at in steps]
         assert fact["difference"] < 1e-6
         assert fact["iterations"] == len(ALL)
         assert fact["seen"] == [1, 2, 3, 4, 5] * 2
@@ -76,34 +171,34 @@ def test_they_end_as_one_process_does(way, size, faults, trail):
 
 
 @pytest.mark.full
-def test_a_rank_that_has_missed_the_end_ends_as_the_others():
+def test_a_rank_that_has_missed_the_end_ends_as_the_others(ranks):
     faults = [[2, "barrier", 1, "kill"], [1, "barrier", 1, "wait"]]
-    found, _ = said(3, [0, 1], least=3, way="eager", faults=faults)
-    assert [fact["result"] for fact in found.values()] == ["done"] * 2
+    found = said(ranks, 3, [0, 1], least=3, way="eager", faults=faults)
+    assert [fact["results"] for fact in found] == [["done"]] * 2
 
 
 @pytest.mark.full
-def test_a_rank_that_has_missed_the_end_goes_on_with_the_next_loop():
+def test_a_rank_that_has_missed_the_end_goes_on_with_the_next_loop(ranks):
     """Rank 0 is in that when it is met."""
     faults = [[2, "barrier", 1, "kill"], [1, "barrier", 1, "wait"]]
-    found, _ = said(3, [0, 1], way="eager", faults=faults, runs=2)
+    found = said(ranks, 3, [0, 1], way="eager", faults=faults, runs=2)
     second = [[epoch + 2, batch, 2] for epoch, batch in ALL]
-    for fact in found.values():
-        assert fact["result"] == "done", fact
+    for fact in found:
+        assert fact["results"] == ["done"] * 2, fact
         assert fact["trail"] == [[*at, 3] for at in ALL] + second
         assert fact["difference"] < 1e-6
 
 
 @pytest.mark.full
-def test_too_few_do_not_make_the_end_of_a_loop_again():
+def test_too_few_do_not_make_the_end_of_a_loop_again(ranks):
     """Rank 0 has returned from it, and rank 1 has not."""
     faults = [[2, "return", 1, "kill"], [1, "return", 1, "wait"]]
-    found, _ = said(3, [0, 1], least=3, way="eager", faults=faults)
-    assert [fact["error"] for fact in found.values()] == ["RendezvousError"] * 2
+    found = said(ranks, 3, [0, 1], least=3, way="eager", faults=faults)
+    assert [fact["error"] for fact in found] == ["RendezvousError"] * 2
 
 
-def test_too_few_say_who_was_lost():
-    found, _ = said(3, [0, 1], least=3, way="eager", faults=[[2, "step", 4, "kill"]])
+def test_too_few_say_who_was_lost(ranks):
+    found = said(ranks, 3, [0, 1], least=3, way="eager", faults=[[2, "step", 4, "kill"]])
     for rank in (0, 1):
         assert found[rank]["error"] == "RendezvousError"
         assert (
@@ -112,8 +207,8 @@ def test_too_few_say_who_was_lost():
         ) in found[rank]["text"]
 
 
-def test_a_job_that_is_not_elastic_begins_alike_and_ends_with_the_loss():
-    found, _ = said(2, [0], least=None, way="eager", faults=[[1, "step", 4, "kill"]])
+def test_a_job_that_is_not_elastic_begins_alike_and_ends_with_the_loss(ranks):
+    found = said(ranks, 2, [0], least=None, way="eager", faults=[[1, "step", 4, "kill"]])
     assert found[0]["error"] == "PeerLostError"
     assert found[0]["trail"] == [[*at, 2] for at in ALL[:3]]
 
