@@ -136,12 +136,11 @@ def failed():
 
 
 def total(value):
-
     comm = ringreduce.init()
     sums = np.full(3, float(value + comm.rank))
     comm.all_reduce(sums)
     place = [comm.rank, comm.local_rank, comm.local_size]
-    return place, sums.tolist(), os.environ["RINGREDUCE_SECRET"], os.getpid()
+    return (place, sums.tolist()), os.environ["RINGREDUCE_SECRET"]
 
 
 def die_on_rank_one():
@@ -160,16 +159,11 @@ def error_of(*arguments, **options):
 
 def main(cluster):
     ray.init(address=cluster.address, log_to_driver=False)
-    first, second = run(total, 3, 10), run(total, 3, 20)
-    said = [one[:2] for one in first], [one[:2] for one in second]
-    keys = [{one[2] for one in each} for each in (first, second)]
-    say(
-        "run",
-        first=said[0],
-        second=said[1],
-        secrets=[len(each) for each in keys],
-        same=keys[0] == keys[1],
-    )
+    jobs = [run(total, 3, value) for value in (10, 20)]
+    first, second = ([said for said, _ in ranks] for ranks in jobs)
+    keys = [{secret for _, secret in ranks} for ranks in jobs]
+    counts = [len(secrets) for secrets in keys]
+    say("run", first=first, second=second, secrets=counts, same=keys[0] == keys[1])
     say("raised", **error_of(fail_on_rank_one, 2))
     say("died", **error_of(die_on_rank_one, 2))
     say("too many", **error_of(total, 9, 0, start_timeout_s=0.5))
