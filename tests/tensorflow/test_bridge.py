@@ -28,17 +28,12 @@ def mean_of(size, gradients_of, bucket_bytes=1 << 20):
 @pytest.mark.parametrize("bucket_bytes", [1, 256, 1 << 20])
 def test_every_gradient_becomes_the_mean(size, bucket_bytes):
     shapes = [(3, 5), (), (0, 4), (17,), (2, 2, 2), (1000,)]
-
-    def gradients(rank):
-        rng = np.random.default_rng(rank)
-        values = [rng.integers(-8, 8, s).astype("float32") * size for s in shapes]
-        return [tf.constant(v) for v in values]
-
-    everyone = [[g.numpy() for g in gradients(rank)] for rank in range(size)]
-    for means in mean_of(size, gradients, bucket_bytes):
-        for i, mean in enumerate(means):
-            assert mean.shape == shapes[i]
-            assert (mean.numpy() == sum(g[i] for g in everyone) / size).all()
+    generators = map(np.random.default_rng, range(size))
+    values = [[g.integers(-8, 8, s).astype("float32") * size for s in shapes] for g in generators]
+    for means in mean_of(size, lambda rank: list(map(tf.constant, values[rank])), bucket_bytes):
+        for mean, *parts in zip(means, *values, strict=True):
+            assert mean.shape == parts[0].shape
+            assert (mean.numpy() == sum(parts) / size).all()
 
 
 def test_gradients_of_a_dtype_that_cannot_travel_are_refused():
