@@ -89,12 +89,12 @@ def fit_closed(ring):
     model.fit(ONES, ONES, verbose=0)
 
 
-def steps(ring, *calls, wrap=tf.function):
+def steps(ring, *calls):
     """Make a step for each: whether the first layer has no gradient, and the order is reversed."""
     model = make(ring)
     model.optimizer.build(model.trainable_variables)
 
-    @wrap
+    @tf.function
     def step(closed, backwards):
         model.gate.closed = closed
         with tf.GradientTape() as tape:
@@ -233,12 +233,6 @@ SCENARIOS = {
     "None later in fit, eagerly": (fit_twice, NO_GRADIENT),
     "None later in a function": (
         lambda ring: steps(ring, *[OPEN] * 3, *odd([CLOSED] * 2, [OPEN] * 2)),
-        NO_GRADIENT,
-    ),
-    "None later in an eager loop": (
-        lambda ring: steps(
-            ring, *[OPEN] * 3, *odd([CLOSED] * 2, [OPEN] * 2), wrap=lambda step: step
-        ),
         NO_GRADIENT,
     ),
     "a plan of before": (

@@ -96,11 +96,6 @@ def test_the_first_collective_may_be_in_a_later_trace():
     assert plain([step(tf.ones(2), reduce) for reduce in (False, True)]) == same(1, rr.size())
 
 
-def one_function_called_twice(outer, inner):
-    mean = inner(mean_of)
-    return outer(lambda: (mean(late(value(1), 0)), mean(late(value(2), 1)))), same(1, 2)
-
-
 def functions_among_collectives(outer, inner):
     first = inner(mean_of)
     second = inner(lambda tensor: rr.all_gather(mean_of(late(tensor, 0)))[-2:])
@@ -223,8 +218,7 @@ def gradients_of_functions_in_loops(outer, inner):
 
 @by_way(
     {
-        one_function_called_twice: "jit both",
-        functions_among_collectives: "jit inside",
+        functions_among_collectives: "jit both",
         loops_among_collectives: "jit",
         loop_around_both: "graph",
         turns_that_need_nothing_of_each_other: "graph",
