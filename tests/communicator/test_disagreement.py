@@ -48,6 +48,10 @@ def gather(shape: tuple[int, ...]) -> Call:
     return lambda comm: comm.all_gather(np.ones(shape))
 
 
+def exchange(parts: np.ndarray) -> Call:
+    return lambda comm: comm.all_to_all(parts)
+
+
 def both(*calls: Call) -> Call:
     return lambda comm: [call(comm) for call in calls]
 
@@ -57,28 +61,26 @@ def apart(call: Callable[[rr.Communicator, int], Any]) -> tuple[Call, Call]:
     return (lambda comm: call(comm, 1)), (lambda comm: call(comm, 0))
 
 
-def message(send: Call, tag: int = 0) -> tuple[Call, Call]:
-    """Rank 0 sends so, and rank 1 receives three numbers with that tag."""
+def message(send: Call, said: str, tag: int = 0) -> tuple[Call, Call, str]:
+    """Rank 0 sends so, which is said so, and rank 1 receives three numbers with that tag."""
 
     def call(comm: rr.Communicator) -> None:
         if comm.rank < 2:
             comm.recv(np.ones(3), 0, tag=tag) if comm.rank else send(comm)
 
-    return call, call
+    return call, call, f"recv #0 of 3 float64, tag {tag} while rank 0 is in {said}"
 
 
 OTHERS, UNEVEN = "other gradients, shapes or root", "Pass counts to all_to_all on all ranks, or"
-PARTS = np.ones((30, 3001))
+PARTS, HUGE = np.ones((30, 3001)), np.ones(2_000_000)
+SUM, SEND, BARRIER = reduce(X), broadcast(), rr.Communicator.barrier
 # What some ranks do, what the others do, and words that the errors of all must hold.
 DISAGREEMENTS: dict[str, tuple[Any, ...]] = {
-    "operator": (reduce(X, "max"), reduce(X, "sum"), ", max", ", sum"),
-    "dtype": (reduce(SINGLE), reduce(X), "100 float32", "100 float64"),
-    "length": (reduce(X[:99]), reduce(X), "of 99 ", "of 100 "),
-    "kind": (rr.Communicator.barrier, reduce(X), "barrier #1", "all_reduce #1"),
-    "order": (
-        *(both(broadcast(), reduce(X)), both(reduce(X), broadcast())),
-        *("broadcast #1", "all_reduce #1"),
-    ),
+    "operator": (reduce(X, "max"), SUM, ", max", ", sum"),
+    "dtype": (reduce(SINGLE), SUM, "100 float32", "100 float64"),
+    "length": (reduce(X[:99]), SUM, "of 99 ", "of 100 "),
+    "kind": (BARRIER, SUM, "barrier #1", "all_reduce #1"),
+    "order": (both(SEND, SUM), both(SUM, SEND), "broadcast #1", "all_reduce #1"),
     "signature": (reduce(X, signature=1), reduce(X, signature=2), OTHERS, "all_reduce #1"),
     **{
         f"signature of {name}, {count}": apart(
@@ -91,26 +93,14 @@ DISAGREEMENTS: dict[str, tuple[Any, ...]] = {
     "encoded": (coded("bf16"), reduce(WIDE), "all_reduce #1"),
     "encodings": (coded("bf16"), coded("fp16"), "all_reduce #1"),
     "encoded length": (coded("int8", -1), coded("int8"), "all_reduce #1"),
-    "small after large": (
-        *(both(reduce(np.ones(2_000_000)), reduce(X[:count])) for count in (2, 3)),
-        *("of 2 ", "of 3 "),
-    ),
-    "root": (
-        *(lambda comm: comm.broadcast(X.copy(), 3 - comm.rank), broadcast(0)),
-        *("root", "broadcast #1"),
-    ),
+    "small after large": (*(both(reduce(HUGE), reduce(X[:n])) for n in (2, 3)), "of 2 ", "of 3 "),
+    "root": (lambda c: c.broadcast(X.copy(), 3 - c.rank), SEND, "root", "broadcast #1"),
     # Roots wait for nobody: of two that both are, each learns of it from its next call.
-    "two roots": (broadcast(2), broadcast(0), "broadcast #1"),
-    "object": (
-        *(lambda comm: comm.broadcast_object(1), rr.Communicator.barrier),
-        *("broadcast_object #1", "barrier #1"),
-    ),
+    "two roots": (broadcast(2), SEND, "broadcast #1"),
+    "object": (lambda c: c.broadcast_object(1), BARRIER, "broadcast_object #1", "barrier #1"),
     "gather": (gather((2, 3)), gather((2, 4)), OTHERS, "all_gather #1"),
-    "scatter": (
-        *(lambda comm: comm.reduce_scatter(X.copy()), reduce(X)),
-        *("reduce_scatter #1", "all_reduce #1"),
-    ),
-    "split": (rr.Communicator.barrier, lambda comm: comm.split(0), "is in split"),
+    "scatter": (lambda c: c.reduce_scatter(X.copy()), SUM, "reduce_scatter #1", "all_reduce #1"),
+    "split": (BARRIER, lambda c: c.split(0), "is in split"),
     "parts of other shapes": apart(lambda c, n: c.all_to_all(np.ones((c.size, 1 + n)))),
     "parts of other rows": apart(lambda c, n: c.all_to_all(np.ones(c.size * (1 + n)))),
     "parts of other dtypes": apart(lambda c, n: c.all_to_all(np.ones(c.size, "if"[n]))),
@@ -123,45 +113,26 @@ DISAGREEMENTS: dict[str, tuple[Any, ...]] = {
         )
     ),
     "counts on some": (
-        *(
-            lambda comm: comm.all_to_all(np.ones(comm.size, int), [1] * comm.size),
-            lambda comm: comm.all_to_all(np.ones(comm.size, int)),
-        ),
+        lambda c: c.all_to_all(np.ones(c.size, int), [1] * c.size),
+        lambda c: c.all_to_all(np.ones(c.size, int)),
         *("with counts", UNEVEN),
     ),
     # Once parts have travelled, and in the midst of it.
     **{
-        f"large parts and {name}": (
-            *(
-                both(lambda comm: comm.all_to_all(PARTS), other),
-                lambda comm: comm.all_to_all(PARTS),
-            ),
-        )
+        f"large parts and {name}": (both(exchange(PARTS), other), exchange(PARTS))
         for name, other in {
             "all_reduce": reduce(PARTS),
-            "another shape": lambda comm: comm.all_to_all(PARTS[:, :-1].copy()),
-            "another dtype": lambda comm: comm.all_to_all(PARTS.astype(int)),
+            "another shape": exchange(PARTS[:, :-1].copy()),
+            "another dtype": exchange(PARTS.astype(int)),
         }.items()
     },
     "root of gather": apart(lambda c, n: c.gather(np.ones(2), n)),
     "root of objects": apart(lambda c, n: c.scatter_object([1] * c.size, n)),
-    "gather and all_gather": (lambda comm: comm.gather(np.ones(2)), gather((2,))),
-    "tags": (
-        *message(lambda comm: comm.send(np.ones(3), 1, tag=4), 5),
-        "recv #0 of 3 float64, tag 5 while rank 0 is in send #0 of 3 float64, tag 4",
-    ),
-    "counts of a message": (
-        *message(lambda comm: comm.send(np.ones(2), 1)),
-        "recv #0 of 3 float64, tag 0 while rank 0 is in send #0 of 2 float64, tag 0",
-    ),
-    "dtypes of a message": (
-        *message(lambda comm: comm.send(np.ones(3, np.float32), 1)),
-        "recv #0 of 3 float64, tag 0 while rank 0 is in send #0 of 3 float32, tag 0",
-    ),
-    "object and array": (
-        *message(lambda comm: comm.send_object(1, 1)),
-        "recv #0 of 3 float64, tag 0 while rank 0 is in send_object #0, tag 0",
-    ),
+    "gather and all_gather": (lambda c: c.gather(np.ones(2)), gather((2,))),
+    "tags": message(lambda c: c.send(X[:3], 1, tag=4), "send #0 of 3 float64, tag 4", 5),
+    "counts of a message": message(lambda c: c.send(X[:2], 1), "send #0 of 2 float64, tag 0"),
+    "dtypes of a message": message(lambda c: c.send(SINGLE[:3], 1), "send #0 of 3 float32, tag 0"),
+    "object and array": message(lambda c: c.send_object(1, 1), "send_object #0, tag 0"),
 }
 
 
