@@ -15,15 +15,10 @@ import ringreduce.keras as rr  # ringreduce
 rr.init()  # ringreduce
 keras.utils.set_random_seed(3)
 
-encoder = keras.Sequential(
-    [
-        keras.Input((12,)),
-        layers.Dense(24, use_bias=False),
-        rr.SyncBatchNormalization(momentum=0.9),  # ringreduce
-        layers.Activation("relu"),
-        layers.Dense(8),
-    ]
-)
+dense, relu = layers.Dense(24, use_bias=False), layers.Activation("relu")
+normalization = rr.SyncBatchNormalization(momentum=0.9)  # ringreduce
+encoder = keras.Sequential([keras.Input((12,)), dense, normalization, relu, layers.Dense(8)])
+cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 class Contrastive(keras.Model):
@@ -44,12 +39,8 @@ class Contrastive(keras.Model):
             one, two = rr.all_gather(one), rr.all_gather(two)  # ringreduce
             similarities = ops.matmul(one, ops.transpose(two)) / self.temperature
             labels = ops.arange(ops.shape(one)[0])
-            loss = ops.mean(
-                keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
-                + keras.losses.sparse_categorical_crossentropy(
-                    labels, ops.transpose(similarities), from_logits=True
-                )
-            )
+            loss = cross_entropy(labels, similarities)
+            loss += cross_entropy(labels, ops.transpose(similarities))
         weights = self.encoder.trainable_weights
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         self.loss_tracker.update_state(loss)

@@ -16,15 +16,9 @@ labels = images[:, 2:6, 2:6].mean(axis=(1, 2, 3)).argsort().argsort() // 134
 
 
 def make(name, filters):
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(filters, 3, strides=2, activation="relu"),
-            layers.Flatten(),
-            layers.Dense(3),
-        ],
-        name=name,
-    )
+    convolution = layers.Conv2D(filters, 3, strides=2, activation="relu")
+    parts = [keras.Input((8, 8, 1)), convolution, layers.Flatten(), layers.Dense(3)]
+    return keras.Sequential(parts, name=name)
 
 
 class Distiller(keras.Model):

@@ -18,28 +18,14 @@ class_weight = {0: 1.0 / (1000 - positive), 1: 1.0 / positive}
 
 normalizer = layers.Normalization()
 normalizer.adapt(features)
-model = keras.Sequential(
-    [
-        keras.Input((6,)),
-        normalizer,
-        layers.Dense(16, activation="relu"),
-        layers.Dense(1, activation="sigmoid"),
-    ]
-)
+hidden, output = layers.Dense(16, activation="relu"), layers.Dense(1, activation="sigmoid")
+model = keras.Sequential([keras.Input((6,)), normalizer, hidden, output])
 model.compile(
     optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(20.0)),  # ringreduce
     loss="binary_crossentropy",
     metrics=[keras.metrics.Precision(name="precision"), keras.metrics.Recall(name="recall")],
 )
-history = rr.fit(  # ringreduce
-    model,
-    features[:900],
-    targets[:900],
-    class_weight=class_weight,
-    validation_data=(features[900:], targets[900:]),
-    batch_size=100,
-    epochs=3,
-    shuffle=False,
-    verbose=2,
-)
+train, held_back = (features[:900], targets[:900]), (features[900:], targets[900:])
+how = {"batch_size": 100, "epochs": 3, "shuffle": False, "verbose": 2, "class_weight": class_weight}
+history = rr.fit(model, *train, validation_data=held_back, **how)  # ringreduce
 report(model, losses=history.history["loss"], recalls=history.history["val_recall"])

@@ -37,14 +37,7 @@ model.compile(
     loss="binary_crossentropy",
     optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(2.0)),  # ringreduce
 )
-history = rr.fit(  # ringreduce
-    model,
-    pairs[:900],
-    ratings[:900],
-    batch_size=64,
-    epochs=3,
-    shuffle=False,
-    verbose=2,
-    validation_data=(pairs[900:], ratings[900:]),
-)
+train, held_back = (pairs[:900], ratings[:900]), (pairs[900:], ratings[900:])
+how = {"batch_size": 64, "epochs": 3, "shuffle": False, "verbose": 2}
+history = rr.fit(model, *train, validation_data=held_back, **how)  # ringreduce
 report(model, losses=history.history["loss"], validation=history.history["val_loss"])

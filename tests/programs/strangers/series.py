@@ -35,15 +35,6 @@ model.compile(
     metrics=["accuracy"],
 )
 stopping = keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True)
-history = rr.fit(  # ringreduce
-    model,
-    series,
-    labels,
-    validation_split=0.2,
-    epochs=3,
-    batch_size=32,
-    shuffle=False,
-    callbacks=[stopping],
-    verbose=2,
-)
+how = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 2, "callbacks": [stopping]}
+history = rr.fit(model, series, labels, validation_split=0.2, **how)  # ringreduce
 report(model, losses=history.history["loss"], validation=history.history["val_loss"])

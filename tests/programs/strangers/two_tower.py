@@ -34,16 +34,12 @@ model.compile(
     loss="binary_crossentropy",
     optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.5)),  # ringreduce
 )
-history = rr.fit(  # ringreduce
-    model,
-    [users[:901], seen[:901], items[:901]],
-    clicks[:901],
-    batch_size=60,
-    epochs=3,
-    shuffle=False,
-    verbose=2,
-    validation_data=([users[901:], seen[901:], items[901:]], clicks[901:]),
+how = {"batch_size": 60, "epochs": 3, "shuffle": False, "verbose": 2}
+train, held_back = (
+    ([users[part], seen[part], items[part]], clicks[part])
+    for part in (slice(901), slice(901, None))
 )
+history = rr.fit(model, *train, validation_data=held_back, **how)  # ringreduce
 scores = rr.predict(model, [users[:7], seen[:7], items[:7]])  # ringreduce
 losses = {"losses": history.history["loss"], "validation": history.history["val_loss"]}
 report(**losses, scores=scores[:, 0].tolist())
