@@ -19,22 +19,19 @@ from tests.scope import in_full
 from tests.ways import needs_xla
 
 PATHS = ["first/kernel", "second/bias", "third/scale"]
+# By rank, the gradient, the index and the value.
+Bad = dict[int, list[tuple[int, Any, float]]]
 
 
-def gradients(rank: int, bad: dict[int, list[tuple[int, Any, float]]]) -> list[Any]:
-    """Make gradients of three variables; `bad`: by rank, the gradient, the index and the value."""
+def gradients(rank: int, bad: Bad) -> list[Any]:
+    """Make gradients of three variables, of which some have such values."""
     values = [np.ones((3, 5), np.float32), np.ones(100, np.float32), np.ones((), np.float32)]
     for which, index, value in bad.get(rank, []):
         values[which][index] = value
     return [tf.constant(value) for value in values]
 
 
-def run(
-    size: int,
-    mode: str,
-    steps: list[dict[int, list[tuple[int, Any, float]]]],
-    bucket_bytes: int = 1,
-) -> list[Any]:
+def run(size: int, mode: str, steps: list[Bad], bucket_bytes: int = 1) -> list[Any]:
     """Return what each rank raised, or the means of its last step."""
 
     def work(comm: Communicator) -> Any:

@@ -94,11 +94,8 @@ def test_every_operator_and_dtype(how):
 )
 def test_alone_a_rank_gets_what_it_has(name):
     """Eagerly; the other tests of one rank are in `make test-full`."""
-    value = weights(3)
-    with (
-        ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone,
-        tf.GradientTape() as tape,
-    ):
+    value, config = weights(3), ringreduce.Config(rank=0, size=1)
+    with ringreduce.Communicator(config) as alone, tf.GradientTape() as tape:
         tape.watch(value)
         result = getattr(rr, name)(value, communicator=alone)
         total = tf.reduce_sum(result * weights(3))
