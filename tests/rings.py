@@ -276,13 +276,22 @@ def outcomes(size: int, work: Callable[[Communicator], Any], **settings: Any) ->
 
 
 def assert_lost(
-    facts: list[dict[str, Any]], peer: int, kind: str = "PeerLostError", within_s: float = SOON_S
-) -> None:
-    """Each has raised an error of this kind about `peer`, soon."""
+    facts: list[dict[str, Any]],
+    peer: int,
+    kind: str = "PeerLostError",
+    within_s: float = SOON_S,
+    since_s: float | None = None,
+) -> list[float]:
+    """Each has raised an error of this kind about `peer`, soon; return after how many seconds.
+
+    They count from the call on, or from `since_s`, of the whole machine's clock.
+    """
+    seconds = [fact["seconds"] if since_s is None else fact["at"] - since_s for fact in facts]
     for fact in facts:
         assert (fact["kind"], fact["peer"]) == (kind, peer), facts
         assert f"rank {peer}" in fact["text"]
-        assert fact["seconds"] < within_s, fact
+    assert max(seconds) < within_s, facts
+    return seconds
 
 
 def way_of(transport: str) -> dict[str, Any]:

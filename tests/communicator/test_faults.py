@@ -13,7 +13,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,22 +21,8 @@ from ringreduce.effects import native
 from ringreduce.vocabulary.config import TIMES
 from tests.figures import record
 from tests.processes import DEADLINE_S, launcher, run_python, wait_gone, wait_until
-from tests.rings import Ring
+from tests.rings import Ring, assert_lost
 from tests.scope import in_full
-
-
-def assert_named(
-    facts: list[dict[str, Any]], kind: str, peers: set[int], since_s: float, limit_s: float
-) -> list[float]:
-    """Each raised `kind` about one of `peers` within the limit; return after how many seconds."""
-    seconds = [fact["at"] - since_s for fact in facts]
-    for fact, took in zip(facts, seconds, strict=True):
-        assert fact["kind"] == kind, facts
-        assert fact["peer"] in peers, facts
-        assert f"rank {fact['peer']}" in fact["text"]
-        assert took < limit_s, facts
-    return seconds
-
 
 # --- Killed ---------------------------------------------------------------------------------
 
@@ -85,11 +70,9 @@ def test_a_killed_rank_is_named_by_all_within_a_second(tmp_path, transport, plac
     with Ring(tmp_path, 3, program, transport=transport) as ring:
         results = ring.wait("result", ring.others(victim))
         [dies] = ring.said(victim, "dies")
-        seconds = assert_named(results, "PeerLostError", {victim}, dies["at"], 3.0)
+        seconds = assert_lost(results, victim, within_s=3.0, since_s=dies["at"])
         record(f"SIGKILL {place}, {transport}", *seconds)
-        for fact in ring.wait("again", ring.others(victim)):
-            assert fact["kind"] == "PeerLostError"
-            assert fact["seconds"] < 0.5
+        assert_lost(ring.wait("again", ring.others(victim)), victim, within_s=0.5)
 
 
 # --- Stopped --------------------------------------------------------------------------------
@@ -141,13 +124,11 @@ def test_a_stopped_rank_is_warned_of_and_then_named_by_all(tmp_path, transport, 
         assert late["at"] - woken_s < 3.0
         ring.tell()
         assert [fact["whole"] for fact in ring.wait("kept")] == [True] * 3
-        for fact in ring.wait("again", others):
-            assert fact["kind"] == "PeerTimeoutError"
-            assert fact["seconds"] < 0.5
+        assert_lost(ring.wait("again", others), victim, "PeerTimeoutError", within_s=0.5)
         ring.release()
         assert any(re.search(r"waited 2\.\d s for", fact["text"]) for fact in results)
         assert any("RINGREDUCE_TIMEOUT_S" in fact["text"] for fact in results)
-        seconds = assert_named(results, "PeerTimeoutError", {victim}, stopped_s, 2.0 + 3.0)
+        seconds = assert_lost(results, victim, "PeerTimeoutError", 2.0 + 3.0, stopped_s)
         record(f"SIGSTOP, limit 2 s, {transport}", *seconds)
         for rank in others:
             warning = ring.workers[rank].stderr
