@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
-from ringreduce import ConfigError, MismatchError
+from ringreduce import ConfigError
 from ringreduce.keras.callbacks.together import StopTogether
 from tests.programs.shared import built, digest
 from tests.ranks import on_ranks
@@ -66,19 +66,11 @@ def measures():
 def test_logs_are_those_of_one_process_on_all_data():
     """Rank r trains on two batches of 2 << r rows; rank 0 has nothing to validate."""
     every, ours = [scores(rank) for rank in range(rr.size())], scores(rr.rank())
-    held = [
-        scores(2 + rank) if rank else [part[:0] for part in every[0]] for rank in range(rr.size())
-    ]
-    model = line_model(0.0, 1.0, metrics=measures())
-    last = {}
-    history = model.fit(
-        *ours,
-        batch_size=2 << rr.rank(),
-        validation_data=tuple(held[rr.rank()]),
-        epochs=2,
-        verbose=0,
-        callbacks=[Together([LambdaCallback(on_train_end=lambda logs: last.update(logs))])],
-    ).history
+    held = [[part[:0] for part in every[0]], *(scores(2 + rank) for rank in range(1, rr.size()))]
+    model, last = line_model(0.0, 1.0, metrics=measures()), {}
+    callbacks = Together([LambdaCallback(on_train_end=lambda logs: last.update(logs))])
+    options = {"epochs": 2, "verbose": 0, "validation_data": tuple(held[rr.rank()])}
+    history = model.fit(*ours, 2 << rr.rank(), callbacks=callbacks, **options).history
     alone = line_model(0.0, 1.0, distributed=False, metrics=measures())
 
     def evaluated(*parts):
@@ -93,8 +85,7 @@ def test_logs_are_those_of_one_process_on_all_data():
     # The state that the metrics of this rank are left with is that of its own last data.
     if rr.rank():
         evaluated(held[rr.rank()])
-        states, kept = (digest(m.metrics_variables) for m in (model, alone))
-        assert states == kept
+        assert digest(model.metrics_variables) == digest(alone.metrics_variables)
 
 
 @on_2_and_3
@@ -264,9 +255,7 @@ def test_a_backup_for_a_model_that_is_not_built_is_an_error_on_all(tmp_path):
 def test_only_rank_0_writes_files(tmp_path):
     folder = tmp_path / f"rank{rr.rank()}"
     folder.mkdir()
-    own = LambdaCallback(
-        on_epoch_end=lambda epoch, logs: (folder / "own.txt").write_text("written")
-    )
+    own = LambdaCallback(on_epoch_end=lambda *_: (folder / "own.txt").write_text("written"))
     writers = [
         keras.callbacks.ModelCheckpoint(folder / "model.keras"),
         keras.callbacks.CSVLogger(folder / "log.csv"),
@@ -283,13 +272,9 @@ def test_only_rank_0_writes_files(tmp_path):
 
 @on_2_and_3
 def test_learning_rates_that_differ_become_rank_0s():
-    model = line_model(0.125)
+    model, rate = line_model(0.125), 2.0 ** -rr.rank()
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.25)
-    own = LambdaCallback(
-        on_epoch_end=lambda epoch, logs: setattr(
-            model.optimizer, "learning_rate", 2.0 ** -rr.rank()
-        )
-    )
+    own = LambdaCallback(on_epoch_end=lambda *_: model.optimizer.learning_rate.assign(rate))
     fit(model, [1], None, Together([schedule, own]))
     assert float(model.optimizer.learning_rate) == 1.0
 
@@ -362,34 +347,6 @@ def test_evaluation_by_all_is_that_of_one():
 
 
 @on_2_and_3
-def test_predictions_of_all_are_those_of_one():
-    inputs = keras.Input((3,))
-    outputs = {
-        "double": keras.layers.Rescaling(2.0)(inputs),
-        "parts": [keras.layers.Rescaling(1.0)(inputs), keras.ops.argmax(inputs, axis=-1)],
-    }
-    model = keras.Model(inputs, outputs)
-    model.compile(run_eagerly=True)
-    x = np.arange(69, dtype="float32").reshape(23, 3) % 16
-    whole = tf.data.Dataset.from_tensor_slices(x).batch(4)
-    one = tf.data.Dataset.from_tensor_slices((x[:3], x[:3])).batch(4)
-    for data, same, options in (
-        (x[:1], x[:1], {}),
-        (x, x, {"batch_size": 2}),
-        (x, x, {"batch_size": 5, "steps": 3}),
-        (whole.filter(lambda _: True), x, {}),
-        (one, x[:3], {}),
-    ):
-        ours = rr.predict(model, data, **options)
-        expected = model.predict(same, verbose=0, **options)
-        keras.tree.assert_same_structure(ours, expected)
-        pairs = zip(keras.tree.flatten(ours), keras.tree.flatten(expected), strict=True)
-        for a, b in pairs:
-            assert (type(a), a.dtype, a.shape) == (type(b), b.dtype, b.shape)
-            assert (a == b).all()
-
-
-@on_2_and_3
 def test_a_model_is_evaluated_with_the_moving_averages_of_rank_0():
     """And keeps its own."""
     keras.utils.set_random_seed(3)
@@ -403,11 +360,3 @@ def test_a_model_is_evaluated_with_the_moving_averages_of_rank_0():
     assert rr.evaluate(model, rows, rows[:, :1]) == pytest.approx(loss, rel=1e-6)
     assert np.abs(rr.predict(model, rows) - outputs).max() < 1e-6
     assert norm.moving_mean.numpy().tolist() == [rr.rank()] * 3
-
-
-@on_2_and_3
-def test_ranks_that_log_under_different_names_are_an_error_on_all():
-    held = (column(1), column(1)) if rr.rank() == 0 else None
-    average = hvd.callbacks.MetricAverageCallback()
-    with pytest.raises(MismatchError, match="rank 0 logs loss, val_loss and rank 1 logs loss"):
-        fit(line_model(0.0), [1], None, average, validation_data=held)

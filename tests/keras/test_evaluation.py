@@ -49,30 +49,6 @@ def by_all(size, work, make=make_model):
     return ring_of_threads(size, lambda comm: work(models[comm.rank], comm))
 
 
-# How many ranks and rows, and by which models.
-MODELS = {1: make_model, 5: make_traced, 13: make_model}
-ROWS = pytest.mark.parametrize(
-    ("size", "count", "make"),
-    [
-        (1, 13, make_model),
-        (2, 1, make_model),
-        (2, 5, make_traced),
-        in_full(2, 13, make_model),
-        *(in_full(size, *each) for size in (1, 3) for each in MODELS.items()),
-    ],
-)
-
-
-@ROWS
-def test_evaluation_is_that_of_one_process(size, count, make):
-    x, y = rows(count)
-    expected = make().evaluate(x, y, batch_size=4, verbose=0)
-    results = by_all(
-        size, lambda m, comm: rr.evaluate(m, x, y, batch_size=4, communicator=comm), make
-    )
-    assert results == [expected] * size
-
-
 def one_loss():
     """A model whose result is a number."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -96,39 +72,65 @@ def several_outputs():
     return model
 
 
+def dataset(count, known=True):
+    data = slices(*rows(count)).batch(4)
+    return data if known else data.filter(lambda *_: True)
+
+
+def slices(*parts):
+    return tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0])
+
+
+def assert_equal_outputs(ours, theirs):
+    """They have the same structure, types and bits."""
+    keras.tree.assert_same_structure(ours, theirs)
+    for a, b in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert a.tobytes() == b.tobytes()
+        assert a.flags.writeable
+
+
+IN_FOURS = {"batch_size": 4}
+MADE = (1, make_model), (5, make_traced), (13, make_model)
+
+
+@RAN_OUT
 @pytest.mark.parametrize(
-    ("size", "make", "data", "shape"),
+    ("size", "make", "data", "options"),
     [
-        (2, one_loss, rows(5), ()),
-        (3, nested_inputs, ({"a": tf.constant(rows(7)[0]), "b": rows(7)[0]}, rows(7)[1]), ()),
+        (1, make_model, rows(13), IN_FOURS),
+        (2, make_model, rows(1), IN_FOURS),
+        (2, make_traced, rows(5), IN_FOURS),
+        (2, make_model, rows(23), {"batch_size": 5, "steps": 3}),
+        (2, make_model, [dataset(1)], {}),
+        (2, make_model, [dataset(13, known=False)], {}),
+        (2, make_model, [dataset(8).repeat()], {"steps": 3}),
+        (2, one_loss, rows(5), {}),
+        (3, nested_inputs, ({"a": tf.constant(rows(7)[0]), "b": rows(7)[0]}, rows(7)[1]), {}),
         # On 4 ranks one has nothing, and so never gets to know its metrics.
-        (4, several_outputs, (rows(3)[0], {"a": rows(3)[0], "b": rows(3)[0]}), (5,)),
+        (4, several_outputs, (rows(3)[0], {"a": rows(3)[0], "b": rows(3)[0]}), {}),
+        *(
+            in_full(size, make, rows(count), IN_FOURS)
+            for size, (count, make) in itertools.product((1, 2, 3), MADE)
+        ),
+        *(
+            in_full(size, make_model, [dataset(count, known)], {})
+            for size, count, known in itertools.product((1, 2, 3), (1, 4, 23), (True, False))
+        ),
     ],
 )
-def test_evaluation_has_keras_form_and_order(size, make, data, shape):
-    expected = make().evaluate(*data, verbose=0)
-    assert np.shape(expected) == shape
-    results = by_all(size, lambda m, comm: rr.evaluate(m, *data, communicator=comm), make)
-    assert results == [expected] * size
+def test_evaluation_and_prediction_are_those_of_one_process(size, make, data, options):
+    model = make()
+    expected = model.evaluate(*data, verbose=0, **options)
+    outputs = model.predict(data[0], verbose=0, **options)
 
+    def work(model, comm):
+        result = rr.evaluate(model, *data, communicator=comm, **options)
+        return result, rr.predict(model, data[0], communicator=comm, **options)
 
-def test_metrics_of_several_numbers_are_added():
-    def make():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Activation("linear")])
-        metrics = [keras.metrics.F1Score(threshold=0.5, name="f1")]
-        model.compile(loss="mse", metrics=metrics, run_eagerly=True)
-        return model
-
-    x, _ = rows(9)
-    y = (x > 0.3).astype("float32")
-    expected = make().evaluate(x, y, verbose=0, return_dict=True)
-    results = by_all(
-        2, lambda m, comm: rr.evaluate(m, x, y, communicator=comm, return_dict=True), make
-    )
-    for result in results:
-        assert result["loss"] == expected["loss"]
-        assert np.array_equal(result["f1"], expected["f1"])
-        assert result["f1"].shape == (2,)
+    for result, predicted in by_all(size, work, make):
+        assert result == expected
+        assert_equal_outputs(predicted, outputs)
 
 
 def test_a_test_step_of_ones_own_is_averaged_over_ranks_that_had_data():
@@ -171,58 +173,6 @@ def test_callbacks_see_this_ranks_share():
     assert by_all(2, work) == [[0, 1, 2]] * 2
 
 
-@RAN_OUT
-@pytest.mark.parametrize(
-    ("size", "count", "known"),
-    [
-        *((2, 1, True), (2, 13, False)),
-        *(in_full(*each) for each in itertools.product((1, 2, 3), (1, 4, 23), (True, False))),
-    ],
-)
-def test_datasets_are_dealt_out_by_batch(size, count, known):
-    x, y = rows(count)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-    if not known:
-        dataset = dataset.filter(lambda *_: True)
-    model = make_model()
-    expected = model.evaluate(dataset, verbose=0), model.predict(dataset, verbose=0)
-
-    def work(model, comm):
-        return (
-            rr.evaluate(model, dataset, communicator=comm),
-            rr.predict(model, dataset, communicator=comm),
-        )
-
-    for result, predicted in by_all(size, work):
-        assert result == expected[0]
-        assert predicted.dtype == expected[1].dtype
-        assert np.array_equal(predicted, expected[1])
-
-
-def test_an_endless_dataset_needs_steps():
-    x, y = rows(8)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2).repeat()
-    expected = make_model().evaluate(dataset, steps=3, verbose=0)
-
-    def work(model, comm):
-        with pytest.raises(ringreduce.ConfigError, match="Pass steps"):
-            rr.evaluate(model, dataset, communicator=comm)
-        return rr.evaluate(model, dataset, communicator=comm, steps=3)
-
-    assert by_all(2, work) == [expected] * 2
-
-
-@ROWS
-def test_predictions_are_those_of_one_process(size, count, make):
-    x, _ = rows(count)
-    expected = make().predict(x, batch_size=4, verbose=0)
-    results = by_all(size, lambda m, comm: rr.predict(m, x, batch_size=4, communicator=comm), make)
-    for predicted in results:
-        assert predicted.dtype == expected.dtype
-        assert np.array_equal(predicted, expected)
-        assert predicted.flags.writeable
-
-
 class Outputs(keras.Model):
     """Nested outputs of several dtypes; one has no dimension but rows, one no elements."""
 
@@ -247,11 +197,7 @@ def test_the_structure_of_outputs_is_kept(count):
     make = functools.partial(eager, Outputs)
     expected = make().predict(x, verbose=0)
     for predicted in by_all(3, lambda m, comm: rr.predict(m, x, communicator=comm), make):
-        keras.tree.assert_same_structure(predicted, expected)
-        pairs = zip(keras.tree.flatten(predicted), keras.tree.flatten(expected), strict=True)
-        for ours, theirs in pairs:
-            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            assert ours.tobytes() == theirs.tobytes()
+        assert_equal_outputs(predicted, expected)
 
 
 def test_ragged_outputs_are_refused():
@@ -273,8 +219,9 @@ def test_ragged_outputs_are_refused():
         ((np.float32(1),), "cannot share out"),
         ((np.ones((3, 2)), np.ones((2, 1))), r"got arrays of \[2, 3\] rows"),
         ((tf.data.Dataset.range(3).batch(1), np.ones(3)), "beside a _BatchDataset"),
+        ((dataset(8).repeat(),), "Pass steps"),
     ],
-    ids=["numbers", "scalar", "unequal rows", "labels beside a dataset"],
+    ids=["numbers", "scalar", "unequal rows", "labels beside a dataset", "endless"],
 )
 def test_data_that_cannot_be_shared_out_are_refused(arguments, text):
     def work(model, comm):
@@ -282,10 +229,6 @@ def test_data_that_cannot_be_shared_out_are_refused(arguments, text):
             rr.evaluate(model, *arguments, communicator=comm)
 
     by_all(2, work)
-
-
-def slices(*parts):
-    return tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0])
 
 
 def refused(function, make, y=None):
