@@ -19,14 +19,6 @@ schedule = hvd.callbacks.LearningRateScheduleCallback
 warmup = hvd.callbacks.LearningRateWarmupCallback
 
 
-@pytest.fixture
-def world_of_one():
-    """A default communicator of one rank."""
-    with ringreduce.init() as communicator:
-        yield communicator
-    ringreduce.shutdown()
-
-
 # Metric states, in threads -----------------------------------------------------------------
 
 
@@ -58,9 +50,14 @@ class Vector(keras.metrics.Metric):
         return self.total.value * 2
 
 
-def model_with(metric):
+def line_model(optimizer="sgd", **options):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(loss="mse")
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def model_with(metric):
+    model = line_model()
     model.extra = metric  # Tracked, as one made in __init__ is.
     return model
 
@@ -137,43 +134,35 @@ def test_states_are_put_back_where_a_result_fails():
 # Logs, in threads --------------------------------------------------------------------------
 
 
-def averaged(size, logs_of):
-    """The logs of each rank after an epoch's end of `MetricAverage`."""
+def averaging(comm, model):
+    callback = MetricAverage(comm)
+    callback.set_model(model)
+    return callback
 
+
+def test_numbers_that_are_no_metrics_are_averaged_with_equal_weight_and_others_stay():
     def work(comm, model):
-        callback = MetricAverage(comm)
-        callback.set_model(model)
+        callback = averaging(comm, model)
         callback.on_epoch_begin(0)
         callback.on_train_batch_end(0)
-        logs = logs_of(comm.rank)
+        # "loss" has a tracker, which this train_step leaves alone: it says 0.
+        numbers = {"mine": comm.rank + 1, "loss": 3.0 * comm.rank, "same": 0.1}
+        logs = {**numbers, "text": str(comm.rank), "none": None, "array": np.full(2, comm.rank)}
         callback.on_epoch_end(0, logs)
-        return logs
+        return {**logs, "array": logs["array"].tolist()}
 
-    return on_threads(work, *(Vector() for _ in range(size)))
-
-
-def test_numbers_that_are_no_metrics_are_averaged_with_equal_weight():
-    # "loss" has a tracker, which this train_step leaves alone: it says 0.
-    logs = averaged(3, lambda rank: {"mine": rank + 1, "loss": float(3 * rank), "same": 0.1})
-    assert logs == [{"mine": 2.0, "loss": 3.0, "same": 0.1}] * 3
-
-
-def test_what_is_no_number_stays():
-    def logs_of(rank):
-        return {"text": str(rank), "none": None, "array": np.full(2, rank)}
-
-    for rank, logs in enumerate(averaged(2, logs_of)):
-        assert logs["text"] == str(rank)
-        assert logs["none"] is None
-        assert logs["array"].tolist() == [rank, rank]
+    averages = {"mine": 2.0, "loss": 3.0, "same": 0.1}
+    assert on_threads(work, Vector(), Vector(), Vector()) == [
+        {**averages, "text": str(rank), "none": None, "array": [rank] * 2} for rank in range(3)
+    ]
 
 
 def test_a_name_that_one_rank_lacks_is_an_error_on_all():
     def work(comm, model):
-        callback = MetricAverage(comm)
-        callback.set_model(model)
         with pytest.raises(ringreduce.MismatchError, match="rank 0 logs a, b and rank 1 logs a"):
-            callback.on_epoch_end(0, {"a": 1.0} if comm.rank else {"a": 1.0, "b": 2.0})
+            averaging(comm, model).on_epoch_end(
+                0, {"a": 1.0} if comm.rank else {"a": 1.0, "b": 2.0}
+            )
 
     on_threads(work, Vector(), Vector(), Vector())
 
@@ -182,8 +171,7 @@ def test_an_evaluation_between_epochs_needs_nobody_else():
     """Another callback's, on one rank, with the same callbacks."""
 
     def work(comm, model):
-        callback = MetricAverage(comm)
-        callback.set_model(model)
+        callback = averaging(comm, model)
         before = comm.statistics().collectives
         if comm.rank == 1:
             callback.on_test_begin()
@@ -195,8 +183,7 @@ def test_an_evaluation_between_epochs_needs_nobody_else():
 
 
 def test_alone_logs_are_left_alone(world_of_one):
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+    model = line_model(run_eagerly=True)
     data = np.ones((4, 1)), np.ones((4, 1))
     callbacks = [
         rr.callbacks.Together([keras.callbacks.EarlyStopping("loss")]),
@@ -307,19 +294,12 @@ def test_callbacks_that_record_a_run_act_on_rank_zero(module, derived):
     assert ring_of_threads(2, work) == ([1, 0] if module in RECORDERS else [1, 1])
 
 
-@pytest.mark.parametrize("make", [rr.callbacks.Together, rr.callbacks.OnRankZero])
-def test_what_is_no_callback_is_refused(make):
-    with pytest.raises(ringreduce.ConfigError, match=r"no keras\.callbacks\.Callback"):
-        make(keras.callbacks.EarlyStopping)
-
-
 # Learning rates ----------------------------------------------------------------------------
 
 
 def rates_of(callback, *, epochs=3, steps=2, optimizer=None):
     """The rate in each batch, as Keras would call the hooks."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer=optimizer or keras.optimizers.SGD(0.5), loss="mse")
+    model = line_model(optimizer or keras.optimizers.SGD(0.5))
     callback.set_model(model)
     callback.set_params({"steps": steps})
     callback.on_train_begin()
@@ -340,10 +320,7 @@ def rates_of(callback, *, epochs=3, steps=2, optimizer=None):
     ("make", "expected"),
     [
         (lambda: schedule(0.5, lambda epoch: 2.0**-epoch), [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]),
-        (
-            lambda: schedule(1.0, lambda epoch: epoch, staircase=False),
-            [0.0, 0.5, 1.0, 1.5, 2.0, 2.5],
-        ),
+        (lambda: schedule(1.0, lambda at: at, staircase=False), [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]),
         (lambda: schedule(8.0, 0.125, start_epoch=1, end_epoch=2), [0.5] * 2 + [1.0] * 4),
         (lambda: warmup(0.5, warmup_epochs=2), [0.5] * 6),
     ],
@@ -392,9 +369,18 @@ def test_an_epoch_of_unknown_length_needs_steps(world_of_one):
     assert rates_of(warmup(1.0, steps_per_epoch=2), steps=None)
 
 
-def test_a_negative_warm_up_is_refused():
-    with pytest.raises(ringreduce.ConfigError, match="warmup_epochs is -1"):
-        warmup(1.0, warmup_epochs=-1)
+@pytest.mark.parametrize(
+    ("make", "given", "text"),
+    [
+        (rr.callbacks.Together, keras.callbacks.EarlyStopping, r"no keras\.callbacks\.Callback"),
+        (rr.callbacks.OnRankZero, keras.callbacks.EarlyStopping, r"no keras\.callbacks\.Callback"),
+        (lambda epochs: warmup(1.0, warmup_epochs=epochs), -1, "warmup_epochs is -1"),
+        (rr.callbacks.VerifyReplicas, 0, "every is 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, given, text):
+    with pytest.raises(ringreduce.ConfigError, match=text):
+        make(given)
 
 
 def test_a_root_that_is_no_rank_is_refused(world_of_one):
@@ -405,11 +391,9 @@ def test_a_root_that_is_no_rank_is_refused(world_of_one):
 
 
 def test_a_root_other_than_0_needs_a_model_that_is_built():
-    models = [keras.Sequential([keras.layers.Dense(1)]) for _ in range(2)]
-
     def work(comm):
         callback = hvd.callbacks.BroadcastGlobalVariablesCallback(1, communicator=comm)
-        callback.set_model(models[comm.rank])
+        callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
         with pytest.raises(ringreduce.ConfigError, match="the model is built on 0 ranks"):
             callback.on_train_begin()
 
@@ -417,19 +401,15 @@ def test_a_root_other_than_0_needs_a_model_that_is_built():
 
 
 def test_local_variables_keep_their_values_when_others_are_copied():
-    models = [keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]) for _ in range(2)]
-
-    def work(comm):
-        model = models[comm.rank]
+    def work(comm, model):
         model.set_weights([np.full((1, 1), comm.rank + 1.0), np.full(1, comm.rank + 1.0)])
-        model.compile(optimizer=keras.optimizers.SGD(0.1))
         local = model.layers[0].bias
         callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", [local], communicator=comm)
         callback.set_model(model)
         callback.on_train_begin()
-        return [float(np.squeeze(weight)) for weight in model.get_weights()]
+        return [float(np.squeeze(weight)) for weight in model.layers[0].get_weights()]
 
-    assert ring_of_threads(2, work) == [[1.0, 1.0], [1.0, 2.0]]
+    assert on_threads(work) == [[1.0, 1.0], [1.0, 2.0]]
 
 
 def test_horovods_names_and_arguments_are_taken():
