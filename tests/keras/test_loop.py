@@ -1,5 +1,7 @@
 """The loop of `rr.fit` beside Keras's own, in one process: what callbacks see, bits, errors."""
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +82,26 @@ def _new(optimizer: str = "SGD", *, dropout: bool = False, **options: Any) -> An
     return model
 
 
-def dataset(batch: int = 4, *, is_counted: bool = True, repeats: bool = False) -> Any:
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch)
-    data = data.repeat() if repeats else data
+def in_ring(ring: Any, *layers: Any) -> Any:
+    """An eager model of one of several ranks in threads."""
+    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring)
+    model.compile(optimizer, "mse", run_eagerly=True)
+    return model
+
+
+def slices(y: Any = Y) -> Any:
+    return tf.data.Dataset.from_tensor_slices((X, y))
+
+
+def dataset(batch: int = 4, *, is_counted: bool = True) -> Any:
+    data = slices().batch(batch)
     return data if is_counted else data.filter(lambda *_: True)
+
+
+def noisy() -> Any:
+    """Each of Keras's epochs begins these numbers anew."""
+    return dataset().map(lambda x, y: (x + tf.random.normal([], seed=5), y))
 
 
 def generated() -> Any:
@@ -92,68 +110,50 @@ def generated() -> Any:
             yield X[first : first + 4], Y[first : first + 4]
 
 
-# Each gives the model and arguments of `rr.fit`.
+def case(*data: Any, steps_per_execution: int = 1, run_eagerly: bool = False, **given: Any) -> Any:
+    """Arguments of `rr.fit`, where functions make data, and those of `compile`."""
+    compiled = {"steps_per_execution": steps_per_execution, "run_eagerly": run_eagerly}
+    return data, given, compiled
+
+
+uncounted = partial(dataset, is_counted=False)
 CASES: dict[str, Any] = {
-    "arrays": lambda: (made("arrays"), [X, Y], {"batch_size": 5, "epochs": 3}),
-    "unknown length": lambda: (made(), [dataset(is_counted=False)], {"epochs": 3}),
-    "steps that go on": lambda: (made(), [dataset()], {"epochs": 4, "steps_per_epoch": 4}),
-    "more steps than data": lambda: (made(), [dataset()], {"epochs": 2, "steps_per_epoch": 14}),
-    "executions of steps": lambda: (
-        made(steps_per_execution=3),
-        [dataset(repeats=True)],
-        {"epochs": 2, "steps_per_epoch": 4},
+    "arrays": case(X, Y, batch_size=5, epochs=3),
+    "unknown length": case(uncounted, epochs=3),
+    "steps that go on": case(dataset, epochs=4, steps_per_epoch=4),
+    "more steps than data": case(dataset, epochs=2, steps_per_epoch=14),
+    "executions of steps": case(
+        lambda: dataset().repeat(), epochs=2, steps_per_epoch=4, steps_per_execution=3
     ),
-    "executions, unknown length": lambda: (
-        made(steps_per_execution=3),
-        [dataset(is_counted=False)],
-        {"epochs": 2},
+    "executions, unknown length": case(uncounted, epochs=2, steps_per_execution=3),
+    "validation, later epochs": case(
+        dataset, epochs=4, initial_epoch=1, validation_data=partial(dataset, 5), validation_freq=2
     ),
-    "validation, later epochs": lambda: (
-        made(),
-        [dataset()],
-        {"epochs": 4, "initial_epoch": 1, "validation_data": dataset(5), "validation_freq": 2},
+    "validation in steps": case(dataset, epochs=2, validation_data=generated, validation_steps=3),
+    "none": case(dataset, epochs=0),
+    "eager executions": case(
+        partial(dataset, 11), epochs=2, steps_per_execution=3, run_eagerly=True
     ),
-    "validation in steps": lambda: (
-        made(),
-        [dataset()],
-        {"epochs": 2, "validation_data": generated(), "validation_steps": 3},
-    ),
-    "none": lambda: (made(), [dataset()], {"epochs": 0}),
-    "eager executions": lambda: (
-        made(run_eagerly=True, steps_per_execution=3),
-        [dataset(11)],
-        {"epochs": 2},
-    ),
-    "shuffled": lambda: (
-        made(),
-        [tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=5).batch(4)],
-        {"epochs": 3},
-    ),
-    # Each of Keras's epochs begins these anew.
-    "random numbers": lambda: (
-        made(),
-        [dataset().map(lambda x, y: (x + tf.random.normal([], seed=5), y))],
-        {"epochs": 3},
-    ),
-    "class weights": lambda: (
-        made(),
-        [tf.data.Dataset.from_tensor_slices((X, np.int32(Y > 0))).batch(4)],
-        {"class_weight": {0: 1.0, 1: 3.0}},
-    ),
+    "shuffled": case(lambda: slices().shuffle(ROWS, seed=5).batch(4), epochs=3),
+    "random numbers": case(noisy, epochs=3),
+    "class weights": case(lambda: slices(np.int32(Y > 0)).batch(4), class_weight={0: 1.0, 1: 3.0}),
 }
 
 
-def trained(case: str, callbacks: Any = ()) -> tuple[Any, list[Any]]:
+def trained(name: str, callbacks: Any = ()) -> tuple[Any, list[Any]]:
     """The model, and what it has come to: history, epochs and weights."""
-    model, data, options = CASES[case]()
-    history = rr.fit(model, *data, verbose=0, callbacks=list(callbacks), **options)
+    data, given, compiled = CASES[name]
+    data = [part() if callable(part) else part for part in data]
+    given = {key: value() if callable(value) else value for key, value in given.items()}
+    model = made("arrays" if name == "arrays" else "", **compiled)
+    history = rr.fit(model, *data, verbose=0, callbacks=list(callbacks), **given)
     assert model.history is history
     return model, [history.history, history.epoch, [w.tolist() for w in model.get_weights()]]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
-    case: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     run = Steps.run
@@ -165,14 +165,14 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
     monkeypatch.setattr(Steps, "run", noting)
     monkeypatch.setattr(loop, "_CALL_S", 1e6)  # On a busy machine a step may take longer.
     ours, theirs = Hooks(), Hooks()
-    _, one_by_one = trained(case, [ours])
+    _, one_by_one = trained(name, [ours])
     calls = len(asked)
-    model, found = trained(case)
+    model, found = trained(name)
     assert isinstance(model.train_function, Steps)
-    if case != "none" and "executions" not in case:
+    if name != "none" and "executions" not in name:
         assert len(asked) - calls < calls
     monkeypatch.setattr(private, "has_plain_fit", lambda model: False)
-    plain, expected = trained(case, [theirs])
+    plain, expected = trained(name, [theirs])
     assert not isinstance(plain.train_function, Steps)
     assert ours.seen == theirs.seen
     assert found == one_by_one == expected
@@ -311,10 +311,8 @@ def test_all_ranks_have_the_loop_that_one_must_have(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(private, "has_plain_fit", lambda model: model not in replaced)
 
     def work(ring: Any) -> Any:
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model = in_ring(ring)
         model.layers[0].kernel.assign(np.ones((3, 1)))
-        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring)
-        model.compile(optimizer, "mse", run_eagerly=True)
         if ring.rank == 1:
             replaced.append(model)
         ring.barrier()
@@ -331,15 +329,11 @@ def test_all_ranks_have_the_loop_that_one_must_have(monkeypatch: pytest.MonkeyPa
         (True, "found 3 batches in an epoch of rank 1, and 2 in that"),
         (False, "not know, (ended after 2|had not ended after [123]) batches of the epoch: if"),
     ],
-    ids=["counted", "unknown length"],
 )
 def test_data_that_ends_early_on_one_rank_is_named(is_counted: bool, where: str) -> None:
     def work(ring: Any) -> None:
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring)
-        model.compile(optimizer, "mse", run_eagerly=True)
         data = dataset(is_counted=is_counted).take(2 + ring.rank)
-        rr.fit(model, data, verbose=0, communicator=ring)
+        rr.fit(in_ring(ring), data, verbose=0, communicator=ring)
 
     with pytest.raises(MismatchError, match=where):
         ring_of_threads(2, work)
@@ -347,21 +341,17 @@ def test_data_that_ends_early_on_one_rank_is_named(is_counted: bool, where: str)
 
 @pytest.mark.filterwarnings("ignore:2 ranks will not train exactly")
 def test_a_rank_without_rows_of_a_batch_keeps_its_averages_and_all_end_with_rank_0s() -> None:
-    x = np.float32([[0], [4], [8], [12], [16]])
+    x = np.repeat(np.float32([[0], [4], [8], [12], [16]]), 3, axis=1)
 
     def work(ring: Any) -> list[Any]:
-        layers = keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)
-        model = keras.Sequential([keras.Input((1,)), *layers])
-        model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring), "mse")
-        found: list[Any] = []
+        norm, found = keras.layers.BatchNormalization(momentum=0.5), []
 
         def look(*_: Any, **__: Any) -> None:
-            averages = model.layers[0].non_trainable_variables
-            found.append([weight.numpy().item() for weight in averages])
+            found.append([weight.numpy()[0].item() for weight in norm.non_trainable_variables])
 
-        one = keras.callbacks.LambdaCallback(on_train_batch_end=look)
-        options = {"batch_size": 4, "shuffle": False, "callbacks": [one], "verbose": 0}
-        rr.fit(model, x, x, communicator=ring, **options)
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        options = {"batch_size": 4, "shuffle": False, "callbacks": [callback], "verbose": 0}
+        rr.fit(in_ring(ring, norm), x, x[:, :1], communicator=ring, **options)
         look()
         return found[1:]
 
@@ -383,19 +373,17 @@ class Updating(keras.Sequential):
         return {"one": tf.reduce_mean(data[1])}
 
 
-def updating(ring: Any, **options: Any) -> list[int]:
+def updating(ring: Any, rate: float, **options: Any) -> list[int]:
     """The batches that a training has begun, and what has ended it."""
     x, begun = np.arange(12, dtype="float32").reshape(12, 1), []
     model = Updating([keras.Input((1,)), keras.layers.Dense(1)])
-    model.rate = options.pop("rate")
+    model.rate = rate
     model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.25), ring), run_eagerly=True)
     one = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda at, logs: begun.append(at))
     given = {"batch_size": 4, "shuffle": False, "callbacks": [one], "verbose": 0, **options}
-    if not model.rate:
+    text = "a train_step that updates weights itself"
+    with pytest.raises(MismatchError, match=text) if rate else nullcontext():
         rr.fit(model, x, x, communicator=ring, **given)
-    else:
-        with pytest.raises(MismatchError, match="a train_step that updates weights itself"):
-            rr.fit(model, x, x, communicator=ring, **given)
     return begun
 
 
@@ -413,10 +401,10 @@ def test_numbers_of_a_test_step_beside_metrics_are_told() -> None:
 
 @pytest.mark.filterwarnings("ignore:Limiting")
 def test_trial_runs_are_limited() -> None:
+    model = made()
     keras.config.set_max_epochs(2)
     keras.config.set_max_steps_per_epoch(3)
     try:
-        model = made()
         history = rr.fit(model, dataset(), epochs=5, verbose=0)
     finally:
         keras.config.set_max_epochs(None)
