@@ -1,9 +1,17 @@
 """Tiny models for tests of the Keras integration, and how two optimizers are compared: exactly."""
 
+import time
+
 import keras
 import numpy as np
 
-__all__ = ["EAGERLY", "INPUTS", "MUON_TRAINS", "TARGETS", "assert_equal_state", "fit", "make_model"]
+import ringreduce.keras as rr
+from tests.programs.shared import built
+
+__all__ = [
+    *("EAGERLY", "INPUTS", "MUON_TRAINS", "TARGETS", "CountSteps", "assert_equal_state", "fit"),
+    *("make_model", "model_of_ranks", "passes_until_refused"),
+]
 
 # In Keras 3.12 it looks for the path of a `tf.Variable`, which has none, and raises.
 MUON_TRAINS = not keras.__version__.startswith("3.12.")
@@ -46,3 +54,35 @@ def assert_equal_state(expected, actual):
     ]
     for one, other in pairs:
         assert one.numpy().tobytes() == other.numpy().tobytes(), one.name
+
+
+def model_of_ranks(optimizer, *layers, is_built=True, **options):
+    """A model of all ranks: eager on 2, since tracing takes longer, and a graph on 3."""
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)])
+    options = {"run_eagerly": rr.size() == 2, **options}
+    model.compile(optimizer, "mse", metrics=["mae"], **options)
+    return built(model, np.zeros((1, 4)), np.zeros((1, 2))) if is_built else model
+
+
+class CountSteps(keras.callbacks.Callback):
+    """Counts the steps of each epoch, and keeps the newest logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.counts.append(0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.counts[-1] += 1
+        self.logs = dict(logs)
+
+
+def passes_until_refused(comm, read=lambda: None):
+    """Read pass after pass, until the neighbours have compared what they have read."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        read()
+        comm.barrier()
+    raise AssertionError("nobody has noticed")
