@@ -14,7 +14,6 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import ringreduce
 import ringreduce.keras as rr
 from ringreduce.keras.callbacks import profile as module
 
@@ -74,9 +73,7 @@ def late(folder):
         events = EventAccumulator(str(folder / "board" / "train"), {"tensors": 0})
         events.Reload()
         for name in (*NAMES, "loss"):
-            values = [
-                tf.make_ndarray(event.tensor_proto) for event in events.Tensors(f"epoch_{name}")
-            ]
+            values = [tf.make_ndarray(at.tensor_proto) for at in events.Tensors(f"epoch_{name}")]
             assert values == pytest.approx(history[name], rel=1e-6)
     return history
 
@@ -97,8 +94,7 @@ def apart(_):
 def profiled(train, folder):
     """Return the history, and the lines that are printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        history = train(folder)
-    return history, printed.getvalue().splitlines()
+        return train(folder), printed.getvalue().splitlines()
 
 
 @pytest.mark.tensorflow
@@ -116,9 +112,8 @@ def test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow(
     ranks, tmp_path, train, slow, head, verdict
 ):
     """Steps are those without the first execution of each epoch."""
-    (history, lines), (other, others) = ranks.ring(2, RINGREDUCE_PROFILE="1")(
-        profiled, train, tmp_path
-    )
+    ring = ranks.ring(2, RINGREDUCE_PROFILE="1")
+    (history, lines), (other, others) = ring(profiled, train, tmp_path)
     assert [other[name] for name in NAMES] == [history[name] for name in NAMES]
     assert {len(history[name]) for name in NAMES} == {len(history["loss"])}
     for step_ms, waiting_ms in zip(history["rr_step_ms"], history["rr_waiting_ms"], strict=True):
@@ -136,14 +131,6 @@ def test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow(
 
 
 # Alone ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def world_of_one():
-    """A default communicator of one rank."""
-    with ringreduce.init() as communicator:
-        yield communicator
-    ringreduce.shutdown()
 
 
 def trained(batch_size, *callbacks, rows=8):
