@@ -116,6 +116,16 @@ def case(*data: Any, steps_per_execution: int = 1, run_eagerly: bool = False, **
     return data, given, compiled
 
 
+def stopping(hook: str, at: int) -> Any:
+    """A callback that wants to stop in a hook."""
+
+    def stop(number: int, logs: Any = None) -> None:
+        callback.model.stop_training |= number == at
+
+    callback = keras.callbacks.LambdaCallback(**{hook: stop})
+    return [callback]
+
+
 uncounted = partial(dataset, is_counted=False)
 CASES: dict[str, Any] = {
     "arrays": case(X, Y, batch_size=5, epochs=3),
@@ -134,19 +144,23 @@ CASES: dict[str, Any] = {
     "eager executions": case(
         partial(dataset, 11), epochs=2, steps_per_execution=3, run_eagerly=True
     ),
+    "stops at a batch": case(dataset, epochs=2, callbacks=stopping("on_train_batch_end", 2)),
+    "stops at an epoch's end": case(dataset, epochs=5, callbacks=stopping("on_epoch_end", 1)),
+    "stops at an epoch's begin": case(dataset, epochs=5, callbacks=stopping("on_epoch_begin", 1)),
     "shuffled": case(lambda: slices().shuffle(ROWS, seed=5).batch(4), epochs=3),
     "random numbers": case(noisy, epochs=3),
     "class weights": case(lambda: slices(np.int32(Y > 0)).batch(4), class_weight={0: 1.0, 1: 3.0}),
 }
 
 
-def trained(name: str, callbacks: Any = ()) -> tuple[Any, list[Any]]:
+def trained(name: str, *callbacks: Any) -> tuple[Any, list[Any]]:
     """The model, and what it has come to: history, epochs and weights."""
     data, given, compiled = CASES[name]
     data = [part() if callable(part) else part for part in data]
     given = {key: value() if callable(value) else value for key, value in given.items()}
     model = made("arrays" if name == "arrays" else "", **compiled)
-    history = rr.fit(model, *data, verbose=0, callbacks=list(callbacks), **given)
+    given["callbacks"] = [*given.get("callbacks", ()), *callbacks]
+    history = rr.fit(model, *data, verbose=0, **given)
     assert model.history is history
     return model, [history.history, history.epoch, [w.tolist() for w in model.get_weights()]]
 
@@ -165,14 +179,14 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
     monkeypatch.setattr(Steps, "run", noting)
     monkeypatch.setattr(loop, "_CALL_S", 1e6)  # On a busy machine a step may take longer.
     ours, theirs = Hooks(), Hooks()
-    _, one_by_one = trained(name, [ours])
+    _, one_by_one = trained(name, ours)
     calls = len(asked)
     model, found = trained(name)
     assert isinstance(model.train_function, Steps)
-    if name != "none" and "executions" not in name:
+    if name not in ("none", "stops at a batch") and "executions" not in name:
         assert len(asked) - calls < calls
     monkeypatch.setattr(private, "has_plain_fit", lambda model: False)
-    plain, expected = trained(name, [theirs])
+    plain, expected = trained(name, theirs)
     assert not isinstance(plain.train_function, Steps)
     assert ours.seen == theirs.seen
     assert found == one_by_one == expected
@@ -248,30 +262,6 @@ def test_what_a_generator_raises_is_raised() -> None:
 
     with pytest.raises(LookupError, match="mine"):
         rr.fit(made(), failing(), steps_per_epoch=5, epochs=4, verbose=0)
-
-
-class Stops(keras.callbacks.Callback):
-    """Wants to stop in a hook."""
-
-    def __init__(self, hook: str, at: int) -> None:
-        super().__init__()
-        self.epochs = 0
-
-        def stop(number: int, logs: Any = None) -> None:
-            self.model.stop_training |= number == at
-
-        setattr(self, hook, stop)
-
-
-@pytest.mark.parametrize(
-    ("hook", "at", "steps"),
-    [("on_train_batch_end", 2, 3), ("on_epoch_end", 1, 22), ("on_epoch_begin", 1, 12)],
-)
-def test_training_stops_where_a_callback_wants_it(hook: str, at: int, steps: int) -> None:
-    model = made()
-    history = rr.fit(model, dataset(), epochs=5, verbose=0, callbacks=[Stops(hook, at)])
-    assert int(model.optimizer.iterations.numpy()) == steps
-    assert len(history.epoch) == -(-steps // 11)
 
 
 def test_a_model_compiled_within_training_goes_on() -> None:
