@@ -268,13 +268,9 @@ def test_callbacks_that_write_files_are_known():
 
 
 RECORDERS = [
-    "wandb.integration.keras.callbacks.metrics_logger",
-    "mlflow.tensorflow.callback",
-    "neptune_tensorflow_keras.impl",
-    "comet_ml.keras",
-    "clearml.callbacks",
-    "aim.sdk.adapters.keras",
-    "dvclive.keras",
+    *("wandb.integration.keras.callbacks.metrics_logger", "mlflow.tensorflow.callback"),
+    *("neptune_tensorflow_keras.impl", "comet_ml.keras", "clearml.callbacks"),
+    *("aim.sdk.adapters.keras", "dvclive.keras"),
 ]
 
 
