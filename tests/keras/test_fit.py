@@ -21,6 +21,7 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce import ConfigError, MismatchError
+from tests.models import model_of_ranks
 from tests.programs.shared import built, difference, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -54,19 +55,17 @@ class Batches(keras.utils.PyDataset):
         return tuple(part[index * BATCH : (index + 1) * BATCH] for part in self.parts)
 
 
-def make_model(*layers, optimizer=None, is_built=True, **options):
+def make_model(*layers, optimizer=None, **options):
     keras.utils.set_random_seed(5)
-    middle = layers or (Dense(6, activation="tanh"),)
-    model = keras.Sequential([keras.Input((4,)), *middle, Dense(2)])
-    options = {"run_eagerly": rr.size() == 2, **options}
+    layers = layers or (Dense(6, activation="tanh"),)
     optimizer = optimizer or rr.DistributedOptimizer(SGD(0.01))
-    model.compile(optimizer, loss="mse", metrics=["mae"], **options)
-    return built(model, np.zeros((1, 4)), np.zeros((1, 2))) if is_built else model
+    return model_of_ranks(optimizer, *layers, **options)
 
 
-def make_plain(*layers):
+def make_plain(*layers, optimizer=None):
     """The same of plain Keras; its few steps take less time than tracing them."""
-    return make_model(*layers, optimizer=SGD(0.01), is_built=False, run_eagerly=True)
+    optimizer = optimizer or SGD(0.01)
+    return make_model(*layers, optimizer=optimizer, is_built=False, run_eagerly=True)
 
 
 def fit(model, **options):
@@ -194,20 +193,17 @@ def test_what_a_user_has_written_runs_in_training_alone(kind, is_eager, callback
         plain = kind()
         plain.compile(SGD(0.01), run_eagerly=True)
         plain(X)
-        plain.optimizer.build(plain.trainable_variables)
-        plain.fit(**options, callbacks=[make() for make in callbacks])
+        built(plain).fit(**options, callbacks=[make() for make in callbacks])
         assert difference(model, plain) < 2e-6
     return digest(model.get_weights()), history
 
 
-@pytest.mark.parametrize(
-    ("size", "form"), [(2, "arrays"), in_full(3, "arrays"), in_full(3, "batches")]
-)
+@pytest.mark.parametrize(("size", "is_array"), [(2, True), in_full(3, True), in_full(3, False)])
 @on_ranks()
-def test_shuffling_is_that_of_one_process_and_follows_from_the_seed(form):
+def test_shuffling_is_that_of_one_process_and_follows_from_the_seed(is_array):
     """Steps are eager, since the order is made outside of them."""
     x, y = arrays(45)
-    data = {"x": x, "y": y, "batch_size": BATCH} if form == "arrays" else {"x": Batches(x, y)}
+    data = {"x": x, "y": y, "batch_size": BATCH} if is_array else {"x": Batches(x, y)}
     options = {**data, "epochs": EPOCHS, "verbose": 0}
     model, other = (make_model(run_eagerly=True) for _ in range(2))
     history = rr.fit(model, **options).history
@@ -215,8 +211,7 @@ def test_shuffling_is_that_of_one_process_and_follows_from_the_seed(form):
     assert difference(model, other) > 1e-3
     if rr.rank() == 0:
         with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
-            optimizer = rr.DistributedOptimizer(SGD(0.01), alone)
-            single = make_model(optimizer=optimizer, is_built=False, run_eagerly=True)
+            single = make_plain(optimizer=rr.DistributedOptimizer(SGD(0.01), alone))
             rr.fit(single, **options, communicator=alone)
             assert difference(model, single) < 2e-6
     return digest(model.get_weights()), history
@@ -257,8 +252,7 @@ def measured_shares():
             pass
 
     slow = keras.callbacks.LambdaCallback(on_train_batch_begin=work)
-    x, y = arrays(160)
-    lengths = Lengths()
+    (x, y), lengths = arrays(160), Lengths()
     model = make_model(lengths, run_eagerly=True)
     options = {"x": x, "y": y, "batch_size": BATCH, "epochs": 2, "shuffle": False}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -356,8 +350,8 @@ def log_of_training(rows):
     """Train on this rank's rows; return the texts that are logged."""
     heard, logger = logging.handlers.BufferingHandler(99), logging.getLogger("ringreduce")
     logger.addHandler(heard)
-    together = rr.callbacks.Together([])
-    make_model().fit(rows, rows[:, :2] ** 2, epochs=2, verbose=0, callbacks=[together])
+    options = {"epochs": 2, "verbose": 0, "callbacks": [rr.callbacks.Together([])]}
+    make_model().fit(rows, rows[:, :2] ** 2, **options)
     logger.removeHandler(heard)
     return [record.getMessage() for record in heard.buffer]
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError
+from tests.models import CountSteps, model_of_ranks
 from tests.programs.shared import built, difference, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -22,7 +23,11 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 # Samples of each batch of each rank; rank r's are BATCHES[r % 3].
 BATCHES = [[4, 4, 4, 4, 2], [4, 4, 1], []]
 SGD, Adam, Dense = keras.optimizers.SGD, keras.optimizers.Adam, keras.layers.Dense
-on_2_and_3 = pytest.mark.parametrize("size", [2, in_full(3)])
+each_way = pytest.mark.parametrize("wrap", [lambda function: function, tf.function])
+
+
+def on_2_and_3(function):
+    return pytest.mark.parametrize("size", [2, in_full(3)])(on_ranks()(function))
 
 
 def batches_of(rank, batches=BATCHES):
@@ -53,13 +58,10 @@ class Traced(keras.layers.Layer):
         return inputs
 
 
-def make_model(optimizer, *layers, is_built=True, **options):
+def make_model(optimizer, *layers, **options):
     keras.utils.set_random_seed(5)
-    middle = layers or (Dense(6, activation="tanh"), Traced())
-    model = keras.Sequential([keras.Input((4,)), *middle, Dense(2)])
-    options = {"run_eagerly": rr.size() == 2, **options}
-    model.compile(optimizer, "mse", metrics=["mae"], **options)
-    return built(model, np.zeros((1, 4)), np.zeros((1, 2))) if is_built else model
+    layers = layers or (Dense(6, activation="tanh"), Traced())
+    return model_of_ranks(optimizer, *layers, **options)
 
 
 def make_plain(optimizer, *layers):
@@ -77,19 +79,11 @@ def train_alone(model, batches=BATCHES, *, epochs=1, accumulated=1):
     return model
 
 
-class Steps(keras.callbacks.Callback):
-    """Counts training batches by epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = []
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.counts.append(0)
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.counts[-1] += 1
-        self.logs = dict(logs)
+def compared(model, train_plain):
+    """Check on rank 0 that a plain model trains to the same; return all weights' digest."""
+    if rr.rank() == 0:
+        assert difference(model, train_plain()) < 2e-6
+    return digest(model.get_weights())
 
 
 def fit(model, batches, *, known=True, **options):
@@ -119,7 +113,7 @@ UNKNOWN = {"known": False}
 @on_ranks()
 def test_all_train_as_one_process_and_epochs_end_together(make, data, options, count):
     """After the longest rank's 5 batches, and nothing counts the step that found no data."""
-    model, steps = make_model(rr.DistributedOptimizer(make(0.1)), **options), Steps()
+    model, steps = make_model(rr.DistributedOptimizer(make(0.1)), **options), CountSteps()
     losses = fit(model, batches_of(rr.rank()), **data, epochs=2, callbacks=[steps])["loss"]
     assert (steps.counts, len(losses)) == ([count] * 2, 2)
     assert int(model.optimizer.iterations.numpy()) == 10
@@ -147,7 +141,6 @@ def test_empty_steps_leave_no_trace_in_metrics_and_moving_averages():
 
 
 @on_2_and_3
-@on_ranks()
 def test_normalization_over_all_ranks_leaves_out_who_has_no_data():
     """With weights before the layer, whose gradients pass through it, and those of other ranks."""
 
@@ -157,10 +150,8 @@ def test_normalization_over_all_ranks_leaves_out_who_has_no_data():
 
     model = make_model(rr.DistributedOptimizer(SGD(0.1)), *layers(rr.SyncBatchNormalization))
     fit(model, batches_of(rr.rank()))
-    if rr.rank() == 0:
-        plain = make_plain(SGD(0.1), *layers(keras.layers.BatchNormalization))
-        assert difference(model, train_alone(plain)) < 2e-6
-    return digest(model.get_weights())
+    plain = make_plain(SGD(0.1), *layers(keras.layers.BatchNormalization))
+    return compared(model, lambda: train_alone(plain))
 
 
 class Parts(keras.Model):
@@ -198,19 +189,16 @@ class Parts(keras.Model):
 
 
 @on_2_and_3
-@on_ranks()
 def test_a_model_of_parts_trains_as_one_process_does():
     """Its optimizers are built too, and a slow copy of its weights follows in empty steps."""
     model = Parts(rr.DistributedOptimizer, run_eagerly=rr.size() == 2)
     fit(model, batches_of(rr.rank()))
     assert len(model.get_weights()) == 6
-    if rr.rank() == 0:
-        alone = Parts(lambda optimizer: optimizer, run_eagerly=True)
-        assert difference(model, train_alone(alone)) < 2e-6
-    return digest(model.get_weights())
+    plain = Parts(lambda optimizer: optimizer, run_eagerly=True)
+    return compared(model, lambda: train_alone(plain))
 
 
-@pytest.mark.parametrize("wrap", [lambda function: function, tf.function], ids=["eager", "graph"])
+@each_way
 @on_ranks(2)
 def test_gradients_that_cross_ranks_count_by_the_samples_of_their_loss(wrap):
     """The loss compares this rank's samples with those of all."""
@@ -244,7 +232,6 @@ class Noisy(keras.Sequential):
 
 
 @on_2_and_3
-@on_ranks()
 def test_an_infinity_of_an_empty_step_does_not_count():
     """In no weight, and in no log, where TerminateOnNaN would end training.
 
@@ -256,7 +243,7 @@ def test_an_infinity_of_an_empty_step_does_not_count():
     model = Noisy([keras.Input((4,)), *layers])
     model.compile(rr.DistributedOptimizer(SGD(0.01)), "mse", metrics=["mae"])
     built(model, np.zeros((1, 4)), np.zeros((1, 2)))
-    batches, steps = batches_of(rr.rank()), Steps()
+    batches, steps = batches_of(rr.rank()), CountSteps()
     fit(model, batches, callbacks=[steps, keras.callbacks.TerminateOnNaN()])
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     assert steps.counts == [5]
@@ -265,20 +252,15 @@ def test_an_infinity_of_an_empty_step_does_not_count():
 
 
 @on_2_and_3
-@on_ranks()
 def test_accumulation_weights_by_samples_too():
     """Two steps of unequal batches are one step over all their samples."""
     batches = [[4, 2, 3, 1], [2, 2], [1]]
     model = make_model(rr.DistributedOptimizer(SGD(0.1), accumulate_steps=2))
     fit(model, batches_of(rr.rank(), batches))
-    if rr.rank() == 0:
-        alone = train_alone(make_plain(SGD(0.1)), batches, accumulated=2)
-        assert difference(model, alone) < 2e-6
-    return digest(model.get_weights())
+    return compared(model, lambda: train_alone(make_plain(SGD(0.1)), batches, accumulated=2))
 
 
 @on_2_and_3
-@on_ranks()
 def test_a_loop_of_ones_own_is_told_how_many_samples_are_real():
     model = make_model(rr.DistributedOptimizer(SGD(0.1)))
 
@@ -294,16 +276,12 @@ def test_a_loop_of_ones_own_is_told_how_many_samples_are_real():
         step(inputs, targets)
         seen.append(samples)
     assert seen == [[4, 4, 4, 4, 2], [4, 4, 1, 0, 0], [0] * 5][rr.rank()]
-    if rr.rank() == 0:
-        assert difference(model, train_alone(make_plain(SGD(0.1)))) < 2e-6
-    return digest(model.get_weights())
+    return compared(model, lambda: train_alone(make_plain(SGD(0.1))))
 
 
-@pytest.mark.parametrize(
-    ("wrap", "number"), [(lambda function: function, int), (tf.function, tf.constant)]
-)
+@each_way
 @on_ranks(2)
-def test_a_weight_of_zero_leaves_out_even_nan(wrap, number):
+def test_a_weight_of_zero_leaves_out_even_nan(wrap):
     variable = tf.Variable([0.0])
     optimizer = rr.DistributedOptimizer(SGD(1.0))
 
@@ -312,7 +290,7 @@ def test_a_weight_of_zero_leaves_out_even_nan(wrap, number):
             optimizer.apply([gradient], [variable])
 
     gradient = tf.constant([1.0 if rr.rank() else np.nan])
-    wrap(apply)(gradient, number(rr.rank()))
+    wrap(apply)(gradient, rr.rank() if wrap is not tf.function else tf.constant(rr.rank()))
     assert variable.numpy() == pytest.approx([-1])
 
 
