@@ -1,11 +1,9 @@
 """Evaluation and prediction shared out to ranks, against one process; in rings of threads.
 
-Steps run in Python, since tracing them would take most of the time, but for one of each kind. That
-it also works between processes, with models that were never called, is looked at in
-test_callbacks.py.
+Steps run in Python, since tracing them would take most of the time, but for one of each kind.
+Between processes the moving averages are looked at in test_callbacks.py.
 """
 
-import functools
 import itertools
 
 import keras
@@ -49,27 +47,21 @@ def by_all(size, work, make=make_model):
     return ring_of_threads(size, lambda comm: work(models[comm.rank], comm))
 
 
-def one_loss():
-    """A model whose result is a number."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.layers[0].set_weights([np.ones((2, 1)), np.zeros(1)])
-    model.compile(loss="mse", run_eagerly=True)
+def eager(model, loss="mse", metrics=None):
+    model.compile(loss=loss, metrics=metrics, run_eagerly=True)
     return model
 
 
 def nested_inputs():
+    """Its result is a number, since it has no metrics."""
     inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
-    model = keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]]))
-    model.compile(loss="mse", run_eagerly=True)
-    return model
+    return eager(keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]])))
 
 
 def several_outputs():
     inputs = keras.Input((2,))
     model = keras.Model(inputs, {"a": inputs * 2, "b": inputs * 4})
-    losses, metrics = {"a": "mse", "b": "mae"}, {"a": ["mae"], "b": ["mse"]}
-    model.compile(loss=losses, metrics=metrics, run_eagerly=True)
-    return model
+    return eager(model, {"a": "mse", "b": "mae"}, {"a": ["mae"], "b": ["mse"]})
 
 
 def dataset(count, known=True):
@@ -105,7 +97,6 @@ MADE = (1, make_model), (5, make_traced), (13, make_model)
         (2, make_model, [dataset(1)], {}),
         (2, make_model, [dataset(13, known=False)], {}),
         (2, make_model, [dataset(8).repeat()], {"steps": 3}),
-        (2, one_loss, rows(5), {}),
         (3, nested_inputs, ({"a": tf.constant(rows(7)[0]), "b": rows(7)[0]}, rows(7)[1]), {}),
         # On 4 ranks one has nothing, and so never gets to know its metrics.
         (4, several_outputs, (rows(3)[0], {"a": rows(3)[0], "b": rows(3)[0]}), {}),
@@ -133,6 +124,14 @@ def test_evaluation_and_prediction_are_those_of_one_process(size, make, data, op
         assert_equal_outputs(predicted, outputs)
 
 
+def test_results_by_name_with_weights_of_samples_are_those_of_one_process():
+    x, y = rows(23)
+    options = {"sample_weight": np.arange(23) % 4, "batch_size": 4, "return_dict": True}
+    expected = make_model().evaluate(x, y, verbose=0, **options)
+    results = by_all(2, lambda m, comm: rr.evaluate(m, x, y, communicator=comm, **options))
+    assert results == [expected] * 2
+
+
 def test_a_test_step_of_ones_own_is_averaged_over_ranks_that_had_data():
     class Model(keras.Sequential):
         def test_step(self, data):
@@ -140,9 +139,7 @@ def test_a_test_step_of_ones_own_is_averaged_over_ranks_that_had_data():
             return {"most": tf.reduce_max(x)}
 
     def make():
-        model = Model([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile(loss="mse", run_eagerly=True)
-        return model
+        return eager(Model([keras.Input((1,)), keras.layers.Dense(1)]))
 
     x = np.array([[1.0], [4.0]])
     with pytest.warns(rr.ParityWarning, match="a test_step of your own returns most beside"):
@@ -184,19 +181,12 @@ class Outputs(keras.Model):
         }
 
 
-def eager(kind):
-    """A model of that kind, which is not traced."""
-    model = kind()
-    model.compile(run_eagerly=True)
-    return model
-
-
 @pytest.mark.parametrize("count", [2, in_full(7)])
 def test_the_structure_of_outputs_is_kept(count):
     x, _ = rows(count)
-    make = functools.partial(eager, Outputs)
-    expected = make().predict(x, verbose=0)
-    for predicted in by_all(3, lambda m, comm: rr.predict(m, x, communicator=comm), make):
+    expected = eager(Outputs()).predict(x, verbose=0)
+    results = by_all(3, lambda m, c: rr.predict(m, x, communicator=c), lambda: eager(Outputs()))
+    for predicted in results:
         assert_equal_outputs(predicted, expected)
 
 
@@ -209,7 +199,7 @@ def test_ragged_outputs_are_refused():
         with pytest.raises(ringreduce.ConfigError, match="cannot join outputs of type Ragged"):
             rr.predict(model, rows(4)[0], communicator=comm)
 
-    by_all(2, work, lambda: eager(Ragged))
+    by_all(2, work, lambda: eager(Ragged()))
 
 
 @pytest.mark.parametrize(
@@ -331,10 +321,8 @@ def test_random_x_is_compared_only_where_there_is_no_y():
 @pytest.mark.parametrize("function", [rr.evaluate, rr.predict])
 def test_ranks_that_pass_unequal_data_get_an_error(function):
     def work(model, comm):
-        try:
+        text = "different data: rows is 3 on rank 0 and 4 on rank 1"
+        with pytest.raises(ringreduce.MismatchError, match=text):
             function(model, rows(3 + comm.rank)[0], communicator=comm)
-        except ringreduce.MismatchError as error:
-            return str(error)
 
-    for text in by_all(2, work):
-        assert "different data: rows is 3 on rank 0 and 4 on rank 1" in text
+    by_all(2, work)
