@@ -17,7 +17,8 @@ import scipy.sparse
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce import Communicator, Config, ConfigError
+from ringreduce import Communicator, Config
+from tests.models import CountSteps
 from tests.ranks import on_ranks
 from tests.scope import in_full
 
@@ -103,20 +104,6 @@ def model_of(kind, steps_per_execution, role):
     return model
 
 
-class CountSteps(keras.callbacks.Callback):
-    """How many steps each epoch had."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_epochs = []
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.of_epochs.append(0)
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.of_epochs[-1] += 1
-
-
 def batches(*parts):
     return [tuple(part[i : i + BATCH] for part in parts) for i in STARTS]
 
@@ -176,29 +163,20 @@ def scipy_batches():
 
 
 class Case:
-    """Data, anew for each run, and arguments of `fit`.
-
-    Args:
-        make: returns x, y and so on.
-        kind: of model.
-        plain: as `make`, for plain Keras.
-        steps_per_execution: of `compile`.
-        given: further arguments of `fit`.
-    """
+    """Data that `make`, or `plain` for plain Keras, makes for each run, and arguments of `fit`."""
 
     def __init__(self, make, kind="dense", plain=None, steps_per_execution=1, **given):
         self.make, self.kind, self.plain, self.given = make, kind, plain or make, given
         self.steps_per_execution = steps_per_execution
 
     def model(self, role):
-        """Its weights are the same each time."""
         model = model_of(self.kind, self.steps_per_execution, role)
         for variable in model.trainable_variables:
             variable.assign(np.arange(1, 1 + np.prod(variable.shape)).reshape(variable.shape))
         return model
 
     def fitted(self, role):
-        """What came of it."""
+        """Train the same weights each time; return what has come of it."""
         model, steps = self.model(role), CountSteps()
         made = self.plain() if role == "plain" else self.make()
         given = {"shuffle": False, "verbose": 0, **made, **self.given, "callbacks": [steps]}
@@ -210,7 +188,7 @@ class Case:
             warnings.simplefilter("always")
             history = fit(**given).history
         return {
-            "steps": steps.of_epochs,
+            "steps": steps.counts,
             "history": {name: [float(v) for v in values] for name, values in history.items()},
             "weights": [weight.ravel().tolist() for weight in model.get_weights()],
             "ran out": any("ran out of data" in str(warning.message) for warning in warned),
@@ -355,19 +333,3 @@ def test_evaluation_and_prediction_are_those_of_keras(name):
     expected = plain.predict(case.plain()["x"], **options)
     assert len(expected) == COUNT
     assert (rr.predict(model, case.make()["x"], **options) == expected).all()
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (named(x=X.tolist(), y=Y.tolist()), "cannot share out list among ranks. Pass arrays"),
-        (of(generated, make=np.ndarray.tolist), "Yield arrays."),
-    ],
-)
-@on_ranks(2)
-def test_what_keras_does_not_take_is_refused(make, text):
-    case = Case(make)
-    with pytest.raises(ValueError, match=None if rr.rank() == 0 else text):
-        case.fitted("plain" if rr.rank() == 0 else "alone")
-    with pytest.raises(ConfigError, match=text):
-        case.fitted("together")
