@@ -171,14 +171,21 @@ static void test_failed_plan_can_be_forgotten_once_nothing_is_taken(void)
     CHECK(start(other, 0, 1) == RR_DONE);
     CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.plan == plan);
     CHECK(rr_handoff_unregister(other) == RR_HANDOFF_BUSY);
+    CHECK(rr_handoff_post(handoff, 4) == RR_DONE);
     rr_handoff_fail(handoff, "failed");
+    rr_handoff_fail(handoff, "a consequence");
     CHECK(rr_handoff_unregister(other) == RR_DONE);
     CHECK(rr_handoff_unregister(plan) == RR_HANDOFF_BUSY);
     rr_handoff_finish(handoff, NULL);
     CHECK(rr_handoff_unregister(plan) == RR_DONE);
     CHECK(wait_for(plan, 0, &value) == RR_HANDOFF_FAILED && strcmp(why, "failed") == 0);
     CHECK(start(other, 0, 1) == RR_HANDOFF_FAILED);
+    /* Of what was queued only the job is left. */
+    CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.job == 4);
+    rr_handoff_finish(handoff, NULL);
+    CHECK(rr_handoff_wait_idle(handoff, 0) == 1);
     rr_handoff_close(handoff, "closed");
+    CHECK(start(other, 0, 1) == RR_HANDOFF_CLOSED && strcmp(why, "failed") == 0);
 }
 
 static void test_what_does_not_fit_is_refused(void)
@@ -195,7 +202,15 @@ static void test_what_does_not_fit_is_refused(void)
     CHECK(strstr(why, "number of gradients") != NULL);
     CHECK(rr_handoff_start(plan, 0, parts, 2, why) == RR_HANDOFF_MISUSED);
     CHECK(strstr(why, "another size") != NULL);
-    CHECK(wait_for(plan, 0, &value) == RR_HANDOFF_MISUSED && strstr(why, "not started") != NULL);
+    /* The plan can still be used. */
+    for (uint32_t i = 0; i < BUCKETS; i++) {
+        rr_item item;
+        CHECK(wait_for(plan, i, &value) == RR_HANDOFF_MISUSED);
+        CHECK(strstr(why, "not started") != NULL);
+        CHECK(start(plan, i, 2) == RR_DONE && rr_handoff_take(handoff, &item) == RR_DONE);
+        rr_handoff_finish(handoff, NULL);
+        CHECK(wait_for(plan, i, &value) == RR_DONE && value == 2);
+    }
     const rr_slot beyond[] = {{120, 12}}, crossing[] = {{0, 20}, {16, 4}};
     rr_area *const *area = area_of(memory);
     const rr_bucket wrong[] = {{area, 128, beyond, NULL, 1, 1, 0},
@@ -221,6 +236,99 @@ static void test_second_start_breaks_everything(void)
     pthread_join(thread, NULL);
     /* A late caller gets the first failure. */
     CHECK(start(plan, 0, 1) == RR_HANDOFF_CLOSED && strcmp(why, "out of turn") == 0);
+}
+
+static bool is_complaining(rr_handoff *handoff)
+{
+    pthread_mutex_lock(&rr_handoff_lock);
+    const bool is_so = handoff->complaint;
+    pthread_mutex_unlock(&rr_handoff_lock);
+    return is_so;
+}
+
+static void *start_again(void *plan)
+{
+    char text[RR_WHY_BYTES];
+    float first[5] = {0}, second[3] = {0};
+    rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
+    const int code = rr_handoff_start(*(int64_t *)plan, 0, parts, 2, text);
+    CHECK(code == RR_HANDOFF_FAILED || code == RR_HANDOFF_CLOSED);
+    CHECK(strcmp(text, code == RR_HANDOFF_FAILED ? "out of step" : "closed") == 0);
+    return NULL;
+}
+
+/* A second start is a complaint, whether the bucket is packed, taken, reduced or waited for. It
+ * goes before what is queued, which must not be reduced any more; a queue that has one is not idle.
+ */
+static void test_second_start_is_a_complaint(int state, bool is_closed)
+{
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff);
+    rr_item item;
+    float value;
+    pthread_t thread;
+    CHECK(start(plan, 0, 1) == RR_DONE);
+    if (state > 0)
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.kind == RR_ITEM_BUCKET);
+    if (state > 1)
+        rr_handoff_finish(handoff, NULL);
+    if (state > 2)
+        CHECK(wait_for(plan, 0, &value) == RR_DONE);
+    CHECK(pthread_create(&thread, NULL, start_again, &plan) == 0);
+    while (!is_complaining(handoff))
+        sched_yield();
+    if (state == 1)
+        rr_handoff_finish(handoff, NULL);
+    CHECK(rr_handoff_wait_idle(handoff, 1) == 0);
+    if (!is_closed) {
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.kind == RR_ITEM_COMPLAINT);
+        rr_handoff_fail(handoff, "out of step");
+        rr_handoff_finish(handoff, NULL);
+        pthread_join(thread, NULL);
+    }
+    rr_handoff_close(handoff, "closed");
+    if (is_closed)
+        pthread_join(thread, NULL);
+}
+
+struct turn {
+    int64_t plan;
+    uint32_t bucket;
+    float value;
+};
+
+static void *start_and_wait(void *argument)
+{
+    const struct turn *turn = argument;
+    char text[RR_WHY_BYTES];
+    float first[5], second[3] = {0};
+    rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
+    for (int i = 0; i < 5; i++)
+        first[i] = turn->value;
+    CHECK(rr_handoff_start(turn->plan, turn->bucket, parts, 2, text) == RR_DONE);
+    CHECK(rr_handoff_wait(turn->plan, turn->bucket, parts, 2, NULL, text) == RR_DONE);
+    CHECK(first[0] == 2 * turn->value && first[4] == first[0] && second[2] == 0);
+    return NULL;
+}
+
+/* Each bucket of a round has a thread of its own, which starts it and waits for it. */
+static void test_rounds_of_many_threads(void)
+{
+    rr_handoff *handoff = opened();
+    const int64_t plan = registered(handoff);
+    pthread_t threads[BUCKETS], reducer;
+    struct turn turns[BUCKETS];
+    CHECK(pthread_create(&reducer, NULL, engine, handoff) == 0);
+    for (int round = 0; round < ROUNDS; round++) {
+        for (uint32_t i = 0; i < BUCKETS; i++) {
+            turns[i] = (struct turn){plan, i, (float)(round + (int)i)};
+            CHECK(pthread_create(&threads[i], NULL, start_and_wait, &turns[i]) == 0);
+        }
+        for (uint32_t i = 0; i < BUCKETS; i++)
+            pthread_join(threads[i], NULL);
+    }
+    rr_handoff_close(handoff, "closed");
+    pthread_join(reducer, NULL);
 }
 
 struct waiter {
@@ -596,6 +704,11 @@ int main(void)
     test_failed_plan_can_be_forgotten_once_nothing_is_taken();
     test_what_does_not_fit_is_refused();
     test_second_start_breaks_everything();
+    for (int state = 0; state < 4; state++) {
+        test_second_start_is_a_complaint(state, false);
+        test_second_start_is_a_complaint(state, true);
+    }
+    test_rounds_of_many_threads();
     for (int i = 0; i < 50; i++) {
         test_waits_end(rr_handoff_fail, RR_HANDOFF_FAILED);
         test_waits_end(rr_handoff_close, RR_HANDOFF_CLOSED);

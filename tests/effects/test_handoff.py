@@ -21,7 +21,6 @@ import pytest
 from ringreduce.effects import handoff, native
 from ringreduce.effects.events import Events
 from ringreduce.effects.handoff import (
-    COMPLAINT,
     Area,
     BucketItem,
     Layout,
@@ -156,7 +155,7 @@ def test_queue_is_native_where_there_is_a_library(monkeypatch):
 # --- Buckets --------------------------------------------------------------------------------
 
 # RR_HANDOFF_... of native/include/ringreduce.h.
-DONE, CLOSED, FAILED, MISUSED, REFUSED = 0, 100, 101, 102, 105
+DONE, MISUSED, REFUSED = 0, 102, 105
 WHY_BYTES = 2048
 # Two gradients of 5 and 3 floats in a bucket of 32, with padding between and after them.
 SLOTS = (Slot(0, 0, 5), Slot(1, 16, 3))
@@ -206,9 +205,6 @@ def start(plan: int, bucket: int, value: float = 1.0, **more: Any) -> Answer:
 
 def wait(plan: int, bucket: int, **more: Any) -> Answer:
     return call("wait", plan, bucket, **more)
-
-
-ends = pytest.mark.parametrize(("end", "code"), [("fail", FAILED), ("close", CLOSED)])
 
 
 class Plan:
@@ -368,74 +364,6 @@ class TestBuckets:
         elapsed_s = time.monotonic() - began
         assert 0.0 < native_queue._events.seconds(SpanKind.BLOCKED) <= elapsed_s
 
-    @pytest.mark.parametrize("state", ["packed", "taken", "reduced", "waited for"])
-    def test_second_start_of_a_bucket_is_a_complaint(self, native_queue, state):
-        plan = Plan(native_queue, 2)
-        start(plan.number, 0)
-        if state != "packed":
-            native_queue.take()
-        if state in ("reduced", "waited for"):
-            native_queue.finish()
-        if state == "waited for":
-            wait(plan.number, 0)
-        again = in_library(lambda: start(plan.number, 0))
-        if state == "taken":
-            native_queue.finish()
-        # It goes before what is queued: that must not be reduced any more.
-        assert native_queue.take() == COMPLAINT
-        native_queue.fail("out of step")
-        native_queue.finish()
-        assert again.result(DEADLINE_S) == Answer(FAILED, "out of step", again.result().gradients)
-
-    def test_queue_with_a_complaint_is_not_idle_and_close_answers_it(self, native_queue):
-        plan = Plan(native_queue)
-        start(plan.number, 0)
-        native_queue.take()
-        again = in_library(lambda: start(plan.number, 0))
-        native_queue.finish()
-        assert not native_queue.wait_idle(0.001)
-        native_queue.close("closed")
-        assert (again.result(DEADLINE_S).code, again.result().why) == (CLOSED, "closed")
-
-    @pytest.mark.parametrize("taken", [False, True])
-    @ends
-    def test_end_answers_threads_that_wait_and_those_that_come_later(
-        self, native_queue, end, code, taken
-    ):
-        plan = Plan(native_queue)
-        start(plan.number, 0)
-        if taken:
-            native_queue.take()
-        waiting = in_library(lambda: wait(plan.number, 0))
-        getattr(native_queue, end)("rank 3 has died")
-        for answer in (waiting.result(DEADLINE_S), start(plan.number, 0), wait(plan.number, 0)):
-            assert (answer.code, answer.why) == (code, "rank 3 has died")
-
-    def test_first_failure_is_the_one_that_counts_also_after_close(self, native_queue):
-        plan = Plan(native_queue)
-        native_queue.fail("the cause")
-        native_queue.fail("a consequence")
-        assert start(plan.number, 0).why == "the cause"
-        native_queue.close("closed")
-        answer = start(plan.number, 0)
-        assert (answer.code, answer.why) == (CLOSED, "the cause")
-
-    def test_buckets_are_not_taken_after_a_failure(self, native_queue):
-        plan = Plan(native_queue)
-        start(plan.number, 0)
-        native_queue.post(4)
-        native_queue.fail("broken")
-        assert native_queue.take() == 4
-        native_queue.finish()
-        assert native_queue.wait_idle(0.0)
-
-    def test_unregister_is_refused_while_a_round_is_under_way(self, native_queue):
-        plan = Plan(native_queue, 2)
-        for bucket in range(2):
-            for step in (start, lambda *_: plan.double(), wait):
-                step(plan.number, bucket)
-                assert native_queue.unregister(plan.number) == (bucket == 1 and step is wait)
-
     def test_a_plan_that_was_unregistered_says_so_and_its_number_is_not_used_again(
         self, native_queue
     ):
@@ -447,45 +375,3 @@ class TestBuckets:
         assert Plan(native_queue).number != plan.number
         native_queue.close("closed")
         assert Plan(native_queue).number == -1
-
-    def test_what_does_not_fit_is_refused_and_leaves_the_plan_usable(self, native_queue):
-        plan = Plan(native_queue, 2)
-        for bucket, counts, why in (
-            (2, (5, 3), "has no such bucket"),
-            (0, (5,), "another number of gradients"),
-            (0, (5, 3, 1), "another number of gradients"),
-            (0, (3, 5), "another size"),
-        ):
-            for refused in (start, wait):
-                answer = refused(plan.number, bucket, counts=counts)
-                assert answer.code == MISUSED
-                assert why in answer.why
-            assert start(plan.number, 0, 2.0).code == DONE
-            plan.double()
-            assert wait(plan.number, 0).gradients[0][0] == 4.0
-            assert wait(plan.number, 0).code == MISUSED
-            start(plan.number, 1)
-            plan.double()
-            assert wait(plan.number, 1).code == DONE
-
-    def test_rounds_of_many_threads_give_the_right_gradients(self, native_queue):
-        """An engine, and for each bucket a thread that starts it and one that waits."""
-        count, rounds = 4, 50
-        plan = Plan(native_queue, count)
-
-        def reduce() -> None:
-            while plan.double() is not None:
-                pass
-
-        engine = in_thread(reduce)
-        for number in range(rounds):
-            starts = [
-                in_thread(lambda b=bucket, n=number: start(plan.number, b, n + b))
-                for bucket in reversed(range(count))
-            ]
-            assert [each.result(DEADLINE_S).code for each in starts] == [DONE] * count
-            waits = [in_thread(lambda b=bucket: wait(plan.number, b)) for bucket in range(count)]
-            values = [each.result(DEADLINE_S).gradients[1][2] for each in waits]
-            assert values == [2 * (number + bucket) for bucket in range(count)]
-        native_queue.close("over")
-        engine.result(DEADLINE_S)
