@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import ringreduce as rr
 from ringreduce.effects import native
 from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.testing import ring_of_threads
-from tests.rings import MISMATCH_S, outcome
+from tests.rings import outcome
 from tests.scope import in_full
 
 # How ranks reach each other, what hosts they are on, and which of them do another thing.
@@ -145,18 +144,16 @@ def test_ranks_that_disagree_all_get_a_mismatch_that_says_what_both_sides_do(way
     first, second, *words = DISAGREEMENTS[name]
 
     def work(comm):
-        call, started = first if comm.rank in others else second, time.monotonic()
+        call = first if comm.rank in others else second
         error = None
         # A rank that is not concerned yet learns of it from its next call.
         while not isinstance(error, rr.RingReduceError):
             error = outcome(lambda: (call(comm), comm.barrier()))
-        assert time.monotonic() - started < MISMATCH_S
-        began, again = time.monotonic(), outcome(comm.barrier)
-        assert time.monotonic() - began < 0.5
-        return error, again
+        return error, outcome(comm.barrier)
 
-    texts = []
-    for error, again in ring_of_threads(len(settings.get("hosts", "abc")), work, **settings):
+    size, texts = len(settings.get("hosts", "abc")), []
+    # They wait for nothing but each other: longer than a test may take.
+    for error, again in ring_of_threads(size, work, timeout_s=300.0, **settings):
         assert isinstance(error, rr.MismatchError)
         assert isinstance(again, rr.MismatchError)
         texts.append(str(error))
