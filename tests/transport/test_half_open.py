@@ -25,7 +25,7 @@ from tests.proxy import Proxy
 from tests.rings import TIMEOUT_S, outcome, through_proxy, way_of
 from tests.scope import in_full
 
-# Promised are 3 s, far below the ranks' time limit of 20 s.
+# Promised are 3 s, far below the ranks' time limit.
 CUT_LIMIT_S = 9.0
 # How long the network stays slow; a minute is what is promised, by hand.
 SLOW_S = float(os.environ.get("RINGREDUCE_TEST_SLOW_S", "2"))
