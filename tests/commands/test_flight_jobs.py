@@ -49,7 +49,8 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
     reduce()
     """
-    with job(tmp_path, text) as process:
+    # On a busy machine ranks take longer to learn of it than the launcher waits for their records.
+    with job(tmp_path, text, RINGREDUCE_TIME_SCALE="2") as process:
         assert process.wait() == 128 + signal.SIGKILL
     assert set(records(tmp_path)) == {0, 1}
     said = paragraph(tmp_path)
