@@ -21,6 +21,7 @@ from ringreduce import MismatchError, PeerLostError, PeerTimeoutError
 from ringreduce.communicator.reforming import reform
 from ringreduce.effects import native
 from ringreduce.tensorflow import GradientBridge, failures, ops
+from tests.processes import wait_until
 from tests.ranks import Ranks, on_ranks
 from tests.rings import Ring
 from tests.scope import in_full
@@ -31,8 +32,6 @@ REWRITES_GRAPHS = True
 
 ONES = np.ones((2, 8), np.float32)
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-
-
 MISMATCH = "pybind11::error_already_set: MISMATCH of original and normalized active exception types"
 
 
@@ -180,11 +179,13 @@ def interrupted(bridge, in_fit):
     stopped, waiting = comm.all_gather_object(os.getpid())
     step, stop = step_of(model, model, bridge == "jit"), on_rank(0, signal.SIGSTOP)
     step()
-    current_call = comm._session._recorder.current_call
+
+    def is_waiting():
+        call = comm._session._recorder.current_call()
+        return call.operation is not None and time.monotonic() - call.since_s > 0.5
 
     def interrupt():
-        while current_call().operation is None or time.monotonic() - current_call().since_s < 0.5:
-            time.sleep(0.01)
+        wait_until(is_waiting, "a call that waits")
         os.kill(waiting, signal.SIGINT)
         os.kill(stopped, signal.SIGKILL)
 
@@ -207,7 +208,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_though_the_step_fails(ranks, bridge, in_
 
 
 def test_nothing_of_tensorflow_or_keras_is_replaced(tmp_path: Path) -> None:
-    """Of neither their classes nor their modules, by training in half precision."""
+    """Training in half precision changes neither their classes nor their modules."""
     program = """
 import keras
 import tensorflow as tf

@@ -29,7 +29,8 @@ REWRITES_GRAPHS = True
 
 GRAPHS = ("python", "native") if native.library() else ("python",)
 # XLA is given the ring by the native library.
-WAYS = ("eager", "graph", "jit") if native.library() else ("eager", "graph")
+JIT = ("jit",) if native.library() else ()
+WAYS = ("eager", "graph", *JIT)
 on_1_to_3 = pytest.mark.parametrize("size", [in_full(1), 2, in_full(3)])
 on_2_and_3 = pytest.mark.parametrize("size", [2, in_full(3)])
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -205,7 +206,7 @@ def reduced(case, route):
 def reduced_by_all(case):
     """Reduce by all routes; on two ranks, sparse ones by those that take branches of their own."""
     graphs = GRAPHS if rr.size() != 2 or case in (*TRACED, *DENSE) else ()
-    routes = ("eager", *graphs, *(WAYS[2:] if case in DENSE else ()))
+    routes = ("eager", *graphs, *(JIT if case in DENSE else ()))
     first, *others = (reduced(case, route) for route in routes)
     assert others == [first] * len(others)
     return first
