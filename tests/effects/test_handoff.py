@@ -155,7 +155,7 @@ def test_queue_is_native_where_there_is_a_library(monkeypatch):
 # --- Buckets --------------------------------------------------------------------------------
 
 # RR_HANDOFF_... of native/include/ringreduce.h.
-DONE, MISUSED, REFUSED = 0, 102, 105
+DONE, CLOSED, FAILED, MISUSED, REFUSED = 0, 100, 101, 102, 105
 WHY_BYTES = 2048
 # Two gradients of 5 and 3 floats in a bucket of 32, with padding between and after them.
 SLOTS = (Slot(0, 0, 5), Slot(1, 16, 3))

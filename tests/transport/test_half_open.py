@@ -19,7 +19,6 @@ import pytest
 import ringreduce as rr
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import TIMES
-from tests.communicator.test_faults import assert_named
 from tests.figures import record
 from tests.proxy import Proxy
 from tests.rings import TIMEOUT_S, outcome, through_proxy, way_of
@@ -68,6 +67,17 @@ def facts_after(
 
     with through_proxy() as proxy:
         return ring_of_threads(size, work, **LIMITS | settings), began[0]
+
+
+def assert_named(facts, kind, peers, since_s, limit_s):
+    """Each raised `kind` about one of `peers` within the limit; return after how many seconds."""
+    seconds = [fact["at"] - since_s for fact in facts]
+    for fact, took in zip(facts, seconds, strict=True):
+        assert fact["kind"] == kind, facts
+        assert fact["peer"] in peers, facts
+        assert f"rank {fact['peer']}" in fact["text"]
+        assert took < limit_s, facts
+    return seconds
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the proxy cuts on Linux alone")
