@@ -19,47 +19,34 @@ from tests.scope import in_full
 pytestmark = pytest.mark.tensorflow
 
 
-def verified(size, variables_of):
-    """Compare on each rank; return its error, or how many collectives that took."""
-
-    def work(comm):
-        variables = variables_of(comm.rank)
-        before = comm.statistics().collectives
-        try:
-            rr.verify_replicas(variables, comm)
-        except MismatchError as error:
-            assert comm.failure is not None
-            return error
-        return comm.statistics().collectives - before
-
-    return ring_of_threads(size, work)
-
-
 def variables(**values):
     return [tf.Variable(value, name=name) for name, value in values.items()]
 
 
 def assert_differ(size, variables_of, *texts):
     """Every rank's error has these texts."""
-    for error in verified(size, variables_of):
-        assert isinstance(error, MismatchError)
-        for text in texts:
-            assert text in str(error)
+
+    def work(comm):
+        with pytest.raises(MismatchError) as caught:
+            rr.verify_replicas(variables_of(comm.rank), comm)
+        assert comm.failure is not None
+        return str(caught.value)
+
+    for error in ring_of_threads(size, work):
+        assert all(text in error for text in texts)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_equal_variables_of_any_dtype_pass_with_one_collective(size):
-    def make(rank):
-        return variables(
-            a=np.arange(6.0).reshape(2, 3),
-            b=np.float32(np.nan),
-            c=tf.constant([1.5, 2], tf.bfloat16),
-            d=[True, False],
-            e=np.zeros((0, 4), np.int8),
-        )
+    def work(comm):
+        numbers = variables(a=np.arange(6.0).reshape(2, 3), b=np.float32(np.nan))
+        others = variables(c=tf.constant([1.5, 2], tf.bfloat16), d=[True, False])
+        for compared in ([*numbers, *others, *variables(e=np.zeros((0, 4), np.int8))], []):
+            before = comm.statistics().collectives
+            rr.verify_replicas(compared, comm)
+            assert comm.statistics().collectives - before == (size > 1)
 
-    assert verified(size, make) == [size > 1] * size
-    assert verified(size, lambda rank: []) == [size > 1] * size
+    ring_of_threads(size, work)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +66,7 @@ def test_the_first_variable_and_the_ranks_that_differ_are_named(size, others, na
         return variables(same=1.0, first=[1.0, value], between=2, second=value)
 
     text = f"found that {named} of first:0 (float32 of shape (2,) here), and that 2 of 4"
-    advice = "a callback that assigns", "an optimizer with a communicator of its own"
-    assert_differ(size, make, text, *advice)
+    assert_differ(size, make, text, "a callback that assigns", "a communicator of its own")
 
 
 @pytest.mark.parametrize(
@@ -181,16 +167,20 @@ def said_in_fit(hook, change, *, is_inside=True, **options):
     return ring_of_threads(2, work)
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_end"])
-def test_weights_set_on_one_rank_are_told_when_fit_ends(hook):
-    for text in said_in_fit(hook, set_weights):
-        assert re.search(r"rank 1 has its own value of .*dense.*kernel", text)
+KERNEL = "rank 1 has its own value of .*dense.*kernel"
+RATE = "weights have gone apart: the learning rate is 0.01 on rank 0 and 0.5"
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_train_batch_begin"])
-def test_another_learning_rate_on_one_rank_is_told_at_the_end_of_the_epoch(hook):
-    for text in said_in_fit(hook, set_rate):
-        assert "weights have gone apart: the learning rate is 0.01 on rank 0 and 0.5" in text
+@pytest.mark.parametrize(
+    ("hook", "change", "text"),
+    [
+        *(("on_epoch_end", set_weights, KERNEL), ("on_train_end", set_weights, KERNEL)),
+        *(("on_epoch_begin", set_rate, RATE), ("on_train_batch_begin", set_rate, RATE)),
+    ],
+)
+def test_what_one_rank_has_changed_is_told_at_the_end(hook, change, text):
+    """Of the epoch where it is the learning rate, else of training."""
+    assert all(re.search(text, error) for error in said_in_fit(hook, change))
 
 
 def test_nothing_is_said_where_ranks_stay_equal_or_may_differ():
