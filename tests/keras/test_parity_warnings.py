@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from functools import partial
 
 import keras
 import numpy as np
@@ -39,7 +40,7 @@ def attention(**options):
         (lambda: layers.Dropout(0.1), True),
         (lambda: layers.Dropout(0.0), False),
         (lambda: layers.GaussianNoise(0.1), True),
-        (lambda: layers.LayerNormalization(), False),
+        (layers.LayerNormalization, False),
         (lambda: layers.LSTM(3, dropout=0.1), True),
         (lambda: layers.Bidirectional(layers.GRU(3, recurrent_dropout=0.1)), True),
         (lambda: layers.Bidirectional(layers.LSTM(3)), False),
@@ -119,11 +120,8 @@ class Merged(Largest):
         return [max(most for (most,) in states)]
 
 
-class Share(Largest):
+class Summing(Largest):
     """Its state is a sum."""
-
-    def __init__(self):
-        super().__init__("share")
 
     def update_state(self, y, outputs, sample_weight=None):
         self.most.assign_add(ops.sum(y))
@@ -146,13 +144,12 @@ def warned_by(work, category):
     return results, [str(warning.message) for warning in shown if warning.category is category]
 
 
-def trained(loss, *metrics, validate=False):
+def trained(loss, *metrics):
     """Of each rank the history of a fit, and an evaluation; the warnings of all."""
 
     def work(ring):
-        options = {"batch_size": 16, "verbose": 0, "communicator": ring}
-        if validate:
-            options["validation_data"] = (X, Y)
+        validated = {"validation_data": (X, Y)} if metrics else {}
+        options = {"batch_size": 16, "verbose": 0, "communicator": ring, **validated}
         history = rr.fit(fixed(ring, loss, metrics), X, Y, **options).history
         how = {"communicator": ring, "return_dict": True}
         evaluated = rr.evaluate(fixed(ring, loss, metrics), X, Y, **how) if metrics else {}
@@ -177,7 +174,7 @@ def test_a_mean_and_what_draws_random_numbers_are_not(loss):
 
 
 def test_a_metric_whose_state_is_no_sum_is_named_and_left_out_everywhere():
-    results, texts = trained("mse", Largest, Share, validate=True)
+    results, texts = trained("mse", Largest, partial(Summing, "share"))
     assert len(texts) == 2  # Of fit and of evaluate.
     assert all("the metric largest is left out" in text for text in texts)
     for history, evaluated in results:
@@ -186,7 +183,7 @@ def test_a_metric_whose_state_is_no_sum_is_named_and_left_out_everywhere():
 
 
 def test_a_metric_that_merges_states_is_that_of_all_rows():
-    results, texts = trained("mse", Merged, validate=True)
+    results, texts = trained("mse", Merged)
     assert texts == []
     for history, evaluated in results:
         assert history["largest"] == history["val_largest"] == evaluated["largest"] == 15.0
@@ -206,7 +203,7 @@ def of_lookups(vocabularies, dtype="int64"):
 
 
 def test_a_lookup_in_a_dataset_that_each_rank_has_adapted_is_named():
-    (text,) = of_lookups([["a", "b"], ["b", "a"]])
+    [text] = of_lookups([["a", "b"], ["b", "a"]])
     assert "other integers or words in x of the first batch: on rank 1 not those of rank 0" in text
     # Pixels and floats are often random on purpose.
     assert of_lookups([["a", "b"], ["b", "a"]], "uint8") == []
