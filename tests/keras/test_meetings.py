@@ -14,6 +14,7 @@ from ringreduce import ConfigError, PeerLostError
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.meetings import _Meeting
 from ringreduce.testing import ring_of_threads
+from tests.models import CountSteps
 from tests.programs.shared import built, digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -21,8 +22,8 @@ from tests.scope import in_full
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 SHAPES = ((3, 2), (5,))
-SGD = keras.optimizers.SGD
-LocalSGD, DiLoCo = rr.LocalSGD, rr.DiLoCo
+SGD, LossScaleOptimizer = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
+LocalSGD, DiLoCo, LambdaCallback = rr.LocalSGD, rr.DiLoCo, keras.callbacks.LambdaCallback
 
 
 def variables():
@@ -39,15 +40,15 @@ class Sgd:
 
     def __init__(self, rate, momentum=0.0, nesterov=False):
         self.rate, self.momentum, self.nesterov = rate, momentum, nesterov
-        self.moved = [np.zeros(shape) for shape in SHAPES]
+        self.steps = [np.zeros(shape) for shape in SHAPES]
 
     def stepped(self, weights, gradients):
-        pairs = list(zip(self.moved, gradients, strict=True))
-        self.moved = [self.momentum * moved - self.rate * gradient for moved, gradient in pairs]
-        steps = self.moved
-        if self.nesterov:
+        def moved(steps):
             pairs = zip(steps, gradients, strict=True)
-            steps = [self.momentum * moved - self.rate * gradient for moved, gradient in pairs]
+            return [self.momentum * step - self.rate * gradient for step, gradient in pairs]
+
+        self.steps = moved(self.steps)
+        steps = moved(self.steps) if self.nesterov else self.steps
         return [weight + step for weight, step in zip(weights, steps, strict=True)]
 
 
@@ -101,6 +102,10 @@ def simulated(strategy, steps, samples, settles):
     return weights[0]
 
 
+def wrapped(strategy, inner=None, **options):
+    return rr.DistributedOptimizer(inner or SGD(), strategy=strategy, **options)
+
+
 def stepping(optimizer, variables, way):
     def step(samples, *gradients):
         with contextlib.nullcontext() if samples is None else rr.step_weight(samples):
@@ -109,10 +114,10 @@ def stepping(optimizer, variables, way):
     return step if way == "eager" else tf.function(step, jit_compile=way == "jit")
 
 
-def trained(strategy, steps, gradients, momentum=0.0):
+def trained(strategy, steps, gradients):
     """Return variables after eager steps; `gradients`: by the number of the step."""
     mine = variables()
-    optimizer = rr.DistributedOptimizer(SGD(0.25, momentum), strategy=strategy)
+    optimizer = wrapped(strategy, SGD(0.25))
     for number in range(steps):
         optimizer.apply([tf.constant(each, tf.float32) for each in gradients(number)], mine)
     return optimizer, mine
@@ -139,8 +144,7 @@ def test_it_is_what_the_simulation_gives(strategy, way, is_uneven, steps, settle
     def samples(rank, step):
         return float((rank + step) % 3) if is_uneven else 1.0
 
-    mine = variables()
-    optimizer = rr.DistributedOptimizer(SGD(0.25, momentum=0.5), strategy=strategy)
+    mine, optimizer = variables(), wrapped(strategy, SGD(0.25, momentum=0.5))
     optimizer.build(mine)
     step = stepping(optimizer, mine, way)
     for number in range(steps):
@@ -159,8 +163,7 @@ def test_a_meeting_in_each_step_is_an_average_of_gradients():
         return [np.round(8 * each) * rr.size() for each in gradients_of(rr.rank(), number)]
 
     (_, mine), (_, averaged) = (trained(strategy, 4, gradients) for strategy in (LocalSGD(1), None))
-    for value, expected in zip(mine, averaged, strict=True):
-        assert (value.numpy() == expected.numpy()).all()
+    assert digest(mine) == digest(averaged)
 
 
 @on_ranks(2)
@@ -177,6 +180,13 @@ def test_a_round_begins_with_weights_that_were_loaded():
     assert all((variable.numpy() == 5.0).all() for variable in mine)
 
 
+def stopping_on_rank_1(model, is_time):
+    def stop(batch, logs):
+        model.stop_training |= rr.rank() == 1 and is_time(batch)
+
+    return LambdaCallback(on_train_batch_end=stop)
+
+
 @on_ranks(2)
 def test_fit_ends_each_epoch_and_itself_with_equal_weights():
     """Epochs end within rounds; one rank stops in the fifth, and the others go with it."""
@@ -184,21 +194,17 @@ def test_fit_ends_each_epoch_and_itself_with_equal_weights():
     y = x[:, :1] * 2 + 1
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.05), strategy=LocalSGD(3, 1))
+    optimizer = wrapped(LocalSGD(3, 1), keras.optimizers.Adam(0.05))
     model.compile(optimizer, "mse")
     seen = []
 
-    class Look(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            rr.verify_replicas(model.trainable_variables)
-            seen.append(logs["val_loss"])
-
-        def on_train_batch_end(self, batch, logs=None):
-            if rr.rank() == 1 and len(seen) == 4:
-                self.model.stop_training = True
+    def look(epoch, logs):
+        rr.verify_replicas(model.trainable_variables)
+        seen.append(logs["val_loss"])
 
     options = {"epochs": 8, "validation_data": (x, y), "verbose": 0}
-    callbacks = [Look(), rr.callbacks.VerifyReplicas(1)]
+    stop = stopping_on_rank_1(model, lambda batch: len(seen) == 4)
+    callbacks = [LambdaCallback(on_epoch_end=look), stop, rr.callbacks.VerifyReplicas(1)]
     losses = rr.fit(model, x, y, 6 * rr.size(), **options, callbacks=callbacks).history["loss"]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
@@ -213,7 +219,7 @@ def line(strategy):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
-    model.compile(rr.DistributedOptimizer(SGD(0.05), strategy=strategy), "mse", run_eagerly=True)
+    model.compile(wrapped(strategy, SGD(0.05)), "mse", run_eagerly=True)
     given = {"x": x, "y": x[:, :1] * 2 + 1, "batch_size": 6 * rr.size(), "verbose": 0}
     return built(model, x[:1], x[:1, :1]), given
 
@@ -247,8 +253,7 @@ def test_ranks_that_step_alone_ask_nothing_of_others():
     collectives = []
     for strategy in (LocalSGD(4), None):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        optimizer = rr.DistributedOptimizer(SGD(0.01), strategy=strategy)
-        model.compile(optimizer, "mse", run_eagerly=True)
+        model.compile(wrapped(strategy, SGD(0.01)), "mse", run_eagerly=True)
         rr.fit(model, x[:3], x[:3, :1], rr.size(), verbose=0, check=False)
         before = rr.init().statistics().collectives
         rr.fit(model, x, x[:, :1], rr.size(), verbose=0, check=False)
@@ -260,10 +265,9 @@ def test_ranks_that_step_alone_ask_nothing_of_others():
     assert alone + 13 < in_each_step
 
 
-class Fails(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1:
-            raise RuntimeError("fails here")
+def fail_in_the_second(epoch, logs):
+    if epoch == 1:
+        raise RuntimeError("fails here")
 
 
 @on_ranks(2)
@@ -273,7 +277,7 @@ def test_a_job_that_is_started_again_goes_on_after_the_last_epoch(tmp_path):
     strategy, backup = DiLoCo(3, 1), {"backup_dir": str(tmp_path / "backup")}
     whole, given = line(strategy)
     rr.fit(whole, **given, epochs=2)
-    callbacks = [keras.callbacks.ModelCheckpoint(path), Fails()]
+    callbacks = [keras.callbacks.ModelCheckpoint(path), LambdaCallback(fail_in_the_second)]
     with contextlib.suppress(RuntimeError):
         rr.fit(line(strategy)[0], **given, epochs=2, callbacks=callbacks, **backup)
     again, _ = line(strategy)
@@ -288,17 +292,10 @@ def test_a_job_that_is_started_again_goes_on_after_the_last_epoch(tmp_path):
 @on_ranks(2)
 def test_one_that_stops_between_meetings_takes_all_with_it_at_the_next():
     """After its second step; the ranks meet after their third."""
-    model, given = line(LocalSGD(3))
-    batches = []
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            batches.append(batch)
-            if rr.rank() == 1 and batch == 1:
-                self.model.stop_training = True
-
-    rr.fit(model, **given, epochs=2, callbacks=Stop())
-    assert batches == [0, 1, 2]
+    (model, given), steps = line(LocalSGD(3)), CountSteps()
+    stop = stopping_on_rank_1(model, lambda batch: batch == 1)
+    rr.fit(model, **given, epochs=2, callbacks=[steps, stop])
+    assert steps.counts == [3]
     assert model.optimizer.is_settled
     return digest(model.weights)
 
@@ -359,14 +356,9 @@ def test_a_rank_killed_between_meetings_or_in_one_is_named(ranks, when, compress
     ranks.ring(3, lost=[1], RINGREDUCE_TRANSPORT=transport)(lose_rank_1, when, compression)
 
 
-def wrapped(strategy, inner=SGD, **options):
-    return rr.DistributedOptimizer(inner(), strategy=strategy, **options)
-
-
 def saved_between_meetings():
-    trained(LocalSGD(3), 1, lambda number: [np.ones(shape) for shape in SHAPES])[
-        0
-    ].save_own_variables({})
+    optimizer, _ = trained(LocalSGD(3), 1, lambda number: [np.ones(shape) for shape in SHAPES])
+    optimizer.save_own_variables({})
 
 
 @pytest.mark.parametrize(
@@ -375,11 +367,8 @@ def saved_between_meetings():
         (lambda: LocalSGD(0), "every is 0"),
         (lambda: LocalSGD(3, overlap=3), "overlap is 3; accepted: 0 to every - 1, 2"),
         (lambda: wrapped(LocalSGD(3), accumulate_steps=2), "accumulate_steps=k, not both"),
-        (
-            lambda: wrapped(LocalSGD(3), lambda: keras.optimizers.LossScaleOptimizer(SGD())),
-            "needs no loss scale",
-        ),
-        (lambda: wrapped(DiLoCo(3), lambda: SGD(use_ema=True)), "Leave use_ema out"),
+        (lambda: wrapped(LocalSGD(3), LossScaleOptimizer(SGD())), "needs no loss scale"),
+        (lambda: wrapped(DiLoCo(3), SGD(use_ema=True)), "Leave use_ema out"),
         (lambda: wrapped("local"), r"Pass an object, such as rr\.LocalSGD\(50\)"),
         (saved_between_meetings, "of 2 saves its optimizer between two meetings"),
     ],
