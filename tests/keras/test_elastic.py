@@ -165,10 +165,11 @@ BACKED_UP = [in_full(data, 3) for data in ("arrays", "sequence", "generator", "l
 def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data, size):
     case, fault = {"data": data, "backs_up": True}, (size - 1, "begin", 6, "kill")
     found, _ = trained(tmp_path, size, fault, least=size, **case)
+    step = 5 if data == "loader" else 6  # Of a loader, Keras asks for a batch after the last one.
     for rank, fact in found.items():
         assert fact["error"].startswith(
             f"RendezvousError: rank {rank} of {size} has {size - 1} ranks left without rank "
-            f"{size - 1}, lost in step 6, and was to go on with at least {size}. See the log of"
+            f"{size - 1}, lost in step {step}, and was to go on with at least {size}. See"
         )
     advice = f"Start the job again: it goes on from this step, with {tmp_path}/backup."
     assert found[0]["error"].endswith(advice)
