@@ -5,11 +5,10 @@
 The breakages are in `tests/breakage_list.txt`. For each, the C tests run if it is in the C library;
 then its likely test files, up to the first failure, also those cases that `make test-full` alone
 runs; and if they pass, the whole suite, as `make test` runs it. A failing Python test counts only
-if it passes without the breakage. Results are kept in tests/breakages.json, so an interrupted run
+if it passes without the breakage. Results are kept in build/breakages.json, so an interrupted run
 continues. A breakage that was caught is run again when its entry or the file that it is made in has
 changed, or the test that caught it is gone; with ``--again`` in any case. ``--touched`` runs those
-again of which the entry, the file, or a test file has changed since COMMIT, by default the last one
-that changed the results.
+again of which the entry, the file, or a test file has changed since COMMIT, by default the last.
 
 Exit code 1: a breakage was missed, or could not be made.
 """
@@ -38,7 +37,7 @@ import psutil
 from tests.breakage_list import BREAKAGES, Breakage
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tests" / "breakages.json"
+RESULTS = ROOT / "build" / "breakages.json"
 # Where the tests of a copy write what fails; by it the tool knows its processes too.
 _REPORT = "BREAKAGES_REPORT"
 _BUILD_S, _FILES_S, _SUITE_S = 600.0, 1200.0, 5400.0
@@ -306,9 +305,8 @@ def _is_there(test: str) -> bool:
     return path.is_file() and re.search(rf"\b{re.escape(name)}\b", path.read_text()) is not None
 
 
-def _touched(commit: str) -> list[Breakage]:
-    """The breakages of which the entry, the file or a test file has changed since `commit`."""
-    since = commit or _git("log", "-1", "--format=%H", "--", str(RESULTS)).strip()
+def _touched(since: str) -> list[Breakage]:
+    """The breakages of which the entry, the file or a test file has changed since a commit."""
     changed = {*_git("diff", "--name-only", since).splitlines()}
     changed |= {*_git("ls-files", "--others", "--exclude-standard").splitlines()}
     before = _git("grep", "-h", "-e", "", since, "--", "tests/breakage_list.*")
@@ -339,10 +337,6 @@ def _library() -> Path:
     return Path(library._name)
 
 
-def _commit() -> str:
-    return _git("describe", "--always", "--dirty", "--exclude=*").strip()
-
-
 def _git(*command: str) -> str:
     found = subprocess.run(
         ("git", *command), cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
@@ -363,25 +357,14 @@ def _table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*lines, f"{caught} of {len(results)} caught"])
 
 
-def _as_lines(results: dict[str, Any]) -> str:
-    """JSON with a line for each breakage."""
-    lines = (f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.breakages", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="by default all")
     parser.add_argument("--list", action="store_true", help="show the breakages, run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")
     parser.add_argument("--again", action="store_true", help="forget the results so far")
-    parser.add_argument(
-        "--touched",
-        nargs="?",
-        const="",
-        metavar="COMMIT",
-        help="those that a change since COMMIT touches, again",
-    )
+    touched = "those that a change since COMMIT touches, again"
+    parser.add_argument("--touched", nargs="?", const="HEAD", metavar="COMMIT", help=touched)
     chosen = parser.parse_args()
     known = {breakage.name: breakage for breakage in BREAKAGES}
     if unknown := set(chosen.names) - set(known):
@@ -399,7 +382,8 @@ def main() -> int:
     results = {name: result for name, result in results.items() if name in known}
     if chosen.again or chosen.touched is not None:
         results = {name: result for name, result in results.items() if known[name] not in wanted}
-    lock, commit = threading.Lock(), _commit()
+    RESULTS.parent.mkdir(exist_ok=True)
+    lock = threading.Lock()
 
     def note(breakage: Breakage, outcome: dict[str, Any], seconds: float) -> None:
         if outcome.get("error", "").endswith("interrupted"):
@@ -408,11 +392,10 @@ def main() -> int:
             results[breakage.name] = {
                 **outcome,
                 "seconds": round(seconds),
-                "commit": commit,
                 "entry": breakage.digest,
                 "file": _digest(breakage.file),
             }
-            RESULTS.write_text(_as_lines(results))
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True))
             print(_table({breakage.name: results[breakage.name]}).splitlines()[0], flush=True)
 
     def is_done(breakage: Breakage) -> bool:
