@@ -243,7 +243,8 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_what_is_tried_out_writes_nothing(tmp_path, tmp_path_factory):
-    saves = "model.save('m.keras')\n    open('n', 'w')\n"
+    # The program runs in a copy of its folder.
+    saves = f"model.save({str(tmp_path / 'm.keras')!r})\n    open('n', 'w')\n"
     text = f"{MODEL}try:\n    model.fit(x, y)\nfinally:\n    {saves}"
     (tmp_path / "train.py").write_text(text)
     command = [sys.executable, "-m", "ringreduce", "verify", "--unchanged", "train.py"]
