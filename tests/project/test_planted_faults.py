@@ -18,7 +18,7 @@ Other data on a rank: rr.fit: rank 1 has other values than rank 0
 same shard twice: rr.callbacks.Together: ranks 0, 1 have trained on the same rows
     test_ranks_that_train_on_the_same_rows_are_told_so
 Another learning rate: rr.callbacks.Together: weights have gone apart: the learning rate is 0.01 on
-    test_another_learning_rate_on_one_rank_is_told_at_the_end_of_the_epoch
+    test_what_one_rank_has_changed_is_told_at_the_end
 Clipping per rank: ringreduce verify: Clips.train_step calls clip_by_global_norm
     test_the_reason_for_a_difference_is_found
 Unequal frozen weights: ParityWarning: rr.broadcast_variables(model.variables)

@@ -276,7 +276,8 @@ def test_a_copy_links_what_is_large(tmp_path, monkeypatch):
 
 def test_the_launcher_starts_the_example_and_shows_rank_0(tmp_path):
     program = str(ROOT / "examples" / "plain.py")
-    found = run(tmp_path, "-n", "2", "--unchanged", program, TF_CPP_MIN_LOG_LEVEL="3")
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    found = run(tmp_path, "-n", "2", "--unchanged", program, timeout_s=200.0, **quiet)
     assert found.returncode == 0, found.stderr
     shown = found.stdout.splitlines()
     assert [line for line in shown if "Epoch" in line] == [f"[0] Epoch {n}/8" for n in range(1, 9)]
