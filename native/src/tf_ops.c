@@ -28,7 +28,7 @@
 #include "ringreduce.h"
 
 /* A smaller result is copied sooner than it is lent. */
-enum { LENT_BYTES_MIN = 1 << 16 };
+enum { LENT_BYTES_MIN = 1 << 12 };
 
 #define DECLARE(result, name, parameters) result(*name) parameters;
 static struct {
