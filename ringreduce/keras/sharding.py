@@ -12,6 +12,7 @@ its slices from there, so what callbacks and `set_weights` have changed counts.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,16 @@ def weights_to_divide(wrapper: Any) -> int:
     return sum(math.prod(v.shape) for v in wholes if len(state_for(wrapper._inner, v)) > 1)
 
 
+def _update_out_of_place(stand_in: Any) -> None:
+    """Have what is added to a stand-in make a new value: it shares the whole's, which stays.
+
+    In place TensorFlow would first copy that.
+    """
+    here: Any = weakref.ref(stand_in)
+    stand_in.assign_add = lambda delta: here().assign(here() + delta)
+    stand_in.assign_sub = lambda delta: here().assign(here() - delta)
+
+
 class Sharding:
     """The shares of what one optimizer updates; `originals` are all variables that it trains.
 
@@ -123,6 +134,7 @@ class Sharding:
             part = FlatPart(ring, tuple(variable.shape), ranges=ranges)
             stand_in = keras.Variable("zeros", part.own_shape, variable.dtype, name=variable.name)
             private.set_path(stand_in, variable.path)
+            _update_out_of_place(plain_variable(stand_in))
             self._stand_ins[id(plain_variable(variable))] = number, mark(stand_in, part)
         inner.build([self._stand_in(variable) for variable in originals])
         for one in all_within(inner):
