@@ -82,7 +82,7 @@ check-full: $(VENV)/.installed
 	    $(PYTEST) -m "not full" $(REAL) $(AGAIN)
 
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
-FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py routes.py order.py tensors.py tf_api.py) \
+FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py lending.py routes.py order.py tensors.py tf_api.py) \
     $(addprefix tests/keras/test_,callback_parts.py callbacks.py data.py evaluation.py fit.py horovod.py jit.py \
     loop.py normalization.py optimizer.py optimizer_keras.py saving.py steps.py tape.py)
 LOWEST := build/lowest
