@@ -510,9 +510,9 @@ RR_EXPORT int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *par
                                uint32_t part_count, char *why);
 
 /* Wait until a started bucket is reduced, and unpack it. As start, with one part for each result.
- * Where a part's `data` is NULL the result is lent: `data` becomes its address in the bucket's
- * area, which is stored in `lender`, for as many times of rr_area_give_back, after an error too;
- * `lender` may be NULL if no result is to be lent. Also returns RR_HANDOFF_REFUSED with the text
+ * A result whose part has no `data`, and some bytes, is lent: `data` becomes its address in the
+ * bucket's area, and `lender` that area. Give back each of them by rr_area_give_back, also after an
+ * error. `lender` may be NULL if all parts have data. Also returns RR_HANDOFF_REFUSED with the text
  * given to rr_handoff_finish. */
 RR_EXPORT int rr_handoff_wait(int64_t plan, uint32_t bucket, rr_part *parts, uint32_t part_count,
                               rr_area **lender, char *why);

@@ -501,11 +501,13 @@ static void unpack(const struct bucket *bucket, rr_part *parts, rr_area **lender
 {
     for (uint32_t i = 0; i < bucket->result_count; i++) {
         char *result = bucket->memory + bucket->results[i].start;
+        if (parts[i].nbytes == 0)
+            continue; /* TensorFlow may have no memory for it: that asks for no loan. */
         if (parts[i].data == NULL && lender != NULL) {
             *lender = bucket->area;
             rr_area_lend(bucket->area);
             parts[i].data = result;
-        } else if (parts[i].nbytes > 0 && parts[i].data != bucket->memory) {
+        } else if (parts[i].data != bucket->memory) {
             memcpy(parts[i].data, result, parts[i].nbytes);
         }
     }

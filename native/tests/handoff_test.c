@@ -633,6 +633,28 @@ static void test_results_are_lent(void)
     CHECK(!rr_area_is_used(*one) && !rr_area_is_used(*two));
 }
 
+/* A result of no bytes, for which there is no memory, is not lent: nobody would give it back. */
+static void test_nothing_is_not_lent(void)
+{
+    static float values[8];
+    static const rr_slot slots[] = {{0, 0}, {0, sizeof values}};
+    rr_handoff *handoff = opened();
+    rr_area **area = area_of(values);
+    const rr_bucket bucket = {area, sizeof values, slots, NULL, 1, 2, 0};
+    int64_t plan = -1;
+    rr_item item;
+    float own[8] = {1};
+    rr_part parts[] = {{NULL, 0}, {own, sizeof own}};
+    rr_area *lender = NULL;
+    CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
+    CHECK(rr_handoff_start(plan, 0, parts, 2, why) == RR_DONE);
+    CHECK(rr_handoff_take(handoff, &item) == RR_DONE);
+    rr_handoff_finish(handoff, NULL);
+    CHECK(rr_handoff_wait(plan, 0, parts, 2, &lender, why) == RR_DONE);
+    CHECK(lender == NULL && rr_handoff_unregister(plan) == RR_DONE && !rr_area_is_used(*area));
+    rr_handoff_close(handoff, "closed");
+}
+
 /* A result is given back by another thread while the next round begins. */
 static void *give_back_soon(void *area)
 {
@@ -725,6 +747,7 @@ int main(void)
     test_reopened_after_a_failure();
     test_long_text_is_cut();
     test_results_are_lent();
+    test_nothing_is_not_lent();
     test_results_come_back_from_other_threads();
     test_failure_of_a_round_keeps_no_area();
     free_areas();

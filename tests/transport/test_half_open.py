@@ -21,7 +21,7 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import TIMES
 from tests.figures import record
 from tests.proxy import Proxy
-from tests.rings import TIMEOUT_S, outcome, through_proxy, way_of
+from tests.rings import TIMEOUT_S, assert_lost, outcome, through_proxy, way_of
 from tests.scope import in_full
 
 # Promised are 3 s, far below the ranks' time limit.
@@ -69,17 +69,6 @@ def facts_after(
         return ring_of_threads(size, work, **LIMITS | settings), began[0]
 
 
-def assert_named(facts, kind, peers, since_s, limit_s):
-    """Each raised `kind` about one of `peers` within the limit; return after how many seconds."""
-    seconds = [fact["at"] - since_s for fact in facts]
-    for fact, took in zip(facts, seconds, strict=True):
-        assert fact["kind"] == kind, facts
-        assert fact["peer"] in peers, facts
-        assert f"rank {fact['peer']}" in fact["text"]
-        assert took < limit_s, facts
-    return seconds
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the proxy cuts on Linux alone")
 @pytest.mark.parametrize(("transport", "victim"), [("zmq", 0), in_full("hosts", 1)])
 def test_a_rank_that_is_cut_off_is_named_by_all_others(transport, victim):
@@ -91,7 +80,7 @@ def test_a_rank_that_is_cut_off_is_named_by_all_others(transport, victim):
         assert fact["kind"] in ("PeerLostError", "PeerTimeoutError"), fact
         # It cannot know that it is the one.
         peers = {0, 1, 2} - {victim} if rank == victim else {victim}
-        seconds = assert_named([fact], fact["kind"], peers, cut_s, CUT_LIMIT_S)
+        seconds = assert_lost([fact], peers, fact["kind"], CUT_LIMIT_S, cut_s)
         record(f"rank cut off, {transport}", *seconds)
 
 
@@ -100,7 +89,7 @@ def test_a_silent_connection_is_an_error_that_names_an_end_of_it(fault, ways):
     # What rank 1 has sent and rank 2 has not got, both tell all others, if need be the long way.
     silence = {fault: True}
     facts, silent_s = facts_after(3, lambda proxy: proxy.set(ways, **silence), transport="zmq")
-    seconds = assert_named(facts, "PeerLostError", {1, 2}, silent_s, CUT_LIMIT_S)
+    seconds = assert_lost(facts, {1, 2}, "PeerLostError", CUT_LIMIT_S, silent_s)
     record(f"one connection silent, {fault}, zmq", *seconds)
 
 
@@ -134,7 +123,7 @@ def test_a_silent_connection_of_two_ranks_alone_is_named_by_all(caplog, what):
     )
     facts = facts[1:3] if what == "group" else facts
     assert all("lost the connection from rank 1 to rank 2" in fact["text"] for fact in facts)
-    seconds = assert_named(facts, "PeerLostError", {1, 2}, silent_s, limit_s + 1.0)
+    seconds = assert_lost(facts, {1, 2}, "PeerLostError", limit_s + 1.0, silent_s)
     record(f"one connection of a pair silent, {what}", *seconds)
     assert "sends to rank 2, and not a byte has come there" in caplog.text
 
@@ -145,7 +134,7 @@ def test_a_silent_connection_of_two_ranks_alone_is_named_by_all(caplog, what):
 def test_a_reset_connection_is_an_error_on_all_ranks(transport, ways, peers):
     facts, reset_s = facts_after(3, lambda proxy: proxy.reset(ways), **way_of(transport))
     # Which end of a connection is at fault nobody can know: either may be named.
-    seconds = assert_named(facts, "PeerLostError", peers, reset_s, 3.0)
+    seconds = assert_lost(facts, peers, "PeerLostError", 3.0, reset_s)
     record(f"connection reset, {transport}", *seconds)
 
 
