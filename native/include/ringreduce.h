@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 17
+#define RR_ABI 18
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -428,8 +428,14 @@ typedef struct {
 typedef struct rr_area rr_area;
 
 /* A new area of `memory`, which the caller owns; NULL: there is no memory for it. The area must
- * not be freed, nor its memory, while a plan, a round or a result uses it. */
-RR_EXPORT rr_area *rr_area_new(void *memory);
+ * not be freed, nor its memory, while a plan, a round or a result uses it.
+ *
+ * The ranks of a host may share the memory of a bucket whose results are equal on all of them. Each
+ * calls this with its own number and the same `marks`, RR_MARK_BYTES for each of `ranks`, whose
+ * second words the first rank has set to 1 and the rest to 0. The first rank's memory stays in use
+ * until the others have freed their areas. */
+enum { RR_MARK_BYTES = 64 };
+RR_EXPORT rr_area *rr_area_new(void *memory, void *marks, uint32_t ranks, uint32_t rank);
 RR_EXPORT int rr_area_is_used(const rr_area *area);
 RR_EXPORT void rr_area_free(rr_area *area);
 

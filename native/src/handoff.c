@@ -51,7 +51,7 @@ int rr_handoff_open(rr_handoff **opened, rr_events *events)
 static void leave_area(struct bucket *bucket, bool well)
 {
     if (bucket->area != NULL && (well || !bucket->area->is_spare))
-        rr_area_give_back(bucket->area);
+        rr_area_leave(bucket->area);
     bucket->area = NULL;
 }
 

@@ -22,8 +22,9 @@ struct rr_head {
 /* A call as its rank announces it. */
 struct rr_announcement {
     uint64_t header[8];
-    uint64_t registered; /* 1 + offset of its array in the heap; 0: it is not there */
-    uint64_t unused[7];
+    uint64_t registered; /* 1 + offset of its array in a heap; 0: it is in none */
+    uint64_t owner;      /* of that heap */
+    uint64_t unused[6];
 };
 
 struct rr_board {

@@ -72,14 +72,21 @@ static uint64_t array_bytes(const struct rr_shm *group, const rr_call *call, uin
                                          : rr_chunks_array_bytes(group, call);
 }
 
-/* 1 + offset of the array in our heap; 0 if the heap does not contain all of it. */
-static uint64_t registered(const struct rr_shm *group, const rr_call *call, const uint8_t *array)
+/* Note in which heap the array lies, and where; 0 if no heap contains all of it. */
+static void register_array(const struct rr_shm *group, const rr_call *call, const uint8_t *array,
+                           struct rr_announcement *own)
 {
-    const uint8_t *heap = group->peers[group->index].heap;
-    if (array < heap || array >= heap + group->heap_bytes ||
-        array_bytes(group, call, group->index) > group->heap_bytes - (uint64_t)(array - heap))
-        return 0;
-    return (uint64_t)(array - heap) + 1;
+    const uint64_t bytes = array_bytes(group, call, group->index);
+    own->registered = 0;
+    for (uint32_t rank = 0; rank < group->size; rank++) {
+        const uint8_t *heap = group->peers[rank].heap;
+        if (array < heap || array >= heap + group->heap_bytes)
+            continue;
+        if (bytes <= group->heap_bytes - (uint64_t)(array - heap))
+            own->registered = (uint64_t)(array - heap) + 1;
+        own->owner = rank;
+        return;
+    }
 }
 
 static void begin(struct rr_shm *group, const rr_call *call, const uint8_t *source, uint8_t *target)
@@ -88,7 +95,7 @@ static void begin(struct rr_shm *group, const rr_call *call, const uint8_t *sour
     struct rr_announcement *own = rr_announced(group, group->index);
     memcpy(own->header, call->header, sizeof own->header);
     own->header[3] = group->calls;
-    own->registered = registered(group, call, source);
+    register_array(group, call, source, own);
     if (call->action == RR_ALL_TO_ALL)
         rr_all_to_all_begin(group, call, source);
     else
@@ -115,7 +122,8 @@ static int compare(struct rr_shm *group, const rr_call *call)
         }
         const uint64_t bytes = array_bytes(group, call, rank);
         if (theirs->registered != 0 &&
-            (bytes > group->heap_bytes || theirs->registered - 1 > group->heap_bytes - bytes)) {
+            (bytes > group->heap_bytes || theirs->registered - 1 > group->heap_bytes - bytes ||
+             theirs->owner >= group->size)) {
             group->culprit = rank;
             return RR_BROKEN;
         }

@@ -61,7 +61,8 @@ static inline int rr_is_registered(const struct rr_shm *group, uint32_t rank)
 /* First byte of the registered array of `rank`. */
 static inline uint8_t *rr_registered_array(const struct rr_shm *group, uint32_t rank)
 {
-    return group->peers[rank].heap + (rr_announced(group, rank)->registered - 1);
+    const struct rr_announcement *of = rr_announced(group, rank);
+    return group->peers[of->owner].heap + (of->registered - 1);
 }
 
 /* The half of the staging memory of `rank` that segment `number` of this call goes through. */

@@ -98,15 +98,16 @@ static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *data, u
     }
 }
 
-/* All arrays are registered: copy the others' chunks out of theirs. */
+/* All arrays are registered: copy the others' chunks out of theirs, unless ours is the same. */
 static void gather_in_place(struct rr_shm *group, const rr_call *call, uint8_t *data)
 {
     for (uint32_t other = 1; other < group->size; other++) {
         const uint32_t rank = (group->index + other) % group->size;
         const uint64_t at = call->bounds[rank] * group->itemsize;
         const uint64_t bytes = chunk_bytes(group, call, rank);
-        if (bytes > 0)
-            rr_copy(group, data + at, rr_registered_array(group, rank) + at, bytes);
+        const uint8_t *theirs = rr_registered_array(group, rank);
+        if (bytes > 0 && theirs != data)
+            rr_copy(group, data + at, theirs + at, bytes);
         group->bytes_received += bytes;
         group->bytes_sent += chunk_bytes(group, call, group->index);
     }

@@ -26,7 +26,7 @@ static rr_area **area_of(void *data)
 {
     CHECK(area_count < 4096);
     rr_area **made = &areas[area_count++];
-    *made = rr_area_new(data);
+    *made = rr_area_new(data, NULL, 0, 0);
     CHECK(*made != NULL);
     return made;
 }
@@ -633,6 +633,37 @@ static void test_results_are_lent(void)
     CHECK(!rr_area_is_used(*one) && !rr_area_is_used(*two));
 }
 
+/* Two ranks share memory: a round waits for what either has lent, not for the other's round. */
+static void test_ranks_share_an_area(void)
+{
+    static struct mark marks[2];
+    static char shared[64];
+    rr_area *area[2];
+    _Static_assert(sizeof marks[0] == RR_MARK_BYTES, "a mark is a line");
+    for (uint32_t rank = 0; rank < 2; rank++) {
+        marks[rank].holds = 1;
+        area[rank] = rr_area_new(shared, marks, 2, rank);
+    }
+    CHECK(rr_area_is_used(area[0]) && !rr_area_is_used(area[1])); /* the memory is rank 0's */
+    for (uint32_t lender = 0; lender < 2; lender++) {
+        CHECK(rr_area_take(area[0]) && rr_area_take(area[1]));
+        rr_area_lend(area[lender]);
+        rr_area_lend(area[lender]);
+        rr_area_leave(area[0]);
+        rr_area_leave(area[1]);
+        rr_area_give_back(area[lender]);
+        CHECK(!rr_area_take(area[0]) && !rr_area_take(area[1]));
+        CHECK(rr_area_is_used(area[lender]));
+        rr_area_give_back(area[lender]);
+    }
+    CHECK(rr_area_take(area[0]));
+    rr_area_leave(area[0]);
+    CHECK(rr_area_is_used(area[0]) && !rr_area_is_used(area[1]));
+    rr_area_free(area[1]);
+    CHECK(!rr_area_is_used(area[0]));
+    rr_area_free(area[0]);
+}
+
 /* A result of no bytes, for which there is no memory, is not lent: nobody would give it back. */
 static void test_nothing_is_not_lent(void)
 {
@@ -703,7 +734,7 @@ static void test_failure_of_a_round_keeps_no_area(void)
     rr_handoff_fail(handoff, "lost rank 1");
     CHECK(rr_handoff_reopen(handoff) == RR_DONE);
     CHECK(rr_area_take(last)); /* the failed round has left it */
-    rr_area_give_back(last);
+    rr_area_leave(last);
     CHECK(rr_handoff_unregister(plan) == RR_DONE && !rr_area_is_used(last));
     rr_handoff_close(handoff, "closed");
 }
@@ -747,6 +778,7 @@ int main(void)
     test_reopened_after_a_failure();
     test_long_text_is_cut();
     test_results_are_lent();
+    test_ranks_share_an_area();
     test_nothing_is_not_lent();
     test_results_come_back_from_other_threads();
     test_failure_of_a_round_keeps_no_area();

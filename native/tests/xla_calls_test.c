@@ -77,7 +77,7 @@ static int64_t registered(rr_handoff *handoff)
     static const rr_slot slot = {0, FLOATS * sizeof(float)};
     static rr_area *area;
     if (area == NULL)
-        area = rr_area_new(memory);
+        area = rr_area_new(memory, NULL, 0, 0);
     const rr_bucket bucket = {&area, sizeof memory, &slot, NULL, 1, 1, 0};
     int64_t plan = -1;
     CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);

@@ -1,7 +1,8 @@
 """The interface of all implementations of the collectives."""
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -23,6 +24,14 @@ from ringreduce.vocabulary.types import ReduceOp, dtype_code
 Bounds = tuple[int, ...]  # where chunks of an array begin, and where the last one ends
 # Kind and dtype of the caller's call, elements, signature, operator or 0: what ranks compare.
 Said = tuple[Kind, np.dtype, int, int, int]
+
+
+class Shared(NamedTuple):
+    """Memory of a host's ranks, of which this is number `rank`, with what `Area` needs for it."""
+
+    array: ndarray
+    marks: ndarray
+    rank: int
 
 
 class Collectives(Protocol):
@@ -85,6 +94,13 @@ class Collectives(Protocol):
         """Fill `flat` with all ranks' shares of it."""
         bounds = chunk_bounds(flat.size, self._membership.size)
         self.all_gather(Kind.ALL_GATHER, flat, bounds, signature)
+
+    def share(self, sizes: Sequence[int]) -> list[Shared] | None:
+        """Return zeros of these `sizes` in bytes, the same memory on all ranks of a host.
+
+        None: there are none. Collective.
+        """
+        return None
 
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""

@@ -14,12 +14,13 @@ rounded once more.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy import ndarray
 
-from ringreduce.collectives.base import Bounds, Collectives, Said, parts_of
+from ringreduce.collectives.base import Bounds, Collectives, Said, Shared, parts_of
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
@@ -133,6 +134,9 @@ class HierarchicalCollectives(Collectives):
             assert self._ring is not None
             self._ring.gather_shares(own_slice, signature)
         self._host.all_gather(Kind.ALL_GATHER, flat, slices, signature)
+
+    def share(self, sizes: Sequence[int]) -> list[Shared] | None:
+        return self._host.share(sizes)
 
     def _own_slice(self, flat: ndarray, slices: Bounds) -> ndarray | None:
         """The slice of `flat` that this rank's lane carries; None for nothing."""

@@ -6,13 +6,17 @@ element, in rank order, so results are bit-identical everywhere. 16-bit floats a
 and rounded once.
 """
 
+import mmap
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from ringreduce.collectives.base import Bounds, Collectives, Said
+from ringreduce.collectives.base import Bounds, Collectives, Said, Shared
+from ringreduce.effects.handoff import MARK_BYTES
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.payload import cut
@@ -110,6 +114,26 @@ class SharedMemoryCollectives(Collectives):
         """Return once every rank has called it: an all-gather of nothing."""
         self.all_gather(Kind.BARRIER, _NOTHING, (0,) * (self._size + 1))
 
+    def share(self, sizes: Sequence[int]) -> list[Shared] | None:
+        if self._link is None:
+            return None
+        # The first rank has all of it in its heap: for each size the marks, then the memory.
+        marks = self._size * MARK_BYTES
+        ends = [*accumulate(_pages(part) for size in sizes for part in (marks, size))]
+        own = self._link.empty(ends[-1]) if self._rank == 0 else None
+        place = np.array([self._link.offset_of(own), ends[-1]])
+        if own is not None:
+            for start in (0, *ends[1:-1:2]):
+                _marks(own, start, self._size).view(np.uint32)[:, 1] = 1
+        self.broadcast(Kind.BROADCAST, place, 0)
+        if place[0] < 0 or place[1] != ends[-1]:
+            return None
+        whole = self._link.view(0, int(place[0]), ends[-1]) if own is None else own
+        return [
+            Shared(whole[begin : begin + size], _marks(whole, start, self._size), self._rank)
+            for start, begin, size in zip((0, *ends[1:-1:2]), ends[::2], sizes, strict=True)
+        ]
+
     def empty(self, nbytes: int) -> ndarray | None:
         return None if self._link is None else self._link.empty(nbytes)
 
@@ -131,6 +155,14 @@ class SharedMemoryCollectives(Collectives):
         call = HostCall(header, Action.ALL_TO_ALL, counts)
         rank = self._rank
         return call, int(counts[rank].sum()), int(counts[:, rank].sum())
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _marks(memory: ndarray, start: int, ranks: int) -> ndarray:
+    return memory[start : start + ranks * MARK_BYTES].reshape(ranks, MARK_BYTES)
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,7 @@ from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceEr
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 if TYPE_CHECKING:
+    from ringreduce.collectives.base import Shared
     from ringreduce.communicator.session import Session
 
 _SIGNED_KEPT = 64  # as many as C knows at a time
@@ -91,6 +92,10 @@ class Calls:
         """Fill `flat` with all ranks' shares of it."""
         gather = self._session.collectives.gather_shares
         self.call("all_gather", flat.nbytes, gather, flat, signature)
+
+    def share(self, sizes: Sequence[int]) -> list[Shared] | None:
+        """Return memory of the ranks of each host: `Collectives.share`."""
+        return self.call("broadcast", 16, self._session.collectives.share, sizes)
 
     def call(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run one collective, after all that the engine was given before; break if it fails."""

@@ -20,6 +20,7 @@ from ringreduce.effects.native import fields, functions, i64, integer, library, 
 # RR_HANDOFF_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
 _CLOSED = 100
 _JOB, _BUCKET = 1, 2
+MARK_BYTES = 64
 _WHY_BYTES = 2048
 
 
@@ -40,12 +41,14 @@ class Area:
     """Memory for rounds of a bucket, `array`, of which TensorFlow may borrow results.
 
     What is lent, such as a variable's value, may outlive its ring: an area lives until all of it
-    has been given back.
+    has been given back. Ranks that share the memory, of which this is number `rank`, pass its
+    `marks`, shape (ranks, MARK_BYTES); those of all ranks are 1 in their second word.
     """
 
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.address = array, array.ctypes.data
-        handle = _area_functions()["new"](self.address)
+    def __init__(self, array: np.ndarray, marks: np.ndarray | None = None, rank: int = 0) -> None:
+        self.array, self.address, self._marks = array, array.ctypes.data, marks
+        shared = (None, 0) if marks is None else (marks.ctypes.data, len(marks))
+        handle = _area_functions()["new"](self.address, *shared, rank)
         if not handle:
             raise MemoryError("cannot make an area")
         self.handle: int = handle
@@ -53,7 +56,7 @@ class Area:
 
     @property
     def is_used(self) -> bool:
-        """Whether a plan, a round or a result uses it."""
+        """Whether a plan, a round or a result uses it, or another rank the memory."""
         return bool(_area_functions()["is_used"](self.handle))
 
 
@@ -129,7 +132,7 @@ def _functions() -> dict[str, Any]:
 @cache
 def _area_functions() -> dict[str, Any]:
     signatures = {
-        "new": (pointer, [pointer]),
+        "new": (pointer, [pointer, pointer, u32, u32]),
         "free": (None, [pointer]),
         "is_used": (integer, [pointer]),
     }

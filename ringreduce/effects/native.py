@@ -18,7 +18,7 @@ from ringreduce.vocabulary.errors import NativeError
 
 _log = logging.getLogger(__name__)
 
-ABI = 17  # RR_ABI of native/include/ringreduce.h
+ABI = 18  # RR_ABI of native/include/ringreduce.h
 
 _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 

@@ -1,12 +1,12 @@
-"""Gradients to the ranks that update them, and updated weights to all: two plans of one memory.
+"""Gradients to the ranks that update them, and updated weights to all: two plans of buckets.
 
     gradients --start--> buckets --reduce-scatter--> own pieces --wait--> update
     weights   <--wait--  buckets <---all-gather----  own pieces <--start-----+
 
 Every start of the second plan needs all waits of the first, as the engine needs the ranks in one
 order. In a graph, and where XLA compiles, the engine serves both; eagerly, and without the native
-library, a Python function does each. In a graph the whole weights are lent: variables live in one
-area of memory while the next step uses the other.
+library, a Python function does each. The ranks of a host fill the same memory with weights. In a
+graph it is lent: variables live in one area while the next step uses the other.
 """
 
 import itertools
@@ -161,10 +161,12 @@ class ShardedBuckets:
         scattering, gathering = [], []
         # In a graph the weights stay in one area while the next step uses the other.
         count = 1 if xla.is_compiling() else 2
+        shared = memory.shared(count)
         for number, (bucket, in_place) in enumerate(
             zip(self._plan.buckets, self._in_place(), strict=True)
         ):
-            areas, size = memory.areas(number, count), dtypes[number].itemsize
+            areas = memory.areas(number, 1 if shared else count)
+            size = dtypes[number].itemsize
             nbytes = bucket.count * size
             wholes = [(slot.start * size, slot.count * size) for slot in bucket.slots]
             mine = [self.pieces[slot.gradient] for slot in bucket.slots]
@@ -173,7 +175,7 @@ class ShardedBuckets:
                 scattering.append(Layout([], nbytes, wholes))
             else:
                 scattering.append(Layout(areas, nbytes, wholes, own))
-            gathering.append(Layout(areas, nbytes, own, wholes))
+            gathering.append(Layout(shared[number] if shared else areas, nbytes, own, wholes))
 
         def scatter(item: BucketItem) -> None:
             if item.bucket == 0:
@@ -280,6 +282,7 @@ class _Memory:
         self._ring, self._plan = ring, plan
         self._signature = signature_of("weights", plan.signature)
         self._areas: list[list[Area]] = [[] for _ in plan.buckets]
+        self._shared: dict[int, list[list[Area]]] = {}
 
     @cached_property
     def buckets(self) -> list[np.ndarray]:
@@ -296,13 +299,28 @@ class _Memory:
             areas.append(Area(self._zeros(bucket)))
         return areas[:count]
 
+    def shared(self, count: int) -> list[list[Area]]:
+        """Return `count` areas for each bucket's weights that the host's ranks share, or nothing.
+
+        Collective, once for a `count`.
+        """
+        if count not in self._shared:
+            sizes = [self._nbytes(number) for number in range(len(self._areas))]
+            found = self._ring._session.calls.share([size for size in sizes for _ in range(count)])
+            areas = [Area(*each) for each in found or []]
+            self._shared[count] = [areas[at : at + count] for at in range(0, len(areas), count)]
+        return self._shared[count]
+
     def give(self, values: np.ndarray) -> None:
         """Fill a bucket's `values` with all ranks' shares of it."""
         self._ring._session.calls.gather_shares(values, self._signature)
 
-    def _zeros(self, number: int) -> np.ndarray:
+    def _nbytes(self, number: int) -> int:
         bucket = self._plan.buckets[number]
-        memory = self._ring.empty(bucket.count * dtype_named(bucket.dtype).itemsize, np.uint8)
+        return bucket.count * dtype_named(bucket.dtype).itemsize
+
+    def _zeros(self, number: int) -> np.ndarray:
+        memory = self._ring.empty(self._nbytes(number), np.uint8)
         memory[:] = 0  # Padding travels too.
         return memory
 

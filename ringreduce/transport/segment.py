@@ -12,7 +12,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,13 @@ def _whole_blocks(nbytes: int) -> int:
     return max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
 
 
+def array_at(address: int, nbytes: int, owner: Callable[[], object]) -> np.ndarray:
+    """Memory as an array, dtype uint8; when the last view of it is gone, `owner` is called."""
+    block = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(block, owner).atexit = False
+    return np.frombuffer(memoryview(block), np.uint8)
+
+
 class Segment:
     """One rank's segment, mapped into this process until nothing refers to it any more.
 
@@ -112,6 +120,13 @@ class Segment:
         self.address: int = address.value
         # At exit the system unmaps it, and arrays may outlive this module.
         weakref.finalize(self, _unmap, self.address, nbytes.value, descriptor).atexit = False
+        size = ctypes.c_uint64()
+        offset = functions()["segment_heap"](self.address, ctypes.addressof(size))
+        self.heap, self.heap_bytes = self.address + offset, size.value
+
+    def view(self, offset: int, nbytes: int) -> np.ndarray:
+        """Return an array of bytes in the heap, of which the segment's rank has the memory."""
+        return array_at(self.heap + offset, nbytes, lambda: self)
 
     @classmethod
     def create(cls, staging_bytes: int, heap_bytes: int) -> Segment:
@@ -137,12 +152,9 @@ class Heap:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        nbytes = ctypes.c_uint64()
-        offset = functions()["segment_heap"](segment.address, ctypes.addressof(nbytes))
-        self._start = segment.address + offset
         self._lock = threading.Lock()
         # Free parts as (offset, length), by offset; adjacent ones are joined.
-        self._free: list[tuple[int, int]] = [(0, nbytes.value)]
+        self._free: list[tuple[int, int]] = [(0, segment.heap_bytes)]
         # Returned, not yet joined to the free parts. Garbage collection may run `_release` at any
         # line, even in the thread that holds the lock, so it must not take the lock.
         self._returned: deque[tuple[int, int]] = deque()
@@ -155,9 +167,8 @@ class Heap:
         offset = self._take(length, is_array=True)
         if offset is None:
             return None
-        block = (ctypes.c_uint8 * nbytes).from_address(self._start + offset)
-        weakref.finalize(block, self._release, offset, length).atexit = False
-        return np.frombuffer(memoryview(block), np.uint8)
+        release = partial(self._release, offset, length)
+        return array_at(self.segment.heap + offset, nbytes, release)
 
     def reserve(self, nbytes: int) -> int | None:
         """Offset in the heap of `nbytes` zeros that stay with the segment; None for no room."""

@@ -147,6 +147,16 @@ class ShmLink(StalledCall):
         heap = self._heap
         return None if heap is None else heap.empty(nbytes)
 
+    def offset_of(self, array: np.ndarray | None) -> int:
+        """Return where in this rank's heap a registered array begins; -1 for none."""
+        return (
+            -1 if array is None else address_of(array) - self._ranks.mapped[self._ranks.index].heap
+        )
+
+    def view(self, index: int, offset: int, nbytes: int) -> np.ndarray:
+        """Return an array of bytes in the heap of the host's rank `index`, which has the memory."""
+        return self._ranks.mapped[index].view(offset, nbytes)
+
     def run(self, call: HostCall, source: np.ndarray, target: np.ndarray | None = None) -> None:
         """Run `call` on `source`, contiguous; an all-to-all from there into `target`.
 

@@ -45,8 +45,8 @@ class HostRanks:
     ) -> None:
         self.members, self.rank, self.size = tuple(mapped), rank, size
         self.index, count = self.members.index(rank), len(mapped)
-        self._segments = tuple(mapped.values())
-        self.segments = (ctypes.c_void_p * count)(*[each.address for each in self._segments])
+        self.mapped = tuple(mapped.values())
+        self.segments = (ctypes.c_void_p * count)(*[each.address for each in self.mapped])
         spins = _SPINS_CROWDED if are_crowded(count) else _SPINS_ALONE
         self._limits = WaitLimits(spins, _YIELDS, milliseconds(TIMES.shared_memory_poll_s))
         self.limits = ctypes.addressof(self._limits)

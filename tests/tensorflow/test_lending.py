@@ -60,8 +60,8 @@ def test_memory_lives_as_long_as_its_last_result():
     assert (variable.numpy() == 1.5).all()
 
 
-def trained(sharded, keeps):
-    """The weights after six steps; `keeps` gets their tensors, and copies, after each."""
+def trained(sharded, keeps=lambda variables: None):
+    """The variables of a model after six steps, after each of which `keeps` gets them."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(257)])
     optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.1), sharded=sharded)
@@ -71,20 +71,61 @@ def trained(sharded, keeps):
         on_train_batch_end=lambda batch, logs: keeps(model.trainable_variables)
     )
     rr.fit(model, x, x[:, :257], batch_size=2, epochs=2, verbose=0, callbacks=[note])
-    return [weight.numpy() for weight in model.trainable_variables]
+    return model.trainable_variables
 
 
+def are_equal(found, due):
+    return all((a.numpy() == b.numpy()).all() for a, b in zip(found, due, strict=True))
+
+
+@pytest.mark.parametrize("keepers", [(0,), (1,), (0, 1)])
 @on_ranks(2)
-def test_weights_that_a_program_keeps_stay_as_they_are():
+def test_weights_that_a_program_keeps_stay_as_they_are(keepers):
     kept = []
 
     def keep(variables):
         values = [variable.value.read_value() for variable in variables]
         kept.append((values, [value.numpy() for value in values]))
 
-    due = trained(False, lambda variables: None)
-    found = trained(True, keep)
-    assert all((a == b).all() for a, b in zip(found, due, strict=True))
-    assert len(kept) == 6
+    due = trained(False)
+    found = trained(True, keep if rr.rank() in keepers else lambda variables: None)
+    assert are_equal(found, due)
+    assert len(kept) == 6 * (rr.rank() in keepers)
     for values, copies in kept:
         assert all((a.numpy() == b).all() for a, b in zip(values, copies, strict=True))
+
+
+CHANGES = {
+    "added": lambda variable: variable.assign_add(tf.ones(variable.shape)),
+    "some rows": lambda variable: variable.scatter_nd_update([[0]], tf.ones((1, 257))),
+    "a slice": lambda variable: variable[0].assign(tf.ones(257)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("changes", [0, 1])
+@on_ranks(2)
+def test_what_a_rank_does_to_its_weights_stays_there(changes, change):
+    """They lie in memory that all ranks of a host have."""
+    due, found = trained(False), trained(True)
+    ring = default_communicator()
+    ring.barrier()
+    if rr.rank() == changes:
+        CHANGES[change](found[0].value)
+        assert not are_equal(found, due)
+    ring.barrier()
+    assert rr.rank() == changes or are_equal(found, due)
+
+
+@pytest.mark.parametrize("drops", [0, 1])
+@on_ranks(2)
+def test_weights_stay_when_another_rank_has_dropped_its_model(drops):
+    due, found = trained(False), trained(True)
+    if rr.rank() == drops:
+        del found
+        gc.collect()
+        handoff._drop_unused_areas()
+    default_communicator().barrier()
+    for _ in range(2):  # What is new has not their memory.
+        trained(True)
+    assert rr.rank() == drops or are_equal(found, due)

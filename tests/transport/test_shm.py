@@ -19,6 +19,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.communicator import opened_sockets
 from ringreduce.effects import native
+from ringreduce.effects.handoff import Area
 from ringreduce.pure.wire import Kind
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import shm
@@ -206,6 +207,48 @@ def shared_descriptors() -> int:
     """How many descriptors of segments this process has."""
     targets = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
     return sum("/memfd:ringreduce" in target for target in targets)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_each_rank()
+def test_shared_memory_is_the_same_on_all_ranks(comm, size):
+    """Of what each writes nothing needs to be copied; odd sizes, and one beyond a page."""
+    sizes = 24 * size, 0, 8 * 1009 * size
+    shared = comm._session.calls.share(sizes)
+    assert [memory.array.size for memory in shared] == list(sizes)
+    assert not any(memory.array.any() for memory in shared)
+    for memory in shared:
+        values = memory.array.view(np.int64)
+        own = len(values) // size
+        comm.barrier()
+        values[own * comm.rank : own * (comm.rank + 1)] = comm.rank + 1
+        comm._session.calls.gather_shares(values, 0)
+        assert values.tolist() == np.repeat(np.arange(1, size + 1), own).tolist()
+        comm.barrier()
+        assert memory.marks.view(np.uint32)[:, 1].tolist() == [1] * size
+        assert memory.rank == comm.rank
+    comm.barrier()  # It is the first rank's.
+
+
+def test_without_room_no_memory_is_shared(monkeypatch):
+    monkeypatch.setattr(Heap, "empty", lambda *_: None)
+    found = ring_of_threads(2, lambda comm: comm._session.calls.share([8]), transport="shm")
+    assert found == [None, None]
+
+
+def test_shared_memory_is_used_until_all_ranks_have_dropped_it():
+    def work(comm):
+        [memory] = comm._session.calls.share([MIB])
+        memory.array[comm.rank] = 5
+        comm.barrier()
+        return Area(*memory)
+
+    first, second = ring_of_threads(2, work, transport="shm")
+    assert second.array[:3].tolist() == [5, 5, 0]
+    assert (first.is_used, second.is_used) == (True, False)  # It is the first rank's.
+    del second
+    gc.collect()
+    assert not first.is_used
 
 
 def test_closed_communicator_keeps_no_segment():
@@ -415,7 +458,7 @@ for number in range(len(CONFIGS)):
     ring = join(number)
     data, other = ring.empty(COUNT), ring.empty(1000)
     link = ring._session.collectives._link
-    segments, heap = link._ranks._segments, link._heap
+    segments, heap = link._ranks.mapped, link._heap
     data[:] = 0
     def call():
         ring.all_reduce(data)
