@@ -28,6 +28,7 @@ from ringreduce.keras.parts.training import joint
 from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
 from ringreduce.keras.wrappable import all_within, require_elementwise, state_for
 from ringreduce.pure.buckets import GradientSpec
+from ringreduce.tensorflow import later
 from ringreduce.tensorflow.sharding import ShardedBuckets, piece_of
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.config import elastic_minimum
@@ -183,10 +184,17 @@ class Sharding:
             tf.convert_to_tensor(self._stand_in(v)) if moved else self._slice(v, number)
             for number, (v, moved) in enumerate(zip(self._sharded, present, strict=True))
         ]
-        wholes = self._buckets.gather(own, present)
-        for variable, whole, moved in zip(self._sharded, wholes, present, strict=True):
-            if moved:
-                variable.assign(whole)
+
+        def assign(wholes: Sequence[Any]) -> None:
+            for variable, whole, moved in zip(self._sharded, wholes, present, strict=True):
+                if moved:
+                    variable.assign(whole)
+
+        if later.is_possible():
+            gathered = self._buckets.gather_later(own, present)
+            later.leave(lambda: assign(gathered()))
+        else:
+            assign(self._buckets.gather(own, present))
 
     def has(self, variable: Any) -> bool:
         """Whether the update of `variable` is divided."""

@@ -25,7 +25,7 @@ from ringreduce.effects.handoff import Area, BucketItem, Layout
 from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, Bucket, BucketPlan, GradientSpec
 from ringreduce.pure.sharding import Piece, pieces
 from ringreduce.pure.wire import signature_of
-from ringreduce.tensorflow import failures, ops, order, xla
+from ringreduce.tensorflow import failures, later, ops, order, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
@@ -64,8 +64,8 @@ class ShardedBuckets:
         self._numerics = NumericsCheck(check_numerics)
         # By which variables have gradients.
         self._reducers: dict[tuple[bool, ...], BucketReducer] = {}
-        # By that, and whether XLA compiles.
-        self._native: dict[tuple[tuple[bool, ...], bool], tuple[int, int]] = {}
+        # By that, whether XLA compiles, and the number of areas.
+        self._native: dict[tuple[tuple[bool, ...], bool, int], tuple[int, int]] = {}
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """Return the piece of each variable that a rank updates."""
@@ -107,6 +107,16 @@ class ShardedBuckets:
             return self._handed_over(self._numbers(tuple(present))[1], own, results)
         run = _noted(self._ring, self._gathered)
         return call(self._ring, "give weights to all ranks", run, own, results)
+
+    def gather_later(self, own: _Tensors, present: Sequence[bool]) -> Callable[[], list[Any]]:
+        """Begin a `gather` where XLA compiles; return what ends it, in the graph around that."""
+        results = [(spec.shape, spec.dtype) for _, spec in self._each()]
+        number, after = self._numbers(tuple(present))[1], order.token(self._ring)
+        by_bucket = self._by_bucket(own, results)
+        for bucket, (given, _) in enumerate(by_bucket):
+            [token] = xla.start(number, bucket, given, after)
+        order.follow(self._ring, token)
+        return lambda: self._in_order(self._waits(number, by_bucket, [order.token(self._ring)]))
 
     @cached_property
     def _memory(self) -> "_Memory":
@@ -152,16 +162,16 @@ class ShardedBuckets:
 
     def _numbers(self, present: tuple[bool, ...]) -> tuple[int, int]:
         """The numbers of the plans of a step for the engine, which are made once."""
-        key = present, xla.is_compiling()
+        # In a graph the weights stay in one area while the next step uses the other.
+        count = 1 if xla.is_compiling() and not later.is_possible() else 2
+        key = present, xla.is_compiling(), count
         if key in self._native:
             return self._native[key]
         # What the engine calls must not keep this object, which has it forgotten.
         reducer, memory = self._reducer_of(present), self._memory
         dtypes = [dtype_named(bucket.dtype) for bucket in self._plan.buckets]
         scattering, gathering = [], []
-        # In a graph the weights stay in one area while the next step uses the other.
-        count = 1 if xla.is_compiling() else 2
-        shared = memory.shared(count)
+        shared = memory.shared
         for number, (bucket, in_place) in enumerate(
             zip(self._plan.buckets, self._in_place(), strict=True)
         ):
@@ -206,20 +216,35 @@ class ShardedBuckets:
 
         `results` are the shape and dtype of each.
         """
-        places = [[slot.gradient for slot in bucket.slots] for bucket in self._plan.buckets]
-        kinds = [(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in results]
-        by_bucket = [([given[i] for i in each], [kinds[i] for i in each]) for each in places]
+        by_bucket = self._by_bucket(given, results)
         if xla.is_compiling():
-            waited = self._compiled(number, by_bucket, in_place or [False] * len(places))
+            waited = self._compiled(number, by_bucket, in_place or [False] * len(by_bucket))
         else:
             waited = self._in_graph(number, by_bucket)
-        found = dict(zip(itertools.chain(*places), itertools.chain(*waited), strict=True))
-        return [found[place] for place in range(len(given))]
+        return self._in_order(waited)
+
+    @property
+    def _places(self) -> list[list[int]]:
+        """The numbers of the variables of each bucket."""
+        return [[slot.gradient for slot in bucket.slots] for bucket in self._plan.buckets]
+
+    def _by_bucket(self, given: _Tensors, results: Any) -> list[tuple[list[Any], list[Any]]]:
+        kinds = [(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in results]
+        return [([given[i] for i in each], [kinds[i] for i in each]) for each in self._places]
+
+    def _in_order(self, waited: list[list[Any]]) -> list[Any]:
+        """Return the results of all buckets in the variables' order."""
+        chained = itertools.chain.from_iterable
+        found = dict(zip(chained(self._places), chained(waited), strict=True))
+        return [found[place] for place in range(len(found))]
 
     def _in_graph(self, number: int, by_bucket: Any) -> list[list[Any]]:
         with order.in_order(self._ring):
             starts = enumerate(given for given, _ in by_bucket)
             tokens = [ops.start(number, bucket, given) for bucket, given in starts]
+        return self._waits(number, by_bucket, tokens)
+
+    def _waits(self, number: int, by_bucket: Any, tokens: Sequence[Any]) -> list[list[Any]]:
         waits = enumerate(kinds for _, kinds in by_bucket)
         waited = [ops.wait(number, bucket, kinds, tokens) for bucket, kinds in waits]
         order.done(self._ring, [result for results in waited for result in results])
@@ -282,7 +307,6 @@ class _Memory:
         self._ring, self._plan = ring, plan
         self._signature = signature_of("weights", plan.signature)
         self._areas: list[list[Area]] = [[] for _ in plan.buckets]
-        self._shared: dict[int, list[list[Area]]] = {}
 
     @cached_property
     def buckets(self) -> list[np.ndarray]:
@@ -299,17 +323,13 @@ class _Memory:
             areas.append(Area(self._zeros(bucket)))
         return areas[:count]
 
-    def shared(self, count: int) -> list[list[Area]]:
-        """Return `count` areas for each bucket's weights that the host's ranks share, or nothing.
-
-        Collective, once for a `count`.
-        """
-        if count not in self._shared:
-            sizes = [self._nbytes(number) for number in range(len(self._areas))]
-            found = self._ring._session.calls.share([size for size in sizes for _ in range(count)])
-            areas = [Area(*each) for each in found or []]
-            self._shared[count] = [areas[at : at + count] for at in range(0, len(areas), count)]
-        return self._shared[count]
+    @cached_property
+    def shared(self) -> list[list[Area]]:
+        """Two areas for each bucket's weights that the host's ranks share, or none. Collective."""
+        sizes = [self._nbytes(number) for number in range(len(self._areas))]
+        found = self._ring._session.calls.share([size for size in sizes for _ in range(2)])
+        areas = [Area(*each) for each in found or []]
+        return [areas[at : at + 2] for at in range(0, len(areas), 2)]
 
     def give(self, values: np.ndarray) -> None:
         """Fill a bucket's `values` with all ranks' shares of it."""

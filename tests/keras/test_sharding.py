@@ -193,6 +193,7 @@ def by(inner, **options):
 
 case = functools.partial
 in_graphs = case(trained, compiled={})
+by_xla = case(trained, compiled={"jit_compile": True})
 SPREAD = [
     *(in_a_graph, in_a_loop, case(trained), case(in_graphs, accumulate_steps=2)),
     by(keras.optimizers.RMSprop),
@@ -203,6 +204,8 @@ RARE = [
     *(by(keras.optimizers.RMSprop), case(trained, inner=keras.optimizers.RMSprop)),
     *(case(in_graphs, op="sum"), case(in_graphs, policy="mixed_float16")),
     *(case(in_graphs, then=thaw), by_two_optimizers, not_finite),
+    *(case(by_xla, accumulate_steps=2), case(by_xla, policy="mixed_float16")),
+    case(by_xla, then=thaw),
 ]
 
 
@@ -210,16 +213,30 @@ RARE = [
     ("layout", "train"),
     [
         *((PAIR, train) for train in SPREAD[:4]),
-        (PAIR, case(trained, compiled={"jit_compile": True})),
+        (PAIR, by_xla),
         (PAIR, case(trained, then=lambda m: m.set_weights([w / 2 for w in m.get_weights()]))),
         *((PAIR, case(train, is_built=one)) for train in (decayed, begun) for one in (False, True)),
         *(in_full(PAIR, train) for train in RARE),
         *(in_full(layout, train) for layout in SEVERAL for train in SPREAD),
+        *(in_full(layout, by_xla) for layout in SEVERAL),
         in_full(SEVERAL[1], with_pieces),
     ],
 )
 def test_it_trains_to_the_same_bits(ranks, tmp_path, layout, train):
     assert len({*ranks.ring(**layout)(compare, train, tmp_path)}) == 1
+
+
+class Looking(keras.Sequential):
+    def compute_metrics(self, *_, **__):
+        return {"first": tf.convert_to_tensor(self.trainable_variables[0])[0, 0]}
+
+
+@on_ranks(2)
+def test_what_looks_at_weights_within_a_step_sees_updated_ones():
+    """Else XLA leaves it to the graph around a step to take them."""
+    model = wrap(Looking(network().layers), Adam(RATE), compiled={"jit_compile": True})
+    first = fit(model, epochs=2).history["first"][-1]
+    assert first == model.get_weights()[0][0, 0]
 
 
 @pytest.mark.parametrize(

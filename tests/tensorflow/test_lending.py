@@ -60,12 +60,12 @@ def test_memory_lives_as_long_as_its_last_result():
     assert (variable.numpy() == 1.5).all()
 
 
-def trained(sharded, keeps=lambda variables: None):
+def trained(sharded, keeps=lambda variables: None, jit=False):
     """The variables of a model after six steps, after each of which `keeps` gets them."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(257)])
     optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.1), sharded=sharded)
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(optimizer, "mse", jit_compile=jit)
     x = np.arange(1800, dtype="float32").reshape(6, 300) / 1800
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: keeps(model.trainable_variables)
@@ -78,17 +78,18 @@ def are_equal(found, due):
     return all((a.numpy() == b.numpy()).all() for a, b in zip(found, due, strict=True))
 
 
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("keepers", [(0,), (1,), (0, 1)])
 @on_ranks(2)
-def test_weights_that_a_program_keeps_stay_as_they_are(keepers):
+def test_weights_that_a_program_keeps_stay_as_they_are(keepers, jit):
     kept = []
 
     def keep(variables):
         values = [variable.value.read_value() for variable in variables]
         kept.append((values, [value.numpy() for value in values]))
 
-    due = trained(False)
-    found = trained(True, keep if rr.rank() in keepers else lambda variables: None)
+    due = trained(False, jit=jit)
+    found = trained(True, keep if rr.rank() in keepers else lambda variables: None, jit)
     assert are_equal(found, due)
     assert len(kept) == 6 * (rr.rank() in keepers)
     for values, copies in kept:

@@ -20,7 +20,8 @@ import tensorflow as tf
 from ringreduce.keras import weighting
 from ringreduce.keras.join import weighed
 from ringreduce.keras.rows import rows_in
-from ringreduce.keras.step import WEIGHTED, step_without
+from ringreduce.keras.step import WEIGHTED, own_step, step_without
+from ringreduce.tensorflow import later, ops
 from ringreduce.tensorflow.private import traced_for
 
 
@@ -56,7 +57,12 @@ class Steps:
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not model.run_eagerly:
             how = {"reduce_retracing": True, "jit_compile": model.jit_compile}
-            self._one, self._short = (tf.function(s, **how) for s in (self._one, self._short))
+            self._short = tf.function(self._short, **how)
+            if _may_leave_weights(model):
+                one = tf.autograph.experimental.do_not_convert(self._with_what_it_leaves)
+                self._one = tf.function(one, reduce_retracing=True)
+            else:
+                self._one = tf.function(self._one, **how)
 
     def are_for(self, ranks: int | None, may_be_empty: bool) -> bool:
         """Whether they are those of such elements."""
@@ -130,6 +136,21 @@ class Steps:
         with weighting.using(self._weight(element)):
             return self._step(element[0])
 
+    def _with_what_it_leaves(self, element: Any) -> Any:
+        """A step that XLA compiles, after which weights of all ranks are taken as they come."""
+        left: list[Callable[[], None]] = []
+
+        @tf.autograph.experimental.do_not_convert
+        def compiled(element: Any) -> Any:
+            with later.collecting(left):
+                return self._on(element)
+
+        logs = tf.function(compiled, jit_compile=True)(element)
+        with tf.control_dependencies(tf.nest.flatten(logs)):
+            for work in left:
+                work()
+        return logs
+
     def _on_short(self, element: Any) -> Any:
         """The same where this rank may have no row of it."""
         element = keras.tree.map_structure(_none_of_optional, element)
@@ -178,6 +199,18 @@ class Steps:
             return element if self._may_be_empty else ()
 
         return traced_for(tf.function(several), iterator, tf.constant(1, tf.int64))
+
+
+def _may_leave_weights(model: keras.Model) -> bool:
+    """Whether nothing in a step of XLA's looks at the weights after their update."""
+    is_keras_s = getattr(model.compute_metrics, "__func__", None) is keras.Model.compute_metrics
+    return bool(
+        model.jit_compile
+        and ops.are_available()
+        and own_step(model) is None
+        and is_keras_s
+        and getattr(model.optimizer, "options", {}).get("sharded")
+    )
 
 
 def _read(iterator: Any) -> tuple[Any, Any]:
