@@ -54,7 +54,7 @@ def test_an_abort_passes_the_first_neighbour_that_lets_go(tmp_path, transport):
         assert fact["kind"] == "MismatchError", fact
         assert "was told by rank 3: " in fact["text"]
         assert "cannot go on" in fact["text"]
-        assert fact["at"] - released_s < 1.0
+        assert fact["at"] - released_s < 3.0
         record(f"two locked neighbours, one lets go, {transport}", fact["at"] - released_s)
 
 
@@ -64,6 +64,6 @@ def test_in_shared_memory_it_is_named_while_both_keep_their_locks(tmp_path):
         failed_s = fail_between_locked(ring)
         [fact] = ring.wait("result", [WAITS])
         assert (fact["kind"], fact["peer"]) == ("PeerLostError", GIVES_UP), fact
-        limit_s = TIMES.explanation_s + TIMES.explain_s + 1.0
+        limit_s = TIMES.explanation_s + TIMES.explain_s + 3.0
         assert fact["at"] - failed_s < limit_s
         record("two locked neighbours, shm", fact["at"] - failed_s)

@@ -104,8 +104,8 @@ def profiled(train, folder):
         # Though rank 0 sleeps longer, in validation.
         (late, [0, 1, 1], "3 epochs: 15 steps of ", "Rank 1 is slow from epoch 2 on"),
         # Of the last five steps the first execution is left out, and one of three sleeps.
-        (compiled_by_xla, [0, 0], "2 epochs: 10 steps of ", "Rank 0 is slow: it computes"),
-        (apart, [1, 1], "2 epochs: 22 steps of ", "Rank 1 is slow: it computes"),
+        (compiled_by_xla, [0, 0], "2 epochs: 10 steps of ", "Rank 0 is slow"),
+        (apart, [1, 1], "2 epochs: 22 steps of ", "Rank 1 is slow"),
     ],
 )
 def test_rank_0_says_at_the_end_of_each_training_which_rank_is_slow(
