@@ -110,7 +110,7 @@ def run(
     names = (*SYSTEMS, CEILING) if ceiling else SYSTEMS
     names += tuple(f"ringreduce{CODED}{name}" for name in compressions)
     if sharded:
-        names += tuple(f"{name}{CODED}{SHARDED}" for name in ("ringreduce", CEILING)[: 1 + ceiling])
+        names += tuple(f"{name}{CODED}{SHARDED}" for name in (*RINGS, *[CEILING][:ceiling]))
     if jit:
         names += tuple(name + JIT for name in names if name != "mirrored")
     if link is not None:
