@@ -149,9 +149,8 @@ class ShmLink(StalledCall):
 
     def offset_of(self, array: np.ndarray | None) -> int:
         """Return where in this rank's heap a registered array begins; -1 for none."""
-        return (
-            -1 if array is None else address_of(array) - self._ranks.mapped[self._ranks.index].heap
-        )
+        own = self._ranks.mapped[self._ranks.index]
+        return -1 if array is None else address_of(array) - own.heap
 
     def view(self, index: int, offset: int, nbytes: int) -> np.ndarray:
         """Return an array of bytes in the heap of the host's rank `index`, which has the memory."""
