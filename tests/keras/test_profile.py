@@ -87,7 +87,8 @@ def compiled_by_xla(_):
 
 def apart(_):
     """Uneven batches, and ranks that meet every fourth step."""
-    options = {"batch_size": 16, "epochs": 2, "verbose": 0, "callbacks": [Sleeps(1, 1, seconds=0.1)]}
+    slow = Sleeps(1, 1, seconds=0.1)
+    options = {"batch_size": 16, "epochs": 2, "verbose": 0, "callbacks": [slow]}
     return rr.fit(compiled(rr.LocalSGD(4, overlap=1)), *numbers(177), **options).history
 
 
