@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.layers import Dense
+from keras.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError, MismatchError
@@ -22,7 +24,6 @@ from tests.scope import in_full
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
 RATE = 0.01
-Adam, SGD, Dense = keras.optimizers.Adam, keras.optimizers.SGD, keras.layers.Dense
 # The last batch is short: ranks count by their rows.
 generator = np.random.default_rng(0)
 X = generator.normal(size=(50, 20)).astype("float32")
@@ -133,7 +134,7 @@ def apply_ones(inner, model):
 
 def decayed(sharded, _, is_built):
     """Also where the optimizer was built, and used, by itself."""
-    inner, model = keras.optimizers.AdamW(RATE, weight_decay=0.3), network()
+    inner, model = AdamW(RATE, weight_decay=0.3), network()
     wrap(model, inner, sharded)
     inner.exclude_from_weight_decay(var_list=[model.layers[0].kernel], var_names=["bias"])
     if is_built:
@@ -199,14 +200,11 @@ case = functools.partial
 in_graphs = case(trained, compiled={})
 by_xla = case(trained, compiled={"jit_compile": True})
 halved = case(trained, then=lambda m: m.set_weights([w / 2 for w in m.get_weights()]))
-SPREAD = [
-    *(in_a_graph, in_a_loop, case(trained), case(in_graphs, accumulate_steps=2)),
-    by(keras.optimizers.RMSprop),
-]
+OFTEN = [in_a_graph, in_a_loop, case(trained), case(in_graphs, accumulate_steps=2), by_xla]
+WIDELY = [*OFTEN, by(RMSprop)]
 RARE = [
     *(by(SGD), by(SGD, momentum=0.9), by(SGD, momentum=0.9, nesterov=True)),
-    *(by(keras.optimizers.AdamW, weight_decay=0.3), by(keras.optimizers.Adagrad)),
-    *(by(keras.optimizers.RMSprop), case(trained, inner=keras.optimizers.RMSprop)),
+    *(by(AdamW, weight_decay=0.3), by(Adagrad), by(RMSprop), case(trained, inner=RMSprop)),
     *(case(in_graphs, op="sum"), case(in_graphs, policy="mixed_float16")),
     *(case(in_graphs, then=thaw), by_two_optimizers, not_finite),
     *(case(by_xla, accumulate_steps=2), case(by_xla, policy="mixed_float16")),
@@ -217,10 +215,10 @@ RARE = [
 @pytest.mark.parametrize(
     ("layout", "trains"),
     [
-        *((PAIR, [train]) for train in (*SPREAD[:4], by_xla, halved)),
+        *((PAIR, [train]) for train in (*OFTEN, halved)),
         *((PAIR, [case(train, is_built=one)]) for train in (decayed, begun) for one in (0, 1)),
         *(in_full(PAIR, RARE[start::3]) for start in range(3)),
-        *(in_full(layout, [*SPREAD, by_xla][start::2]) for layout in SEVERAL for start in range(2)),
+        *(in_full(layout, WIDELY[start::2]) for layout in SEVERAL for start in range(2)),
         in_full(SEVERAL[1], [with_pieces]),
     ],
 )
@@ -391,10 +389,10 @@ def test_its_memory_goes_with_the_optimizer():
     [
         (keras.optimizers.Lamb, {}, r"lamb\w* \(Lamb\) looks at whole variables"),
         (keras.optimizers.Muon, {}, r"muon\w* \(Muon\) looks at whole variables"),
-        (lambda: keras.optimizers.SGD(use_ema=True), {}, "with use_ema"),
-        (keras.optimizers.SGD, {"strategy": rr.LocalSGD(4)}, "with strategy=LocalSGD"),
-        (keras.optimizers.SGD, {"compression": "int8"}, "with compression='int8'"),
-        (keras.optimizers.SGD, {"update_rows": "touched"}, "with update_rows='touched'"),
+        (lambda: SGD(use_ema=True), {}, "with use_ema"),
+        (SGD, {"strategy": rr.LocalSGD(4)}, "with strategy=LocalSGD"),
+        (SGD, {"compression": "int8"}, "with compression='int8'"),
+        (SGD, {"update_rows": "touched"}, "with update_rows='touched'"),
     ],
     ids=["Lamb", "Muon", "EMA", "LocalSGD", "int8", "touched"],
 )
@@ -406,7 +404,7 @@ def test_what_needs_whole_variables_is_refused_by_name(inner, options, text):
 def test_an_elastic_job_is_refused(monkeypatch):
     monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
     with pytest.raises(ConfigError, match="elastic training, in which a lost rank takes"):
-        rr.DistributedOptimizer(keras.optimizers.SGD(), sharded=True)
+        rr.DistributedOptimizer(SGD(), sharded=True)
 
 
 def test_one_rank_alone_has_a_plain_update():
@@ -423,7 +421,7 @@ def test_one_rank_alone_has_a_plain_update():
     ("inner", "options", "count"),
     [
         (keras.optimizers.Adam, {}, 16),
-        (lambda: keras.optimizers.SGD(momentum=0.9), {}, 0),
+        (lambda: SGD(momentum=0.9), {}, 0),
         (keras.optimizers.Adam, {"compression": "bf16"}, 0),
         (keras.optimizers.Lamb, {}, 0),
     ],
