@@ -203,11 +203,7 @@ def _load_loops() -> None:
 
     libzmq.load()
     sodium.load()
-    for function, arguments in (
-        (loop.run, 3),
-        (loop.exchange, 3),
-        (loop.transfer, 5),
-    ):
+    for function, arguments in ((loop.run, 3), (loop.exchange, 3), (loop.transfer, 5)):
         function.compile((numba.int64,) * arguments)
     values = np.ones(8, np.float32)
     for encoding in map(encoding_of, ("bf16", "fp16", "int8")):

@@ -250,11 +250,7 @@ def test_what_has_a_way_of_its_own_is_refused_with_it(function):
 @RAN_OUT
 @pytest.mark.parametrize(
     ("function", "known"),
-    [
-        (rr.evaluate, True),
-        in_full(rr.predict, True),
-        in_full(rr.evaluate, False),
-    ],
+    [(rr.evaluate, True), in_full(rr.predict, True), in_full(rr.evaluate, False)],
 )
 def test_an_unseeded_shuffle_is_refused_though_all_y_are_equal(function, known):
     x = np.arange(66, dtype="float32").reshape(33, 2)

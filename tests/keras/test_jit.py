@@ -113,6 +113,15 @@ def test_training_is_that_without_xla(train, inner, rate):
 
 
 @on_2_and_3
+def test_labels_of_one_dimension_of_a_rank_without_any_are_compiled():
+    model = compiled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), SGD(0.1), True)
+    inputs, targets = (part[: 6 * (rr.rank() == 0)] for part in data())
+    rows = tf.data.Dataset.from_tensor_slices((inputs, targets[:, 0])).batch(4)
+    rr.fit(model, rows, sharded=True, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+
+
+@on_2_and_3
 def test_large_gradients_are_reduced_where_they_lie_and_hurt_nobody():
     """Of 1 MiB or more; what XLA gives the ring must not be what others still need."""
     rank, mean_rank = rr.rank(), (rr.size() - 1) / 2

@@ -193,8 +193,7 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
 
 
 @pytest.mark.parametrize(
-    ("name", "jit", "is_counted"),
-    [("Adam", True, True), ("AdamW", False, False)],
+    ("name", "jit", "is_counted"), [("Adam", True, True), ("AdamW", False, False)]
 )
 def test_no_step_is_counted_that_was_not_made(name: str, jit: bool, is_counted: bool) -> None:
     weights = []
