@@ -51,9 +51,8 @@ def at_least_one(tensor: Any) -> Any:
         return tf.concat([tensor, row], 0)[: tf.maximum(count_of(tensor), 1)]
     tensor = tf.convert_to_tensor(tensor)  # Eagerly `train_on_batch` gives an array.
     shape = tf.shape(tensor)
-    if (
-        is_compiling()
-    ):  # For XLA the result of branches that differ in shape has none that is fixed.
+    if is_compiling():
+        # For XLA a result of branches that differ in shape has none that is fixed.
         lacking = tf.maximum(0, 1 - shape[0])
         return tf.pad(tensor, [[0, lacking], *[[0, 0]] * (tensor.shape.rank - 1)])
     row = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
