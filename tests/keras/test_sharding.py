@@ -449,6 +449,7 @@ def die_between_the_update_and_the_gather():
 
 
 def test_a_rank_that_is_killed_between_its_update_and_the_gather_is_named(ranks):
-    text = "rank 0 of 2 lost rank 1: its connection has ended, so it died, in all_gather"
+    # On a busy machine its silence may be noticed before its end.
+    text = "rank 0 of 2 lost rank 1: .*, in all_gather"
     with pytest.raises(AssertionError, match=text):
         ranks(2, die_between_the_update_and_the_gather)
