@@ -4,7 +4,7 @@ There shapes of results must be known when the call is traced: arguments are pac
 ours, the engine calls the function, and its results are unpacked.
 """
 
-import weakref
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +16,7 @@ from ringreduce.effects.handoff import Area, BucketItem, Layout, RoundFailed
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow import failures, order, private, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
+from ringreduce.tensorflow.rounds import serve
 from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceError
 
 
@@ -112,15 +113,28 @@ def _compiled(
                 )
             np.copyto(result, array)
 
-    engine = ring._session.engine
-    assert engine.native is not None
     layout = Layout([Area(memory)], memory.size, spans[:count], spans[count:])
-    number = engine.native.register([layout])
-    engine.serve(number, reduce)
     # As long as the function may run, to which branches and loops belong.
     graph = private.function_around(tf.compat.v1.get_default_graph())
-    weakref.finalize(graph, engine.forget, number).atexit = False
+    number = serve(graph, ring, [layout], reduce)
     started = xla.start(number, 0, arguments, order.token(ring))
     *tensors, token = xla.wait(number, 0, kinds[count:], started)
     order.follow(ring, token)
     return tensors
+
+
+def blocking(ring: Communicator, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, for `call`, whose time is noted as one in which the step waits for a reduction."""
+
+    def timed(*arrays: np.ndarray) -> Any:
+        began = time.perf_counter()
+        if (engine := ring._session.lasting.engine) is not None:
+            engine.drain()  # of the buckets, which come before
+        drained = time.perf_counter()
+        try:
+            return run(*arrays)
+        finally:
+            now = time.perf_counter()
+            ring._session.blocked_for(now - began, now - drained)
+
+    return timed

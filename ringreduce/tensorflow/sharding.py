@@ -9,9 +9,6 @@ library, a Python function does each. The ranks of a host fill the same memory w
 graph it is lent: variables live in one area while the next step uses the other.
 """
 
-import itertools
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,11 +22,12 @@ from ringreduce.effects.handoff import Area, BucketItem, Layout
 from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, Bucket, BucketPlan, GradientSpec
 from ringreduce.pure.sharding import Piece, pieces
 from ringreduce.pure.wire import signature_of
-from ringreduce.tensorflow import failures, later, ops, order, xla
+from ringreduce.tensorflow import failures, later, ops, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
-from ringreduce.tensorflow.python_calls import call
+from ringreduce.tensorflow.python_calls import blocking, call
+from ringreduce.tensorflow.rounds import Round, serve
 from ringreduce.vocabulary.types import dtype_named
 
 _Tensors = Sequence[Any]
@@ -93,7 +91,7 @@ class ShardedBuckets:
             found = self._scattered_natively(present, dense)
         else:
             results = [((piece.length,), spec.dtype) for piece, spec in self._each()]
-            run = _noted(self._ring, lambda *arrays: self._scattered(reducer, arrays))
+            run = blocking(self._ring, lambda *arrays: self._scattered(reducer, arrays))
             found = call(self._ring, "reduce gradients", run, dense, results)
         return [one if there else None for one, there in zip(found, present, strict=True)]
 
@@ -104,19 +102,17 @@ class ShardedBuckets:
         """
         results = [(spec.shape, spec.dtype) for _, spec in self._each()]
         if self._is_native():
-            return self._handed_over(self._numbers(tuple(present))[1], own, results)
-        run = _noted(self._ring, self._gathered)
+            number = self._numbers(tuple(present))[1]
+            return [*Round(self._ring, number, self._plan, own).results(results).values()]
+        run = blocking(self._ring, self._gathered)
         return call(self._ring, "give weights to all ranks", run, own, results)
 
     def gather_later(self, own: _Tensors, present: Sequence[bool]) -> Callable[[], list[Any]]:
         """Begin a `gather` where XLA compiles; return what ends it, in the graph around that."""
         results = [(spec.shape, spec.dtype) for _, spec in self._each()]
-        number, after = self._numbers(tuple(present))[1], order.token(self._ring)
-        by_bucket = self._by_bucket(own, results)
-        for bucket, (given, _) in enumerate(by_bucket):
-            [token] = xla.start(number, bucket, given, after)
-        order.follow(self._ring, token)
-        return lambda: self._in_order(self._waits(number, by_bucket, [order.token(self._ring)]))
+        handed = Round(self._ring, self._numbers(tuple(present))[1], self._plan, own)
+        handed.leave()
+        return lambda: [*handed.results(results).values()]
 
     @cached_property
     def _memory(self) -> "_Memory":
@@ -143,16 +139,16 @@ class ShardedBuckets:
     def _scattered_natively(self, present: tuple[bool, ...], gradients: _Tensors) -> list[Any]:
         """Return this rank's pieces of the means of `gradients`, all of which the engine has."""
         number, in_place = self._numbers(present)[0], self._in_place()
-        slots = zip(self._plan.buckets, in_place, strict=True)
-        wholes = {slot.gradient for bucket, stays in slots for slot in bucket.slots if stays}
+        each = zip(self._plan.buckets, in_place, strict=True)
+        wholes = {bucket.slots[0].gradient for bucket, stays in each if stays}
         results = [
             (spec.shape if place in wholes else (piece.length,), spec.dtype)
             for place, (piece, spec) in enumerate(self._each())
         ]
-        found = self._handed_over(number, gradients, results, in_place)
+        found = Round(self._ring, number, self._plan, gradients, in_place).results(results)
         return [
-            piece_of(mean, piece) if place in wholes else mean
-            for place, (mean, piece) in enumerate(zip(found, self.pieces, strict=True))
+            piece_of(mean, self.pieces[place]) if place in wholes else mean
+            for place, mean in found.items()
         ]
 
     def _in_place(self) -> list[bool]:
@@ -197,77 +193,11 @@ class ShardedBuckets:
             values = gathering[item.bucket].memory(item)
             memory.give(values.view(dtypes[item.bucket]))
 
-        found = self._serve(scattering, scatter), self._serve(gathering, gather)
-        self._native[key] = found
-        return found
-
-    def _serve(self, layouts: list[Layout], run: Callable[[BucketItem], None]) -> int:
-        engine = self._ring._session.engine
-        assert engine.native is not None
-        number = engine.native.register(layouts)
-        engine.serve(number, run)
-        weakref.finalize(self, engine.forget, number).atexit = False
-        return number
-
-    def _handed_over(
-        self, number: int, given: _Tensors, results: Any, in_place: Sequence[bool] = ()
-    ) -> list[Any]:
-        """Return what the engine makes of tensors, all of which are handed over first.
-
-        `results` are the shape and dtype of each.
-        """
-        by_bucket = self._by_bucket(given, results)
-        if xla.is_compiling():
-            waited = self._compiled(number, by_bucket, in_place or [False] * len(by_bucket))
-        else:
-            waited = self._in_graph(number, by_bucket)
-        return self._in_order(waited)
-
-    @property
-    def _places(self) -> list[list[int]]:
-        """The numbers of the variables of each bucket."""
-        return [[slot.gradient for slot in bucket.slots] for bucket in self._plan.buckets]
-
-    def _by_bucket(self, given: _Tensors, results: Any) -> list[tuple[list[Any], list[Any]]]:
-        kinds = [(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in results]
-        return [([given[i] for i in each], [kinds[i] for i in each]) for each in self._places]
-
-    def _in_order(self, waited: list[list[Any]]) -> list[Any]:
-        """Return the results of all buckets in the variables' order."""
-        chained = itertools.chain.from_iterable
-        found = dict(zip(chained(self._places), chained(waited), strict=True))
-        return [found[place] for place in range(len(found))]
-
-    def _in_graph(self, number: int, by_bucket: Any) -> list[list[Any]]:
-        with order.in_order(self._ring):
-            starts = enumerate(given for given, _ in by_bucket)
-            tokens = [ops.start(number, bucket, given) for bucket, given in starts]
-        return self._waits(number, by_bucket, tokens)
-
-    def _waits(self, number: int, by_bucket: Any, tokens: Sequence[Any]) -> list[list[Any]]:
-        waits = enumerate(kinds for _, kinds in by_bucket)
-        waited = [ops.wait(number, bucket, kinds, tokens) for bucket, kinds in waits]
-        order.done(self._ring, [result for results in waited for result in results])
-        return waited
-
-    def _compiled(self, number: int, by_bucket: Any, in_place: Sequence[bool]) -> list[list[Any]]:
-        after = order.token(self._ring)
-        started = [
-            xla.start(number, bucket, given, after, stays)
-            for bucket, ((given, _), stays) in enumerate(zip(by_bucket, in_place, strict=True))
-        ]
-        tokens = [token for *_, token in started]
-        waited: list[list[Any]] = []
-        over: list[Any] = []
-        for bucket, ((_, kinds), (*kept, _)) in enumerate(zip(by_bucket, started, strict=True)):
-            # The last wait keeps XLA from dropping the others.
-            last = bucket == len(by_bucket) - 1
-            before = [*tokens, *over] if last else tokens
-            *results, token = xla.wait(number, bucket, kinds, before, kept, last)
-            waited.append(results)
-            over.append(token)
-        order.follow(self._ring, over[-1])
-        return waited
+        self._native[key] = (
+            serve(self, self._ring, scattering, scatter),
+            serve(self, self._ring, gathering, gather),
+        )
+        return self._native[key]
 
     # --- In Python ---
 
@@ -343,16 +273,3 @@ class _Memory:
         memory = self._ring.empty(self._nbytes(number), np.uint8)
         memory[:] = 0  # Padding travels too.
         return memory
-
-
-def _noted(ring: Communicator, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose time is noted as one in which the step waits."""
-
-    def timed(*arrays: np.ndarray) -> Any:
-        began = time.perf_counter()
-        try:
-            return run(*arrays)
-        finally:
-            ring._session.blocked_for(time.perf_counter() - began)
-
-    return timed

@@ -12,8 +12,8 @@ Python, after the starts of all buckets and before the first wait.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import INDEX_BYTES, GradientSpec, gathers_rows
 from ringreduce.tensorflow.plans import BucketReducer
-from ringreduce.tensorflow.python_calls import call
+from ringreduce.tensorflow.python_calls import blocking, call
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
@@ -114,27 +114,17 @@ def mean_of_slices(reducer: BucketReducer, gradients: Sequence[Any]) -> dict[int
     if not numbers:
         return {}
 
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        began = time.perf_counter()
-        if (engine := ring._session.lasting.engine) is not None:
-            engine.drain()  # of the buckets, which come before
-        drained = time.perf_counter()
-        try:
-            return _reduced(reducer, arrays)
-        finally:
-            now = time.perf_counter()
-            ring._session.blocked_for(now - began, now - drained)
-
     slices = [gradients[number] for number in numbers]
     # Indices and values of each, alternating.
     parts = [tensor for table in slices for tensor in (table.indices, table.values)]
     results = [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
+    run = blocking(ring, partial(_reduced, reducer))
     means = call(ring, "reduce gradients", run, parts, results)
     by_table = zip(numbers, means[1::2], means[::2], slices, strict=True)
     return {number: tf.IndexedSlices(*mean, table.dense_shape) for number, *mean, table in by_table}
 
 
-def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _reduced(reducer: BucketReducer, *arrays: np.ndarray) -> list[np.ndarray]:
     """Indices and values of the means, alternating as in `arrays`, in new memory."""
     ring, plan, numerics = reducer.communicator, reducer.plan, reducer.numerics
     specs = [plan.gradients[index] for index in plan.sparse]
