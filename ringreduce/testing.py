@@ -17,9 +17,6 @@ from __future__ import annotations
 import io
 import secrets
 import socket
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +26,6 @@ from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import PeerTimeoutError
 
 __all__ = ["JobResult", "ring_of_processes", "ring_of_threads"]
 
@@ -55,8 +51,7 @@ def ring_of_threads(
         What `work` returned, in rank order.
 
     Raises:
-        BaseException: that of the lowest rank that failed; its notes hold the other ranks', and
-            where these were when the first of all had waited too long.
+        BaseException: that of the lowest rank that failed; its notes hold the other ranks'.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -72,23 +67,12 @@ def ring_of_threads(
             **settings,
         }
 
-        running: dict[int, int] = {}  # threads that run `work`, or join, by rank
-        places: list[str] = []  # where the others were when the first had waited too long
-
         def run(rank: int) -> _Result:
-            running[rank] = threading.get_ident()
             descriptor = listener.fileno() if rank == 0 else None
             host = hosts[rank] if hosts else ""
             config = Config(rank=rank, rendezvous_fd=descriptor, host_id=host, **common)
-            try:
-                with Communicator(config) as communicator:
-                    return work(communicator)
-            except PeerTimeoutError:
-                del running[rank]
-                places.extend([] if places else _places(running))
-                raise
-            finally:
-                running.pop(rank, None)
+            with Communicator(config) as communicator:
+                return work(communicator)
 
         with ThreadPoolExecutor(size) as threads:
             ranks = [threads.submit(run, rank) for rank in range(size)]
@@ -98,22 +82,11 @@ def ring_of_threads(
     failures = {rank: error for rank, future in enumerate(ranks) if (error := future.exception())}
     if failures:
         first = failures.pop(min(failures))
-        notes = [f"rank {rank} raised {type(e).__name__}: {e}" for rank, e in failures.items()]
-        for note in notes + places:
+        for rank, error in failures.items():
+            note = f"rank {rank} raised {type(error).__name__}: {error}"
             getattr(first, "add_note", str)(note)  # Python 3.10 has no notes.
         raise first
     return [future.result() for future in ranks]
-
-
-def _places(threads: dict[int, int]) -> list[str]:
-    """Where each rank's thread is now."""
-    frames = sys._current_frames()
-    places = [(rank, frames.get(thread)) for rank, thread in sorted(dict(threads).items())]
-    return [
-        f"rank {rank} was then in\n" + "".join(traceback.format_stack(frame, 4))
-        for rank, frame in places
-        if frame is not None
-    ]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import threading
 import time
 
 import numpy as np
@@ -121,16 +120,3 @@ def test_a_rank_that_keeps_pythons_lock_beyond_the_limit_is_waited_for(tmp_path,
         lost = ring.wait("killed", others)
         assert_lost(lost, 1, within_s=math.inf)
         assert all("died" in fact["text"] for fact in lost), lost
-
-
-def test_a_ring_of_threads_says_where_the_late_rank_was():
-    def work(comm):
-        if comm.rank == 1:
-            threading.Event().wait(3)
-        comm.barrier()
-
-    with pytest.raises(rr.PeerTimeoutError) as caught:
-        ring_of_threads(2, work, timeout_s=1.0)
-    (place,) = [note for note in caught.value.__notes__ if "was then in" in note]
-    assert place.startswith("rank 1 was then in\n")
-    assert "threading.Event().wait(3)" in place
