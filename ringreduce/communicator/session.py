@@ -26,7 +26,7 @@ from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.lifecycle import LifeCycle, SessionState
 from ringreduce.communicator.refusals import again, closed, described, ending_error, forked
 from ringreduce.communicator.send_recv import Messages
-from ringreduce.communicator.statistics import Statistics, statistics
+from ringreduce.communicator.statistics import Statistics
 from ringreduce.communicator.uneven import Uneven
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.recorder import Recorder
@@ -35,6 +35,7 @@ from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import inherited
@@ -218,9 +219,24 @@ class Session:
             self._watcher.post(claim)
 
     def statistics(self) -> Statistics:
-        traffic, watcher = self.collectives.traffic(), self._watcher
-        heartbeats = [] if watcher is None else watcher.heartbeats()
-        return statistics(self.events, traffic, heartbeats, self.hosts, self.config.rank)
+        events, current = self.events, self.events.current_call()
+        traffic = self.collectives.traffic()
+        heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
+        links = {each.rank: each.sent_to_next for each in heartbeats if each.sent_to_next}
+        return Statistics(
+            collectives=current.calls,
+            seconds=current.seconds,
+            frames_received=traffic.frames_received,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            reducing_s=events.seconds(SpanKind.REDUCE),
+            waited_s=events.seconds(SpanKind.BLOCKED),
+            stopped_s=events.stopped_s(),
+            slow_rank=slow_rank(heartbeats),
+            slow_link=slow_link(links),
+            hosts=self.hosts,
+            sent_to_next=links.get(self.config.rank),
+        )
 
     def fail(self, error: RingReduceError) -> RingReduceError:
         """Break the ring with `error` from a layer above; return it, or what has broken it before.

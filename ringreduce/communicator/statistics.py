@@ -1,13 +1,9 @@
 """Counts of a communicator: calls, bytes, seconds, and which rank or link is slow."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringreduce.effects.events import Events
-from ringreduce.pure.slowness import SlowLink, SlowRank, slow_link, slow_rank
-from ringreduce.pure.spans import SpanKind
-from ringreduce.pure.watcher_messages import Heartbeat, SentToNext
-from ringreduce.transport.link_calls import Traffic
+from ringreduce.pure.slowness import SlowLink, SlowRank
+from ringreduce.pure.watcher_messages import SentToNext
 
 
 @dataclass(frozen=True)
@@ -44,29 +40,3 @@ class Statistics:
     slow_link: SlowLink | None = None
     hosts: tuple[tuple[int, ...], ...] = ((0,),)
     sent_to_next: SentToNext | None = None
-
-
-def statistics(
-    events: Events,
-    traffic: Traffic,
-    heartbeats: Sequence[Heartbeat],
-    hosts: tuple[tuple[int, ...], ...],
-    rank: int,
-) -> Statistics:
-    """Count for `rank`, from its events and links, and from the last heartbeats of all ranks."""
-    current = events.current_call()
-    links = {report.rank: report.sent_to_next for report in heartbeats if report.sent_to_next}
-    return Statistics(
-        collectives=current.calls,
-        seconds=current.seconds,
-        frames_received=traffic.frames_received,
-        bytes_sent=traffic.bytes_sent,
-        bytes_received=traffic.bytes_received,
-        reducing_s=events.seconds(SpanKind.REDUCE),
-        waited_s=events.seconds(SpanKind.BLOCKED),
-        stopped_s=events.stopped_s(),
-        slow_rank=slow_rank(heartbeats),
-        slow_link=slow_link(links),
-        hosts=hosts,
-        sent_to_next=links.get(rank),
-    )
