@@ -147,7 +147,7 @@ class Watcher:
             pending, stopped_s = self._recorder.pending(), self._recorder.events.stopped_s()
             beat = watch.beat(current, flow, progress, now, elsewhere, pending, stopped_s)
             self._carry_out(beat)
-            self._timeouts.is_busy = watch.delays.is_busy
+            self._timeouts.is_busy = watch.is_busy
         self._send_waiting()
 
     def _send_waiting(self) -> None:

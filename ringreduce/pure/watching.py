@@ -11,7 +11,6 @@ import msgspec
 
 from ringreduce.pure import watcher_messages as messages
 from ringreduce.pure.claims import Claim, Claims
-from ringreduce.pure.delays import Delays
 from ringreduce.pure.liveness import Flow, PeerTable
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import abort_error, abort_for, left_error
@@ -87,8 +86,11 @@ class Watch:
         self._lost: dict[int, float] = {}
         self._absence: tuple[Present, float] | None = None
         self._claims = Claims(len(self._neighbours))
-        # Whether another rank holds this one up.
-        self.delays = Delays(self.peer_table, self._neighbours, now_s)
+        self.is_busy = False  # the rank that holds up this rank's call is alive and in user code
+        # What changes while collectives advance, and when it did; the call; when to warn next.
+        self._progress: tuple[object, float] = (None, now_s)
+        self._call: tuple[int, float] = (-1, 0.0)
+        self._warn_s = 0.0
         self._listening: set[messages.Listening] = set()  # passed on, or made by this rank
 
     def send(self, message: messages.Message | Claim) -> list[Action]:
@@ -258,8 +260,8 @@ class Watch:
             actions += self._look_for_absence(current, now_s)
         if self.cause is None:
             actions += self._look_for_dead_links(flow, current, now_s)
-        if self.cause is None and (delay := self.delays.look(current, progress, now_s)):
-            actions.append(Log(delay))
+        if self.cause is None:
+            actions += self._look_for_delays(current, progress, now_s)
         return actions
 
     def _look_for_dead_links(self, flow: Flow, current: Present, now_s: float) -> list[Action]:
@@ -310,6 +312,32 @@ class Watch:
                 )
             self._silent.add(receiver)
         return actions
+
+    def _look_for_delays(self, current: Present, progress: object, now_s: float) -> list[Action]:
+        """Warn, at growing intervals, of neighbours that keep this rank waiting."""
+        call = current.calls, current.since_s
+        if call != self._call:
+            self._call, self._warn_s = call, 0.0
+            self._progress = self._progress[0], max(current.since_s, self._progress[1])
+        if progress != self._progress[0]:
+            self._progress = progress, now_s
+        self.is_busy = False
+        if current.operation is None:
+            return []
+        waited_s = now_s - max(current.since_s, self._progress[1])
+        suspicion = self.peer_table.suspect(current, now_s)
+        limit_s = TIMES.slow_warning_s
+        what = "no other rank is seen to hold it up"
+        if suspicion is not None:
+            self.is_busy, what = suspicion.is_busy, suspicion.text
+            limit_s = TIMES.silent_warning_s if suspicion.is_silent else limit_s
+        if waited_s < max(limit_s, self._warn_s):
+            return []
+        self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
+        if suspicion is not None and suspicion.rank not in self._neighbours:
+            return []
+        where = f"{waited_s:.1f} s in {current.operation} after {current.calls} calls"
+        return [Log(f"has waited {where}: {what}")]
 
     def heartbeats(self) -> list[messages.Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ringreduce.pure import delays, liveness, watcher_messages, watching
+from ringreduce.pure import liveness, watcher_messages, watching
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
@@ -25,7 +25,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (delays, liveness, watching):
+    for module in (liveness, watching):
         monkeypatch.setattr(module, "TIMES", Times())
 
 
@@ -181,7 +181,7 @@ def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows
         assert isinstance(message, Heartbeats)
         reported.append(message.heartbeats[0][0].locked)
     assert reported == [(1,) if grows and number >= 4 else () for number in range(1, 20)]
-    assert watch.delays.is_busy == grows
+    assert watch.is_busy == grows
 
 
 def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life():
@@ -205,9 +205,9 @@ def test_a_rank_is_busy_outside_calls_until_the_call_that_waits_for_it_ends(
     watch = a_watch()
     watch.receive(1, heartbeat(calls, operation), 0.2)
     watch.beat(WAITING, Flow(), 0, 0.25)
-    assert watch.delays.is_busy == is_busy
+    assert watch.is_busy == is_busy
     watch.beat(Here(calls=6), Flow(), 1, 0.5)
-    assert not watch.delays.is_busy
+    assert not watch.is_busy
 
 
 def overdue(frames: int, dry_s: float, channel: int = 0, **more: Any) -> bytes:
