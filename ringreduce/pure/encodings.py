@@ -12,35 +12,12 @@ equal bits from equal bytes.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ringreduce.pure import kernels
 from ringreduce.vocabulary.types import dtype_named
-
-
-class Encoding(Protocol):
-    """A way to write float32 values. Arrays are contiguous; values have the shape (n,)."""
-
-    name: str  # equal on all ranks
-    has_residuals: bool  # whether what rounding takes can be kept
-
-    def nbytes(self, count: int) -> int:
-        """Bytes of `count` encoded values; a multiple of 4, or of the size of a value."""
-
-    def encode(self, values: np.ndarray, out: np.ndarray, residuals: np.ndarray | None) -> None:
-        """Write `values` into `out`, uint8 of shape (nbytes,).
-
-        `residuals`, like `values`, are added before, and get what rounding takes. NaN and infinity
-        are encoded as some value that is not finite.
-        """
-
-    def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
-        """Fill `out`, float32, with the values in `encoded`."""
-
-    def are_finite(self, encoded: np.ndarray, count: int) -> bool:
-        """Whether `count` values in `encoded` are; asked where there are residuals."""
 
 
 class Coding(NamedTuple):
@@ -56,29 +33,37 @@ class Coding(NamedTuple):
         return self if self.residuals is None else Coding(self.encoding, self.residuals[:, part])
 
 
-class Half(Encoding):
-    """16-bit floats, ``float16`` or ``bfloat16``."""
+class Half:
+    """16-bit floats, ``float16`` or ``bfloat16``. All arrays are contiguous, of one dimension."""
 
-    has_residuals = False
+    has_residuals = False  # whether what rounding takes can be kept
 
     def __init__(self, name: str) -> None:
         self.name, self._dtype = name, dtype_named(name)
 
     def nbytes(self, count: int) -> int:
+        """Bytes of `count` encoded values; a multiple of 4, or of the size of a value."""
         return 2 * count
 
     def encode(self, values: np.ndarray, out: np.ndarray, residuals: np.ndarray | None) -> None:
+        """Write `values`, float32, into `out`, uint8 of shape (nbytes,).
+
+        `residuals`, like `values`, are added before, and get what rounding takes. NaN and infinity
+        are encoded as some value that is not finite.
+        """
         kernels.narrow(values, out.view(self._dtype))
 
     def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
+        """Fill `out`, float32, with the values in `encoded`."""
         kernels.widen(encoded.view(self._dtype), out)
 
     def are_finite(self, encoded: np.ndarray, count: int) -> bool:
+        """Whether `count` values in `encoded` are; asked where there are residuals."""
         return kernels.first_nonfinite(encoded.view(self._dtype)) < 0
 
 
-class Int8(Encoding):
-    """The scales of all blocks, then the values divided by them."""
+class Int8:
+    """The scales of all blocks, then the values divided by them; methods as of `Half`."""
 
     name, has_residuals = "int8", True
 
@@ -104,6 +89,9 @@ class Int8(Encoding):
 
 def _blocks(count: int) -> int:
     return -(-count // kernels.QUANTIZED)
+
+
+Encoding = Half | Int8
 
 
 @cache
