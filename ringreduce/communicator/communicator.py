@@ -21,11 +21,9 @@ import numpy as np
 
 from ringreduce.communicator import groups
 from ringreduce.communicator.formation import form
-from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.moving import MovingCalls
-from ringreduce.communicator.pairs import PairCalls
 from ringreduce.communicator.refusals import ending_error
-from ringreduce.communicator.session import Session
+from ringreduce.communicator.session import Lasting, Session
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import Membership
@@ -40,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 # `tensorflow/` and `keras/` also use its `_session`, which a ring formed anew replaces.
-class Communicator(MovingCalls, PairCalls):
+class Communicator(MovingCalls):
     """One rank's handle on a formed ring; `ringreduce.init` makes the usual one.
 
     Making one forms the ring: it returns when all ranks of the job have done so and passed a

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ringreduce.communicator.formation import form_group, take_no_part
-from ringreduce.communicator.lasting import Lasting
-from ringreduce.communicator.session import Session
+from ringreduce.communicator.session import Lasting, Session
 from ringreduce.pure.membership import GROUPS_MAX, Choice, Membership
 from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.errors import ArrayError, PeerLostError, RendezvousError

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
@@ -22,13 +23,13 @@ from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Joins
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
-from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.lifecycle import LifeCycle, SessionState
 from ringreduce.communicator.refusals import again, closed, described, ending_error, forked
 from ringreduce.communicator.send_recv import Messages
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.communicator.uneven import Uneven
 from ringreduce.effects.dumping import FlightFile
+from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
 from ringreduce.effects.tracing import Trace
 from ringreduce.engine.engine import Engine
@@ -51,6 +52,26 @@ FORMED_ANEW = "the ring is formed anew"  # why a step ends whose ring is formed 
 _opened: weakref.WeakSet[Session] = weakref.WeakSet()
 # Those with sockets live until closed: libzmq's context, as garbage, would wait for them forever.
 _formed: set[Session] = set()
+
+
+class Explainer(Protocol):
+    """Explains calls that differ, by an integration's knowledge of their signatures."""
+
+    def explain(self, error: MismatchError) -> RingReduceError | None:
+        """Return a better error for all ranks than `error`, of ranks in different calls, or None.
+
+        Called in the thread of the failed call, before the other ranks are notified.
+        """
+
+
+class Lasting:
+    """What one communicator's sessions use one after the other, as its ring is formed anew."""
+
+    def __init__(self) -> None:
+        self.events = Events()  # what its calls were
+        # The background thread, with the plans of traced steps; None until it is needed.
+        self.engine: Engine | None = None
+        self.explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
 
 
 class Session:
