@@ -100,15 +100,13 @@ class _Failed:
 
 
 def _own_error(failed: _Failed) -> Finding | None:
-    raised = [
-        (failed_s, rank)
-        for failed_s, rank, error in failed.errors
-        if error.origin in (None, rank) and _is_own(rank, error)
-    ]
+    raised = [(failed_s, rank) for failed_s, rank, error in failed.errors if _is_own(rank, error)]
     return Finding(Reason.OWN_ERROR, (min(raised)[1],)) if raised else None
 
 
 def _is_own(rank: int, error: errors.ErrorRecord) -> bool:
+    if error.origin not in (None, rank):
+        return False
     if error.kind not in errors.__all__:
         return True  # the program's exception
     if error.kind == "MismatchError":
@@ -214,7 +212,6 @@ def _odd_one_out(known: dict[int, RankFacts]) -> int | None:
 
 
 def _first_error(failed: _Failed) -> Finding:
-    """Follow the first error, for want of anything better."""
     if failed.naming:
         return failed.blame(failed.naming[0][3])
     first = sorted((failed_s, rank) for failed_s, rank, _ in failed.errors)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ringreduce.pure.wire import signature_of
 
@@ -29,9 +30,8 @@ ALIGNMENT = 64  # TensorFlow copies what is not aligned to this many bytes; it i
 
 INDEX_BYTES = 8  # the index of a sparse gradient's row is int64
 
-# Automatic names contain a number that depends on what else a process has created: `dense_1/kernel`
-# on one rank may be `dense/kernel` on another. The name of an optimizer's variable contains such a
-# path: `adam/sequential_dense_1_kernel_momentum`.
+# Automatic names are numbered by what else a process has created: `dense_1/kernel` here may be
+# `dense/kernel` there, also within `adam/sequential_dense_1_kernel_momentum`.
 _NUMBERING = re.compile(r"_\d+(?=[_/:]|$)")
 
 
@@ -102,13 +102,11 @@ class BucketPlan:
     ) -> BucketPlan:
         """Pack `gradients`, in the order of the variables, into buckets of about `bucket_bytes`.
 
-        Sparse or absent ones take no room. A bucket is closed when the next gradient would exceed
-        its limit, for the first one `first_bytes`, so that it starts early; a larger gradient has
-        its own bucket. Those of at least `in_place_bytes` have too, and are reduced in place; None:
-        none are. `itemsizes` are of each dtype that occurs. Others are padded so that the chunks
-        of `ranks` begin at multiples of 64 bytes: a sharded update has the same sums. Steps that
-        XLA compiles round differently, so `compiled` must be equal on all ranks, as `compression`
-        between hosts must: both are part of the signature.
+        Sparse or absent ones take no room; a larger one has its own bucket. The first bucket has
+        about `first_bytes`, so that it starts early. Gradients of at least `in_place_bytes`, if
+        that is given, are reduced in place. Buckets are padded so that the chunks of `ranks` begin
+        at multiples of 64 bytes: a sharded update has the same sums. Steps that XLA compiles round
+        differently, so `compiled` is part of the signature, as `compression` between hosts is.
         """
         done: list[Bucket] = []
         open_slots: dict[str, list[Slot]] = {}
@@ -144,16 +142,12 @@ class BucketPlan:
     @cached_property
     def present(self) -> tuple[int, ...]:
         """Indices of the gradients that are in buckets, in the order of the variables."""
-        return tuple(
-            index for index, spec in enumerate(self.gradients) if spec.present and not spec.sparse
-        )
+        return tuple(i for i, spec in enumerate(self.gradients) if spec.present and not spec.sparse)
 
     @cached_property
     def sparse(self) -> tuple[int, ...]:
         """Indices of the sparse gradients, in the order of the variables."""
-        return tuple(
-            index for index, spec in enumerate(self.gradients) if spec.present and spec.sparse
-        )
+        return tuple(i for i, spec in enumerate(self.gradients) if spec.present and spec.sparse)
 
     @cached_property
     def signature(self) -> int:
@@ -169,6 +163,35 @@ class BucketPlan:
         if self.compression != "none":
             text += f", with compression {self.compression!r}"
         return text + ", with jit_compile=True" * self.compiled
+
+
+class Piece(NamedTuple):
+    """A rank's range of a variable, flattened: ``[first, first + length)``; `length` may be 0."""
+
+    first: int
+    length: int
+    start: int  # where it begins in its bucket
+
+
+def pieces(plan: BucketPlan, shares: Sequence[tuple[int, int]]) -> dict[int, Piece]:
+    """What a rank updates of each gradient in `plan`, by its number; `shares` are of the buckets.
+
+        bucket     | gradient 9      | gradient 8 | gradient 7 |
+        shares     | rank 0            | rank 1               |
+        rank 1's                       | gr. 8    | gradient 7 |
+
+    A rank's share of a bucket is what it completes in an all-reduce (`Collectives.shares`), so sums
+    are those of an update that is not divided. Shares begin at multiples of 64 bytes.
+    """
+    pieces_of = {}
+    for bucket, (begin, end) in zip(plan.buckets, shares, strict=True):
+        for slot in bucket.slots:
+            start = min(max(slot.start, begin), end)
+            stop = min(max(slot.start + slot.count, begin), end)
+            # Of an empty one `start` is still within the share, so that starts ascend.
+            first = start - slot.start if stop > start else 0
+            pieces_of[slot.gradient] = Piece(first, stop - start, start)
+    return pieces_of
 
 
 def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool:

@@ -19,8 +19,14 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects.handoff import Area, BucketItem, Layout
-from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, Bucket, BucketPlan, GradientSpec
-from ringreduce.pure.sharding import Piece, pieces
+from ringreduce.pure.buckets import (
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    BucketPlan,
+    GradientSpec,
+    Piece,
+    pieces,
+)
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import failures, later, ops, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable

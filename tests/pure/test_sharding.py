@@ -5,9 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.pure.buckets import ALIGNMENT, BucketPlan, GradientSpec
+from ringreduce.pure.buckets import ALIGNMENT, BucketPlan, GradientSpec, pieces
 from ringreduce.pure.schedule import chunk_bounds
-from ringreduce.pure.sharding import pieces
 
 ITEMSIZES = {"float32": 4, "float64": 8}
 specs = st.builds(
