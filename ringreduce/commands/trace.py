@@ -7,8 +7,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ringreduce.pure import timeline
-from ringreduce.pure.trace import Lateness, Stream, decode_trace, joined, lateness, offsets
+from ringreduce.pure.trace import (
+    Lateness,
+    Stream,
+    decode_trace,
+    events,
+    joined,
+    lateness,
+    offsets,
+)
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
 
@@ -41,7 +48,7 @@ def describe(folder: Path) -> Iterator[str]:
     path = folder / "trace.json"
     with path.open("wb") as file:
         # One by one, since there may be millions.
-        for number, event in enumerate(timeline.events(streams, shifts_s)):
+        for number, event in enumerate(events(streams, shifts_s)):
             file.write((b",\n" if number else b'{"traceEvents":[') + msgspec.json.encode(event))
         file.write(b"]}\n")
     yield f"Wrote {path}: open it in https://ui.perfetto.dev"

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.spans import Span, SpanKind
-from ringreduce.pure.timeline import events
-from ringreduce.pure.trace import Stream
+from ringreduce.pure.trace import Stream, events
 from tests.pure.test_trace import call, head
 
 kinds = st.sampled_from([kind for kind in SpanKind if kind != SpanKind.LOST])
