@@ -1,12 +1,11 @@
 """The states of a session, and the transitions between them.
 
-    forming ----> open ----> broken
-       |           |           |
-       +-----------+-----------+----> leaving ----> closed
+    working ----> broken
+       |            |
+       +------------+----> leaving ----> closed
 
 | to | made by | when |
 | --- | --- | --- |
-| open | the thread that forms the ring | the first barrier has passed |
 | broken | a call's thread, the watcher's, the engine's, or a layer above | the first error |
 | leaving | the thread that closes, or a signal handler in a call | at once; calls are refused |
 | closed | the thread that closes | no call runs any more; then goodbyes are sent, all is freed |
@@ -23,23 +22,22 @@ from ringreduce.vocabulary.errors import RingReduceError
 class SessionState(enum.IntEnum):
     """In the order in which they can follow each other."""
 
-    FORMING = 0
-    OPEN = 1
-    BROKEN = 2
-    LEAVING = 3
-    CLOSED = 4
+    WORKING = 0
+    BROKEN = 1
+    LEAVING = 2
+    CLOSED = 3
 
 
 class LifeCycle:
     """The state of one session; from any thread, and from signal handlers.
 
     The `lock` is held for moments only, never while anything waits; a signal handler may take it
-    again. Calls may begin (`is_working`) in the first two states. `failure` is the first error.
+    again. Calls may begin in the first state. `failure` is the first error.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.state, self.is_working = SessionState.FORMING, True
+        self.state = SessionState.WORKING
         self.failure: RingReduceError | None = None
 
     def advance(self, state: SessionState) -> bool:
@@ -47,7 +45,7 @@ class LifeCycle:
         with self.lock:
             if state <= self.state:
                 return False
-            self.state, self.is_working = state, state <= SessionState.OPEN
+            self.state = state
             return True
 
     def fail(self, error: RingReduceError) -> bool:

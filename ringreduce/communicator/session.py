@@ -125,7 +125,6 @@ class Session:
         if lasting.engine is not None:
             self.calls.keep_to(lasting.engine.thread)
             lasting.engine.follow(self)
-        self._life.advance(SessionState.OPEN)
         _opened.add(self)
 
     def _open_flight(self, job: Job | None) -> FlightFile:
@@ -199,7 +198,7 @@ class Session:
 
     @property
     def is_working(self) -> bool:
-        return self._life.is_working
+        return self._life.state is SessionState.WORKING
 
     @property
     def engine(self) -> Engine:
@@ -349,7 +348,7 @@ class Session:
         """Raise the error of a call that may not begin."""
         if self.is_inherited:
             raise forked(self.config)
-        if not self._life.is_working:
+        if self._life.state is not SessionState.WORKING:
             if self.failure is None or self.is_closed:
                 raise closed(self.config)
             raise again(self.failure)
