@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringreduce.pure.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketPlan, GradientSpec
+from ringreduce.pure.buckets import BUCKET_BYTES, BucketPlan, GradientSpec
 
 ITEMSIZE = 4
 DAY_S = 86_400.0
@@ -41,8 +41,7 @@ class Model:
             GradientSpec(str(index), (nbytes // ITEMSIZE,), "float32")
             for index, nbytes in enumerate(self.gradients)
         ]
-        first = min(bucket_bytes, FIRST_BUCKET_BYTES)
-        plan = BucketPlan.make(specs, {"float32": ITEMSIZE}, bucket_bytes, first)
+        plan = BucketPlan.make(specs, {"float32": ITEMSIZE}, bucket_bytes)
         return [bucket.count * ITEMSIZE for bucket in plan.buckets]
 
 

@@ -94,7 +94,6 @@ class BucketPlan:
         gradients: Sequence[GradientSpec],
         itemsizes: dict[str, int],
         bucket_bytes: int,
-        first_bytes: int | None = None,
         compiled: bool = False,
         in_place_bytes: int | None = None,
         compression: str = "none",
@@ -103,7 +102,7 @@ class BucketPlan:
         """Pack `gradients`, in the order of the variables, into buckets of about `bucket_bytes`.
 
         Sparse or absent ones take no room; a larger one has its own bucket. The first bucket has
-        about `first_bytes`, so that it starts early. Gradients of at least `in_place_bytes`, if
+        `FIRST_BUCKET_BYTES`, so that it starts early. Gradients of at least `in_place_bytes`, if
         that is given, are reduced in place. Buckets are padded so that the chunks of `ranks` begin
         at multiples of 64 bytes: a sharded update has the same sums. Steps that XLA compiles round
         differently, so `compiled` is part of the signature, as `compression` between hosts is.
@@ -129,7 +128,7 @@ class BucketPlan:
             per_line = ALIGNMENT // itemsizes[spec.dtype]
             room = -(-spec.count // per_line) * per_line
             start = ends.get(spec.dtype, 0)
-            limit = bucket_bytes if done or first_bytes is None else first_bytes
+            limit = bucket_bytes if done else min(bucket_bytes, FIRST_BUCKET_BYTES)
             if start and (start + room) * itemsizes[spec.dtype] > limit:
                 close(spec.dtype)
                 start = 0

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, BucketPlan, GradientSpec
+from ringreduce.pure.buckets import BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
 from ringreduce.tensorflow.control_flow import refuse_unreachable
@@ -148,7 +148,6 @@ class GradientBridge:
             specs,
             {dtype.name: dtype.size for dtype in present},
             self._bucket_bytes,
-            min(self._bucket_bytes, FIRST_BUCKET_BYTES),
             compiled=compiled_over is not None,
             in_place_bytes=_IN_PLACE_BYTES if compiled_over == "shm" else None,
             compression=str(self._codec),

@@ -20,7 +20,6 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects.handoff import Area, BucketItem, Layout
 from ringreduce.pure.buckets import (
-    FIRST_BUCKET_BYTES,
     Bucket,
     BucketPlan,
     GradientSpec,
@@ -59,10 +58,9 @@ class ShardedBuckets:
         check_numerics: str,
     ) -> None:
         sizes = {spec.dtype: tf.as_dtype(spec.dtype).size for spec in specs}
-        first = min(bucket_bytes, FIRST_BUCKET_BYTES)
         self._ring, self._sizes = ring, sizes
         count = ring._session.collectives.share_count
-        self._plan = BucketPlan.make(specs, sizes, bucket_bytes, first, ranks=count)
+        self._plan = BucketPlan.make(specs, sizes, bucket_bytes, ranks=count)
         self.pieces = self.pieces_of(ring.rank)
         self._agreed = AgreedPlans(ring, bucket_bytes)
         self._numerics = NumericsCheck(check_numerics)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ringreduce.pure.buckets import (
     ALIGNMENT,
+    FIRST_BUCKET_BYTES,
     BucketPlan,
     GradientSpec,
     first_difference,
@@ -83,15 +84,13 @@ def test_large_enough_bucket_takes_all_gradients_of_a_dtype(gradients):
     assert len(plan.buckets) == len({g.dtype for g in gradients if g.present and not g.sparse})
 
 
-SPEC = GradientSpec("w", (16,), "float32")  # 64 bytes
+SPEC = GradientSpec("w", (FIRST_BUCKET_BYTES // 8,), "float32")  # half of the first bucket
 
 
-@pytest.mark.parametrize(
-    ("limits", "slots"), [((128,), [2, 2, 2, 2, 1]), ((256, 128), [2, 4, 3]), ((256,), [4, 4, 1])]
-)
-def test_next_bucket_is_opened_when_the_next_gradient_would_not_fit(limits, slots):
-    """The first one may have a limit of its own, so that it starts early."""
-    plan = BucketPlan.make([SPEC] * 9, ITEMSIZES, *limits)
+@pytest.mark.parametrize(("share", "slots"), [(0.5, [1] * 9), (1, [2, 2, 2, 2, 1]), (2, [2, 4, 3])])
+def test_next_bucket_is_opened_when_the_next_gradient_would_not_fit(share, slots):
+    """The first one has a limit of its own, so that it starts early."""
+    plan = BucketPlan.make([SPEC] * 9, ITEMSIZES, int(share * FIRST_BUCKET_BYTES))
     assert [len(bucket.slots) for bucket in plan.buckets] == slots
 
 
