@@ -28,7 +28,6 @@ from ringreduce.keras.parts.training import joint
 from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
 from ringreduce.keras.wrappable import all_within, require_elementwise, state_for
 from ringreduce.pure.buckets import GradientSpec
-from ringreduce.tensorflow import later
 from ringreduce.tensorflow.sharding import ShardedBuckets, piece_of
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.config import elastic_minimum
@@ -190,11 +189,7 @@ class Sharding:
                 if moved:
                     variable.assign(whole)
 
-        if later.is_possible():
-            gathered = self._buckets.gather_later(own, present)
-            later.leave(lambda: assign(gathered()))
-        else:
-            assign(self._buckets.gather(own, present))
+        self._buckets.gather(own, present, assign)
 
     def has(self, variable: Any) -> bool:
         """Whether the update of `variable` is divided."""

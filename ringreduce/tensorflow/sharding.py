@@ -99,24 +99,25 @@ class ShardedBuckets:
             found = call(self._ring, "reduce gradients", run, dense, results)
         return [one if there else None for one, there in zip(found, present, strict=True)]
 
-    def gather(self, own: _Tensors, present: Sequence[bool]) -> list[Any]:
-        """The wholes of all ranks' pieces, of which `own` are this rank's. Collective.
+    def gather(
+        self, own: _Tensors, present: Sequence[bool], use: Callable[[_Tensors], None]
+    ) -> None:
+        """Call `use` with the wholes of all ranks' pieces, of which `own` are this rank's.
 
-        `present` says which had gradients in the `scatter` before, whose memory is used.
+        Where XLA compiles that is in the graph around this one, if it can be. Collective. `present`
+        says which had gradients in the `scatter` before, whose memory is used.
         """
         results = [(spec.shape, spec.dtype) for _, spec in self._each()]
-        if self._is_native():
-            number = self._numbers(tuple(present))[1]
-            return [*Round(self._ring, number, self._plan, own).results(results).values()]
-        run = blocking(self._ring, self._gathered)
-        return call(self._ring, "give weights to all ranks", run, own, results)
-
-    def gather_later(self, own: _Tensors, present: Sequence[bool]) -> Callable[[], list[Any]]:
-        """Begin a `gather` where XLA compiles; return what ends it, in the graph around that."""
-        results = [(spec.shape, spec.dtype) for _, spec in self._each()]
+        if not self._is_native():
+            run = blocking(self._ring, self._gathered)
+            use(call(self._ring, "give weights to all ranks", run, own, results))
+            return
         handed = Round(self._ring, self._numbers(tuple(present))[1], self._plan, own)
-        handed.leave()
-        return lambda: [*handed.results(results).values()]
+        if later.is_possible():
+            handed.leave()
+            later.leave(lambda: use([*handed.results(results).values()]))
+        else:
+            use([*handed.results(results).values()])
 
     @cached_property
     def _memory(self) -> "_Memory":
@@ -126,9 +127,7 @@ class ShardedBuckets:
         return zip(self.pieces, self._plan.gradients, strict=True)
 
     def _is_native(self) -> bool:
-        if tf.executing_eagerly():
-            return False
-        return xla.is_compiling() or ops.are_available()
+        return not tf.executing_eagerly() and (xla.is_compiling() or ops.are_available())
 
     def _reducer_of(self, present: tuple[bool, ...]) -> BucketReducer:
         if present not in self._reducers:
