@@ -42,16 +42,6 @@ class Waits(NamedTuple):
     pending: Pending
 
 
-class Doing(NamedTuple):
-    """A rank's activity, for one that waits for it to send or receive."""
-
-    text: str  # a clause such as ``rank 1 is alive, in user code for 3.2 s``
-    is_busy: bool  # it is alive and does something else, so it will come if it is given time
-    # It waits in a message of another rank, that one perhaps in one of a third, and so on to the
-    # rank that asks; empty if it does not.
-    waits: tuple[Waits, ...]
-
-
 class _Sighting(NamedTuple):
     heartbeat: Heartbeat
     at_s: float  # when it was sent, on this process's clock
@@ -189,13 +179,18 @@ class PeerTable:
             return Suspicion(rank, text, is_busy=True)
         return Suspicion(rank, f"rank {rank} is alive and still {place}")
 
-    def doing(self, rank: int, now_s: float) -> Doing:
-        """Tell what another rank does; one of which nothing is known counts as busy."""
+    def doing(self, rank: int, now_s: float) -> Suspicion:
+        """Tell what another rank does that is to send or receive.
+
+        One of which nothing is known counts as busy, and one that is in a message of this rank, by
+        way of others perhaps, does not.
+        """
         if self.is_silent(rank, now_s):
-            return Doing(self._silence(rank, now_s), False, ())
-        seen, waits = self._seen.get(rank), self.waits(rank, now_s)
+            return Suspicion(rank, self._silence(rank, now_s), is_silent=True)
+        seen = self._seen.get(rank)
         place = "" if seen is None else f", {_place(seen.heartbeat)}"
-        return Doing(f"rank {rank} is alive{place}", not waits, waits)
+        is_busy = not self.waits(rank, now_s)
+        return Suspicion(rank, f"rank {rank} is alive{place}", is_busy=is_busy)
 
     def _silence(self, rank: int, now_s: float) -> str:
         silent_s, last = self.silent_s(rank, now_s), self._last(rank)

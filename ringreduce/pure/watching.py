@@ -34,25 +34,9 @@ class Send(NamedTuple):
     but: frozenset[int] = frozenset()
 
 
-class Log(NamedTuple):
-    """Warn with `text` about this rank."""
-
-    text: str
-
-
-class Ended(NamedTuple):
-    """Notify the communicator that `error` has ended the ring."""
-
-    error: errors.RingReduceError
-
-
-class Found(NamedTuple):
-    """Notify the links that another rank listens for this one."""
-
-    listening: messages.Listening
-
-
-Action = Send | Log | Ended | Found
+# Besides: warn of this rank with a text; notify the communicator of the error that has ended the
+# ring, or the links that another rank listens for this one.
+Action = Send | str | errors.RingReduceError | messages.Listening
 
 
 class Watch:
@@ -134,7 +118,7 @@ class Watch:
         except (ValueError, msgspec.MsgspecError) as error:
             self._complaints += 1
             text = f"ignored a message of rank {neighbour} that cannot be read: {error}"
-            return [Log(text)] if self._complaints <= _COMPLAINTS_MAX else []
+            return [text] if self._complaints <= _COMPLAINTS_MAX else []
         if isinstance(message, messages.Heartbeats):
             for heartbeat, age_s in message.heartbeats:
                 self.peer_table.note(heartbeat, age_s, now_s)
@@ -150,7 +134,7 @@ class Watch:
                 return []  # It has come before, on the other way round.
             self._listening.add(message)
             is_for_us = message.sender == self._rank
-            return [Found(message) if is_for_us else Send(payload, frozenset({neighbour}))]
+            return [message if is_for_us else Send(payload, frozenset({neighbour}))]
         others = frozenset(self._neighbours) - {neighbour}
         actions: list[Action] = [Send(_ACKNOWLEDGEMENT, others)]
         if isinstance(message, messages.Left):
@@ -161,7 +145,7 @@ class Watch:
             paused_at, paused_s = self._paused
             if self.cause.peer == self._rank and now_s - paused_at < TIMES.pause_memory_s:
                 self._explain_pause(self.cause, paused_s, "have gone on without it")
-            actions += [Send(payload, frozenset({neighbour})), Ended(self.cause)]
+            actions += [Send(payload, frozenset({neighbour})), self.cause]
         return actions
 
     def late(self, now_s: float) -> list[int]:
@@ -221,7 +205,7 @@ class Watch:
             return []
         self.cause = error
         # Notify the others first, since the communicator will write its flight record.
-        return [*self.send(abort_for(error, self._rank)), Ended(error)]
+        return [*self.send(abort_for(error, self._rank)), error]
 
     def beat(
         self, current: Present, flow: Flow, progress: object, now_s: float,
@@ -303,12 +287,10 @@ class Watch:
                 return self.end(errors.PeerLostError(text, **where, remedy=_LINK_REMEDY))
             if receiver not in warned | self._silent:
                 actions.append(
-                    Log(
-                        f"sends to rank {receiver}, and not a byte has come there for "
-                        f"{silent_s:.1f} s, though both are alive: the network between their "
-                        "hosts stands still. The job ends if that lasts "
-                        f"{self._link_timeout_s:g} s (RINGREDUCE_LINK_TIMEOUT_S)"
-                    )
+                    f"sends to rank {receiver}, and not a byte has come there for "
+                    f"{silent_s:.1f} s, though both are alive: the network between their hosts "
+                    f"stands still. The job ends if that lasts {self._link_timeout_s:g} s "
+                    "(RINGREDUCE_LINK_TIMEOUT_S)"
                 )
             self._silent.add(receiver)
         return actions
@@ -337,7 +319,7 @@ class Watch:
         if suspicion is not None and suspicion.rank not in self._neighbours:
             return []
         where = f"{waited_s:.1f} s in {current.operation} after {current.calls} calls"
-        return [Log(f"has waited {where}: {what}")]
+        return [f"has waited {where}: {what}"]
 
     def heartbeats(self) -> list[messages.Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""

@@ -164,13 +164,14 @@ class PeerTimeouts(Timeouts):
         self.is_busy = self._peers.doing(self._peer, time.monotonic()).is_busy
 
     def explain(self, error: PeerTimeoutError) -> None:
-        doing = self._peers.doing(self._peer, time.monotonic())
-        if error.rank is not None and doing.waits:
+        now = time.monotonic()
+        text, waits = self._peers.doing(self._peer, now).text, self._peers.waits(self._peer, now)
+        if error.rank is not None and waits:
             own_wait = Waits(error.rank, Pending(self._sends, self._peer, 0))
-            if (text := describe_cycle([own_wait, *doing.waits])) is not None:
-                error.remedy = text
+            if (cycle := describe_cycle([own_wait, *waits])) is not None:
+                error.remedy = cycle
                 return
-        error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"
+        error.remedy = f"{text[0].upper()}{text[1:]}. {error.remedy}"
 
 
 def finish(

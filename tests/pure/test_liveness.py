@@ -250,12 +250,14 @@ def test_of_ranks_in_user_code_the_one_that_is_furthest_behind_is_named():
 )
 def test_what_the_rank_does_that_a_message_waits_for(operation, pending, place, is_busy):
     known = table(3, beat(1, operation, pending))
-    waits = () if is_busy else ((1, pending),)
-    assert known.doing(1, 10.2) == (f"rank 1 is alive, {place} after 5 calls", is_busy, waits)
+    text = f"rank 1 is alive, {place} after 5 calls"
+    assert known.doing(1, 10.2) == Suspicion(1, text, is_busy=is_busy)
+    assert known.waits(1, 10.2) == (() if is_busy else ((1, pending),))
     # Of the third rank nothing was heard yet; later, that it is silent.
-    assert known.doing(2, 10.2) == ("rank 2 is alive", True, ())
+    assert known.doing(2, 10.2) == Suspicion(2, "rank 2 is alive", is_busy=True)
     known.note(beat(1, operation, pending, number=2), 0.0, 15.0)
-    assert known.doing(2, 15.0) == ("rank 2 has shown no sign of life for 5.0 s", False, ())
+    text = "rank 2 has shown no sign of life for 5.0 s"
+    assert known.doing(2, 15.0) == Suspicion(2, text, is_silent=True)
 
 
 def test_ranks_that_wait_for_each_other_are_followed_to_this_one():
@@ -263,7 +265,8 @@ def test_ranks_that_wait_for_each_other_are_followed_to_this_one():
     known = table(4, beat(1, "", first))
     assert known.doing(1, 10.2).is_busy
     known.note(beat(2, "", second), 0.0, 10.1)
-    assert known.doing(1, 10.2)[1:] == (False, ((1, first), (2, second)))
+    assert known.waits(1, 10.2) == ((1, first), (2, second))
+    assert not known.doing(1, 10.2).is_busy
     # Another rank has a part of it again.
     known.note(beat(2, "", number=2), 0.0, 10.3)
     assert known.doing(1, 10.4).is_busy

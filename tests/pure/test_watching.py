@@ -11,8 +11,13 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
 from ringreduce.pure.notification import abort_for
 from ringreduce.pure.watcher_messages import Heartbeat, Heartbeats, Left, Listening, Overdue, encode
-from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
-from ringreduce.vocabulary.errors import MismatchError, PeerLostError, PeerTimeoutError
+from ringreduce.pure.watching import Action, Send, Watch
+from ringreduce.vocabulary.errors import (
+    MismatchError,
+    PeerLostError,
+    PeerTimeoutError,
+    RingReduceError,
+)
 from ringreduce.vocabulary.times import Times
 
 
@@ -38,14 +43,14 @@ def sent(actions: list[Action]) -> list[watcher_messages.Message]:
 
 
 def errors(actions: list[Action]) -> list[Exception]:
-    return [action.error for action in actions if isinstance(action, Ended)]
+    return [action for action in actions if isinstance(action, RingReduceError)]
 
 
 WAITING = Here(operation="all_reduce", since_s=0.1)
 
 
 def logged(actions: list[Action]) -> list[str]:
-    return [action.text for action in actions if isinstance(action, Log)]
+    return [action for action in actions if isinstance(action, str)]
 
 
 ABORT = encode(abort_for(MismatchError("is the cause", rank=1, size=2), 1))
@@ -312,7 +317,7 @@ def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for():
     # It goes on to the other neighbour, once, whichever way it came.
     assert between.receive(2, payload, 0.1) == [Send(payload, frozenset({2}))]
     assert not between.receive(0, payload, 0.2)
-    assert receiver.receive(1, payload, 0.3) == [Found(listening)]
+    assert receiver.receive(1, payload, 0.3) == [listening]
     assert not receiver.receive(2, payload, 0.4)
     # The rank that listens does not pass on its own.
     sender = a_watch(3, rank=2)
