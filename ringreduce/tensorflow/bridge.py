@@ -14,12 +14,11 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
-from ringreduce.tensorflow.codecs import Codec
+from ringreduce.tensorflow.codecs import Codec, Residuals
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.low_rank import LowRank, LowRankReducer, PowerSGD
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
-from ringreduce.tensorflow.residuals import Residuals
 from ringreduce.tensorflow.routes import PackedRoute, PythonRoute
 from ringreduce.tensorflow.sparse import as_tensors, merged
 from ringreduce.vocabulary.errors import ConfigError

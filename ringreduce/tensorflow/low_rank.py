@@ -17,7 +17,7 @@ import numpy as np
 
 from ringreduce.pure import low_rank
 from ringreduce.pure.buckets import Bucket, BucketPlan, GradientSpec
-from ringreduce.tensorflow.residuals import Residuals
+from ringreduce.tensorflow.codecs import Residuals
 from ringreduce.vocabulary.errors import ConfigError
 
 # A matrix is worth it if it has so many times the bytes of P and Q.
