@@ -19,7 +19,7 @@ from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.low_rank import LowRank, LowRankReducer, PowerSGD
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
-from ringreduce.tensorflow.routes import PackedRoute, PythonRoute
+from ringreduce.tensorflow.routes import Route, in_python, packed
 from ringreduce.tensorflow.sparse import as_tensors, merged
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 _IN_PLACE_BYTES = 1 << 20
 # Communicators that were told that their compression changes nothing.
 _told: weakref.WeakSet[Communicator] = weakref.WeakSet()
-# Takes the gradients of one plan out of TensorFlow and brings their means back.
-_Route = PackedRoute | PythonRoute
 
 
 class GradientBridge:
@@ -56,7 +54,7 @@ class GradientBridge:
         # The plans are for the communicator that was used last.
         self._agreed: AgreedPlans | None = None
         # The keys hold the gradients' paths, which errors name; a signature would not.
-        self._routes: dict[tuple[Any, ...], _Route] = {}
+        self._routes: dict[tuple[Any, ...], Route] = {}
 
     # AutoGraph must not convert this: it is Python that runs while tracing, or as an op.
     def mean(
@@ -83,7 +81,7 @@ class GradientBridge:
         taken = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
         encoded = [self._codec.encoded(g) if isinstance(g, tf.IndexedSlices) else g for g in taken]
         route = self._routed(ring, encoded, paths, variables)
-        means = route.mean(encoded)
+        means = route(encoded)
         return [None if g is None else tf.cast(means[i], g.dtype) for i, g in enumerate(taken)]
 
     def own(self, gradient: Any) -> Any:
@@ -96,7 +94,7 @@ class GradientBridge:
         gradients: Sequence[Any],
         paths: Sequence[str],
         variables: Sequence[Any],
-    ) -> _Route:
+    ) -> Route:
         """The route of these gradients, made once."""
         kept = self._residuals if self.low_rank is None else self.low_rank.residuals
         if self._agreed is None or self._agreed.communicator is not ring:
@@ -124,7 +122,7 @@ class GradientBridge:
             can_pack = all(gradients[number].dtype.is_floating for number in plan.present)
             is_native = way == "graph" and can_pack and ops.are_available()
             is_packed = plan.present and (is_native or way == "XLA")
-            self._routes[key] = PackedRoute(reducer) if is_packed else PythonRoute(reducer)
+            self._routes[key] = packed(reducer) if is_packed else in_python(reducer)
         return self._routes[key]
 
     def _plan(

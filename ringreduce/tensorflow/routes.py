@@ -10,7 +10,7 @@ would run one after the other, and each that blocks holds a thread that another 
 are views of a bucket's memory, which TensorFlow then owns. Sparse gradients come after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,61 +24,46 @@ from ringreduce.tensorflow.rounds import Round, serve
 from ringreduce.tensorflow.sparse import mean_of_slices
 from ringreduce.vocabulary.types import dtype_named
 
+# The means of a plan's gradients over all ranks, by their numbers.
+Route = Callable[[Sequence[Any]], dict[int, Any]]
 
-class PackedRoute:
-    """The route of one plan; its buckets are registered with the engine as long as it lives."""
 
-    def __init__(self, reducer: BucketReducer) -> None:
-        self._reducer = reducer
-        ring, buckets = reducer.communicator, reducer.plan.buckets
-        dtypes = [dtype_named(bucket.dtype) for bucket in buckets]
-        layouts: list[Layout] = []
-        for bucket, dtype in zip(buckets, dtypes, strict=True):
-            itemsize = dtype.itemsize
-            nbytes = bucket.count * itemsize
-            areas = [] if bucket.in_place else [Area(ring.empty(nbytes, np.uint8))]
-            spans = [(slot.start * itemsize, slot.count * itemsize) for slot in bucket.slots]
-            layouts.append(Layout(areas, nbytes, spans))
+def packed(reducer: BucketReducer) -> Route:
+    """The route by the native ops; its buckets are registered as long as the function lives."""
+    ring, plan = reducer.communicator, reducer.plan
+    dtypes = [dtype_named(bucket.dtype) for bucket in plan.buckets]
+    layouts: list[Layout] = []
+    for bucket, dtype in zip(plan.buckets, dtypes, strict=True):
+        itemsize = dtype.itemsize
+        nbytes = bucket.count * itemsize
+        areas = [] if bucket.in_place else [Area(ring.empty(nbytes, np.uint8))]
+        spans = [(slot.start * itemsize, slot.count * itemsize) for slot in bucket.slots]
+        layouts.append(Layout(areas, nbytes, spans))
+    in_place = [bucket.in_place for bucket in plan.buckets]
 
-        def reduce(item: BucketItem) -> None:
-            if item.bucket == 0:
-                reducer.begin_step()
-            memory = layouts[item.bucket].memory(item)
-            reducer.reduce(item.bucket, memory.view(dtypes[item.bucket]))
+    def reduce(item: BucketItem) -> None:
+        if item.bucket == 0:
+            reducer.begin_step()
+        memory = layouts[item.bucket].memory(item)
+        reducer.reduce(item.bucket, memory.view(dtypes[item.bucket]))
 
-        self._number = serve(self, ring, layouts, reduce)
-
-    def mean(self, gradients: Sequence[Any]) -> dict[int, Any]:
-        """The mean of each of the plan's gradients, by its number."""
-        ring, plan = self._reducer.communicator, self._reducer.plan
-        in_place = [bucket.in_place for bucket in plan.buckets]
-        handed = Round(ring, self._number, plan, gradients, in_place)
-        sparse = mean_of_slices(self._reducer, gradients)
+    def mean(gradients: Sequence[Any]) -> dict[int, Any]:
+        handed = Round(ring, number, plan, gradients, in_place)
+        sparse = mean_of_slices(reducer, gradients)
         kinds = {place: (gradients[place].shape, gradients[place].dtype) for place in plan.present}
         return sparse | handed.results(kinds)
 
+    number = serve(mean, ring, layouts, reduce)
+    return mean
 
-class PythonRoute:
-    """The route of one plan."""
 
-    def __init__(self, reducer: BucketReducer) -> None:
-        self._reducer = reducer
+def in_python(reducer: BucketReducer) -> Route:
+    """The route by a Python function."""
+    ring, plan = reducer.communicator, reducer.plan
 
-    def mean(self, gradients: Sequence[Any]) -> dict[int, Any]:
-        """The mean of each of the plan's gradients, by its number."""
-        present = self._reducer.plan.present
-        dense = [gradients[number] for number in present]
-        # One more result than means, so that ranks without gradients are compared too.
-        results = [((), tf.int32), *((gradient.shape, gradient.dtype) for gradient in dense)]
-        ring = self._reducer.communicator
-        run = blocking(ring, self._reduced)
-        _, *means = call(ring, "reduce gradients", run, dense, results)
-        return dict(zip(present, means, strict=True)) | mean_of_slices(self._reducer, gradients)
-
-    def _reduced(self, *arrays: np.ndarray) -> list[Any]:
+    def reduced(*arrays: np.ndarray) -> list[Any]:
         """Pack and reduce bucket by bucket; return views."""
-        self._reducer.begin_step()
-        plan = self._reducer.plan
+        reducer.begin_step()
         by_gradient = dict(zip(plan.present, arrays, strict=True))
         means: dict[int, np.ndarray] = {}
         for number, bucket in enumerate(plan.buckets):
@@ -90,5 +75,14 @@ class PythonRoute:
                 view = memory[slot.start : slot.start + slot.count].reshape(gradient.shape)
                 view[...] = gradient
                 means[slot.gradient] = view
-            self._reducer.reduce(number, memory)
+            reducer.reduce(number, memory)
         return [np.int32(len(arrays)), *(means[index] for index in plan.present)]
+
+    def mean(gradients: Sequence[Any]) -> dict[int, Any]:
+        dense = [gradients[number] for number in plan.present]
+        # One more result than means, so that ranks without gradients are compared too.
+        results = [((), tf.int32), *((gradient.shape, gradient.dtype) for gradient in dense)]
+        _, *means = call(ring, "reduce gradients", blocking(ring, reduced), dense, results)
+        return dict(zip(plan.present, means, strict=True)) | mean_of_slices(reducer, gradients)
+
+    return mean
