@@ -105,13 +105,6 @@ class _Direction:
             signature=tag,
         )
 
-    def background(self) -> Executor:
-        if self.executor is None:
-            config, what = self._session.config, f"{'to' if self._sends else 'from'} {self.peer}"
-            name = f"ringreduce {what} {config.rank}/{config.size}"
-            self.executor = Executor(name, PlainQueue())
-        return self.executor
-
     def close(self) -> None:
         """Wait for the call that runs, which has been interrupted, and end the thread."""
         if self.executor is not None:
@@ -158,8 +151,11 @@ class Messages:
                 return result
 
             with self._lock:
-                executor = direction.background()
-            return executor.submit(run)
+                if direction.executor is None:
+                    config, way = self._session.config, "to" if sends else "from"
+                    name = f"ringreduce {way} {direction.peer} {config.rank}/{config.size}"
+                    direction.executor = Executor(name, PlainQueue())
+            return direction.executor.submit(run)
         self._call(direction, tag, direction.transfer, Kind.SEND, tag, flat)
         if direction.executor is None:
             direction.teach(tag, flat)

@@ -220,6 +220,9 @@ class Watch:
         self.due_s = now_s + TIMES.heartbeat_s
         self._number += 1
         overdue = sorted(flow.overdue, key=lambda frame: -frame.dry_s)[: messages.OVERDUE_MAX]
+        # Neighbours that this rank itself sees alive though they send no heartbeats.
+        alive = [n for n, grew_s in self._grew_s.items() if now_s - grew_s < TIMES.silent_s]
+        locked = [n for n in alive if self.peer_table.unheard_s(n, now_s) >= TIMES.silent_s]
         heartbeat = self._last = messages.Heartbeat(
             rank=self._rank,
             number=self._number,
@@ -227,7 +230,7 @@ class Watch:
             operation=(current.operation or elsewhere)[:64],
             since_s=max(0.0, now_s - current.since_s),
             overdue=tuple(overdue),
-            locked=self._locked(now_s),
+            locked=tuple(locked),
             pending=pending,
             stopped_s=stopped_s,
             sent_to_next=flow.sent_to_next,
@@ -325,11 +328,6 @@ class Watch:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""
         last, others = self._last, self.peer_table.last()
         return [last, *others] if last is not None and others else []
-
-    def _locked(self, now_s: float) -> tuple[int, ...]:
-        """The neighbours that this rank itself sees alive though they send no heartbeats."""
-        alive = [n for n, grew_s in self._grew_s.items() if now_s - grew_s < TIMES.silent_s]
-        return tuple(n for n in alive if self.peer_table.unheard_s(n, now_s) >= TIMES.silent_s)
 
     def _look_for_absence(self, current: Present, now_s: float) -> list[Action]:
         """End the ring if this rank waits in a call that a rank which has left will never make."""
