@@ -136,15 +136,16 @@ def _reduced(reducer: BucketReducer, *arrays: np.ndarray) -> list[np.ndarray]:
     counts = np.zeros((ring.size, len(own_rows)), np.int64)
     counts[ring.rank] = [len(indices) for indices, _ in own_rows]
     ring.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
-    is_gathered = [
-        gathers_rows(counts[:, place].tolist(), spec, own_rows[place][1].itemsize)
+    chosen = [
+        place
         for place, spec in enumerate(specs)
+        if gathers_rows(counts[:, place].tolist(), spec, own_rows[place][1].itemsize)
     ]
-    gathered = _gathered(ring, own_rows, counts, is_gathered)
+    gathered = _gathered(ring, own_rows, counts, chosen)
     means: list[np.ndarray] = []
     for place, spec in enumerate(specs):
         indices, rows = own_rows[place]
-        if is_gathered[place]:
+        if place in gathered:
             # Added in rank order; a row that a rank lacks is zero there.
             indices, values = map(np.concatenate, zip(*gathered[place], strict=True))
             indices, total = _added(indices, values)
@@ -178,20 +179,17 @@ def _merged(
 
 
 def _gathered(
-    ring: Communicator, own_rows: Sequence[_Rows], counts: np.ndarray, is_gathered: Sequence[bool]
-) -> list[list[_Rows]]:
-    """For each gathered gradient every rank's rows, in rank order; for the others nothing.
+    ring: Communicator, own_rows: Sequence[_Rows], counts: np.ndarray, chosen: Sequence[int]
+) -> dict[int, list[_Rows]]:
+    """Every rank's rows of the chosen gradients, in rank order.
 
     One message for all, in which indices begin at a multiple of 8 bytes, to be used where they are:
 
         indices of a | rows of a | pad | indices of b | rows of b | pad
     """
-    chosen = [place for place, is_chosen in enumerate(is_gathered) if is_chosen]
-    gathered: list[list[_Rows]] = [[] for _ in own_rows]
     if not counts[:, chosen].any():
-        for place in chosen:
-            gathered[place] = [own_rows[place]] * ring.size  # All without rows.
-        return gathered
+        return {place: [own_rows[place]] * ring.size for place in chosen}  # All without rows.
+    gathered: dict[int, list[_Rows]] = {place: [] for place in chosen}
     parts: list[np.ndarray] = []
     for place in chosen:
         indices, rows = own_rows[place]
