@@ -7,11 +7,17 @@
 Every wait depends on every start, so that no wait holds a thread that a start needs; where XLA
 compiles, every start also on the token of the collective before it, and the last wait on all
 others.
+
+XLA has its own memory for what it computes. What comes from elsewhere, such as weights that the
+engine has gathered, it would copy there. So a compiled function may leave waits to the graph around
+it, which takes results as they are (`collecting`).
 """
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +27,26 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects.handoff import BucketItem, Layout
 from ringreduce.pure.buckets import BucketPlan
 from ringreduce.tensorflow import ops, order, xla
+
+# The graph that is being traced, and what it has left so far.
+_Left = list[Callable[[], None]]
+_collecting: ContextVar[tuple[Any, _Left]] = ContextVar("collecting", default=(None, []))
+
+
+@contextmanager
+def collecting(left: _Left) -> Iterator[None]:
+    """Append what is left in this graph to `left`, to be called in the graph around it."""
+    token = _collecting.set((tf.compat.v1.get_default_graph(), left))
+    try:
+        yield
+    finally:
+        _collecting.reset(token)
+
+
+def left_here() -> _Left | None:
+    """What is left here to the graph around; None where that cannot be, as in a branch."""
+    graph, left = _collecting.get()
+    return left if graph is tf.compat.v1.get_default_graph() else None
 
 
 def serve(
@@ -62,10 +88,14 @@ class Round:
         self._kept = [kept for *kept, _ in started]
         self._tokens = [token for *_, token in started]
 
-    def leave(self) -> None:
-        """Have `results` called in the graph around the one that XLA compiles."""
+    def give(self, kinds: Sequence[Any], use: Callable[[list[Any]], None]) -> None:
+        """Call `use` with the results, in the order of the gradients; later if that can be."""
+        if (left := left_here()) is None:
+            use([*self.results(kinds).values()])
+            return
         order.follow(self._ring, self._tokens[-1])
         self._tokens = []
+        left.append(lambda: use([*self.results(kinds).values()]))
 
     def results(self, kinds: Mapping[int, Any] | Sequence[Any]) -> dict[int, Any]:
         """What the engine has made of them, by gradient; `kinds` are shape and dtype of each."""

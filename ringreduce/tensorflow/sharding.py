@@ -27,12 +27,12 @@ from ringreduce.pure.buckets import (
     pieces,
 )
 from ringreduce.pure.wire import signature_of
-from ringreduce.tensorflow import failures, later, ops, xla
+from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.python_calls import blocking, call
-from ringreduce.tensorflow.rounds import Round, serve
+from ringreduce.tensorflow.rounds import Round, left_here, serve
 from ringreduce.vocabulary.types import dtype_named
 
 _Tensors = Sequence[Any]
@@ -112,12 +112,8 @@ class ShardedBuckets:
             run = blocking(self._ring, self._gathered)
             use(call(self._ring, "give weights to all ranks", run, own, results))
             return
-        handed = Round(self._ring, self._numbers(tuple(present))[1], self._plan, own)
-        if later.is_possible():
-            handed.leave()
-            later.leave(lambda: use([*handed.results(results).values()]))
-        else:
-            use([*handed.results(results).values()])
+        number = self._numbers(tuple(present))[1]
+        Round(self._ring, number, self._plan, own).give(results, use)
 
     @cached_property
     def _memory(self) -> "_Memory":
@@ -162,7 +158,7 @@ class ShardedBuckets:
     def _numbers(self, present: tuple[bool, ...]) -> tuple[int, int]:
         """The numbers of the plans of a step for the engine, which are made once."""
         # In a graph the weights stay in one area while the next step uses the other.
-        count = 1 if xla.is_compiling() and not later.is_possible() else 2
+        count = 1 if xla.is_compiling() and left_here() is None else 2
         key = present, xla.is_compiling(), count
         if key in self._native:
             return self._native[key]

@@ -21,7 +21,7 @@ from ringreduce.keras import weighting
 from ringreduce.keras.join import weighed
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.step import WEIGHTED, own_step, step_without
-from ringreduce.tensorflow import later, ops
+from ringreduce.tensorflow import ops, rounds
 from ringreduce.tensorflow.private import traced_for
 
 
@@ -142,7 +142,7 @@ class Steps:
 
         @tf.autograph.experimental.do_not_convert
         def compiled(element: Any) -> Any:
-            with later.collecting(left):
+            with rounds.collecting(left):
                 return self._on(element)
 
         logs = tf.function(compiled, jit_compile=True)(element)
