@@ -1,23 +1,19 @@
 """Writes the flight records of this process on SIGUSR1, whatever its threads are doing.
 
 Python runs signal handlers in the main thread, between two bytecodes, so a main thread that is
-stuck in C would never run one. But Python's C code always writes the signal's number to the wakeup
-descriptor (`signal.set_wakeup_fd`); a thread reads its other end and dumps. Others use that
-descriptor too (asyncio does), so it is taken only while it is free. Otherwise Python's handler
-dumps: then the main thread is in an event loop, which runs handlers.
+stuck in C would never run one. But `faulthandler`'s handler is in C, and writes at once: here into
+a pipe, which a thread reads that dumps.
 
-The thread, a daemon, starts with the first file added in the main thread. It and the handler stay,
-and when Python ends the signal is ignored: a late one must neither kill a job that saves its model
-nor change an exit code.
+The thread, a daemon, starts with the first file added in the main thread, and stays. Python is told
+to ignore the signal, as it does again when it ends: a late one must neither kill a job that saves
+its model nor change an exit code.
 """
 
-import atexit
-import contextlib
+import faulthandler
 import os
 import signal
 import threading
 import weakref
-from types import FrameType
 from typing import Protocol
 
 
@@ -29,96 +25,56 @@ class Dumps(Protocol):
 
 
 class _Listener:
-    """The process's handler of SIGUSR1, and the thread behind the wakeup descriptor."""
+    """The process's handler of SIGUSR1, and the thread that reads what it writes."""
 
     def __init__(self) -> None:
         self._files: weakref.WeakSet[Dumps] = weakref.WeakSet()
+        self._ends = -1, -1  # of the pipe
         self.thread: threading.Thread | None = None
-        # Both ends of its pipe; the second is the wakeup descriptor.
-        self._ends: tuple[int, int] | None = None
 
     def add(self, file: Dumps) -> None:
         """Dump `file` on SIGUSR1 from now on, unless the program handles the signal itself.
 
-        Only a weak reference is kept. Only the main thread can set the handler; from another thread
-        this works if one was set before.
+        Only a weak reference is kept. Only the main thread can begin to listen; from another thread
+        this works if it has.
         """
         self._files.add(file)
-        if threading.current_thread() is not threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.thread is not None or not is_main:
             return
-        handler = signal.getsignal(signal.SIGUSR1)
-        # SIG_IGN is from the launcher, for the time without a handler.
-        if handler in (signal.SIG_DFL, signal.SIG_IGN):
-            signal.signal(signal.SIGUSR1, self._handle)
-            signal.siginterrupt(signal.SIGUSR1, False)  # Interrupted system calls restart.
-        elif handler != self._handle:
+        # The launcher ignores it, for the time without a handler.
+        if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
             return
-        if self.thread is None:
-            self._listen()
-
-    def _listen(self) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         source, target = self._ends = os.pipe()
         os.set_blocking(target, False)
-        if _set_wakeup(target, ours=target) != -1:
-            self._close_ends()
-            return
-        self.thread = threading.Thread(
-            target=self._read, args=(source,), name="ringreduce flight recorder", daemon=True
-        )
+        faulthandler.register(signal.SIGUSR1, target, all_threads=False)
+        name = "ringreduce flight recorder"
+        self.thread = threading.Thread(target=self._read, args=(source,), name=name, daemon=True)
         self.thread.start()
 
     def remove(self, file: Dumps) -> None:
         """Stop dumping `file`; does nothing if it was not added."""
         self._files.discard(file)
 
-    def _close_ends(self) -> None:
-        ends, self._ends = self._ends, None
-        for end in ends or ():
-            os.close(end)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler: dump, unless the thread is notified by the wakeup descriptor."""
-        if self._ends is not None:
-            target = self._ends[1]
-            if _set_wakeup(target, ours=target) == target:
-                return
-        self._dump_all()
-
     def _read(self, source: int) -> None:
-        """The thread: dump on each SIGUSR1."""
+        """The thread: dump on each SIGUSR1, which writes a head and several lines."""
         while True:
-            if signal.SIGUSR1 in os.read(source, 4096):
-                self._dump_all()
-
-    def _dump_all(self) -> None:
-        for file in list(self._files):
-            file.dump("SIGUSR1")
-
-    def end(self) -> None:
-        """Ignore SIGUSR1: Python is about to restore its default action, which kills."""
-        if signal.getsignal(signal.SIGUSR1) == self._handle:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            if b"most recent call first" in os.read(source, 1 << 16):
+                for file in list(self._files):
+                    file.dump("SIGUSR1")
 
     def forget(self) -> None:
-        """In a forked child, drop the thread and the descriptors, which are the parent's."""
-        self.thread = None
-        if self._ends is not None:
-            # Else a signal to the child would make the parent dump.
-            with contextlib.suppress(ValueError):
-                _set_wakeup(-1, ours=self._ends[1])
-            self._close_ends()
-
-
-def _set_wakeup(descriptor: int, ours: int) -> int:
-    """Set the wakeup descriptor if it is ours or unset; return what it was."""
-    before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-    if before not in (-1, ours):
-        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-    return before
+        """In a forked child: a signal to it is not the parent's, whose the thread is."""
+        if self.thread is not None:
+            # This only changes the file: a handler that the program has set since stays.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.register(signal.SIGUSR1, nowhere, all_threads=False)
+            for end in self._ends:
+                os.close(end)
+            self.thread = None
 
 
 listener = _Listener()
 
-# Registered before the closing of the communicators, so it runs after that.
-atexit.register(listener.end)
 os.register_at_fork(after_in_child=listener.forget)

@@ -312,30 +312,24 @@ def test_a_program_goes_on_after_its_record(tmp_path: Path) -> None:
 
 # What a program with a communicator finds true.
 PROGRAMS = {
-    "a wakeup descriptor of others is left alone, and the handler dumps": """
-        comm.close()
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        signal.set_wakeup_fd(theirs.fileno())
-        with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+    "a program in an event loop, which has the wakeup descriptor, is dumped": """
+        import asyncio
+        async def wait():
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert os.path.exists("logs/flight-rank0.json")
-            assert ours.recv(1) == bytes([signal.SIGUSR1])
-        assert signal.set_wakeup_fd(-1) == theirs.fileno()
+            while not os.path.exists("logs/flight-rank0.json"):
+                await asyncio.sleep(0.01)
+        asyncio.run(wait())
     """,
-    "a wakeup descriptor put in place of ours is made up for": """
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        signal.set_wakeup_fd(theirs.fileno())
+    "a handler that the program sets later is kept, in a forked child too": """
+        heard = []
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+        child = os.fork()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert os.path.exists("logs/flight-rank0.json")
-        assert signal.set_wakeup_fd(-1) == theirs.fileno()
-    """,
-    "a wakeup descriptor that was taken away is made up for": """
-        signal.set_wakeup_fd(-1)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert os.path.exists("logs/flight-rank0.json")
-        assert signal.set_wakeup_fd(-1) != -1
+        assert heard == [1]
+        if child == 0:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert not os.path.exists("logs")
     """,
     "a handler of the program is kept": """
         comm.close()
@@ -362,10 +356,11 @@ PROGRAMS = {
                 time.sleep(0.01)
     """,
     "a signal to a forked child is not its parent's": """
+        from ringreduce.effects.signals import listener
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
-            os._exit(7 if signal.set_wakeup_fd(-1) == -1 else 8)
+            os._exit(7 if listener.thread is None else 8)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert not os.path.exists("logs")
     """,
