@@ -1,18 +1,30 @@
-"""Writes the flight record to disk, when a communicator breaks and on SIGUSR1."""
+"""Writes the flight record to disk, when a communicator breaks and on SIGUSR1.
+
+On the signal it is written whatever the threads of this process are doing. Python runs signal
+handlers in the main thread, between two bytecodes, so a main thread that is stuck in C would never
+run one. But `faulthandler`'s handler is in C, and writes at once: here into a pipe, which a thread
+reads that dumps.
+
+The thread, a daemon, starts with the first file made in the main thread, and stays. Python is told
+to ignore the signal, as it does again when it ends: a late one must neither kill a job that saves
+its model nor change an exit code.
+"""
 
 import contextlib
 import datetime
+import faulthandler
 import logging
 import os
+import signal
 import socket
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 from ringreduce.effects.recorder import Recorder
-from ringreduce.effects.signals import listener
 from ringreduce.effects.stacks import stacks, trace
 from ringreduce.pure import flight
 from ringreduce.vocabulary.config import Config
@@ -39,7 +51,8 @@ class FlightFile:
         # Absolute: the program may change its working folder.
         self._folder = Path(config.log_dir).absolute() if config.log_dir else None
         if self._folder is not None:
-            listener.add(self)
+            _listener.files.add(self)
+            _listener.start()
 
     def add(self, group: Recorder) -> None:
         """Record a group too, from now on."""
@@ -85,8 +98,7 @@ class FlightFile:
 
     def close(self) -> None:
         """Stop dumping on SIGUSR1; calling it again does nothing."""
-        if self._process == os.getpid():
-            listener.remove(self)
+        _listener.files.discard(self)
 
     def _taken(self, why: str) -> flight.Dump:
         when, now = time.time(), time.monotonic()
@@ -137,6 +149,48 @@ class FlightFile:
         }
 
 
+class _Listener:
+    """The process's handler of SIGUSR1, and the thread that reads what it writes."""
+
+    def __init__(self) -> None:
+        self.files: weakref.WeakSet[FlightFile] = weakref.WeakSet()  # those that it dumps
+        self._ends = -1, -1  # of the pipe
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Listen, in the main thread, unless the program handles the signal itself."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.thread is not None or not is_main:
+            return
+        # The launcher ignores it, for the time without a handler.
+        if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
+            return
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        source, target = self._ends = os.pipe()
+        os.set_blocking(target, False)
+        faulthandler.register(signal.SIGUSR1, target, all_threads=False)
+        name = "ringreduce flight recorder"
+        self.thread = threading.Thread(target=self._read, args=(source,), name=name, daemon=True)
+        self.thread.start()
+
+    def _read(self, source: int) -> None:
+        """The thread: dump on each SIGUSR1, which writes a head and several lines."""
+        while True:
+            if b"most recent call first" in os.read(source, 1 << 16):
+                for file in list(self.files):
+                    file.dump("SIGUSR1")
+
+    def forget(self) -> None:
+        """In a forked child: a signal to it is not the parent's, whose the thread is."""
+        if self.thread is not None:
+            # This only changes the file: a handler that the program has set since stays.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.register(signal.SIGUSR1, nowhere, all_threads=False)
+            for end in self._ends:
+                os.close(end)
+            self.thread = None
+
+
 def _failure(recorder: Recorder, wall: float) -> flight.Failure | None:
     first_error = recorder.first_error
     if first_error is None:
@@ -162,3 +216,8 @@ def _replace(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+_listener = _Listener()
+
+os.register_at_fork(after_in_child=_listener.forget)

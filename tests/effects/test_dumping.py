@@ -356,11 +356,11 @@ PROGRAMS = {
                 time.sleep(0.01)
     """,
     "a signal to a forked child is not its parent's": """
-        from ringreduce.effects.signals import listener
+        from ringreduce.effects import dumping
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
-            os._exit(7 if listener.thread is None else 8)
+            os._exit(7 if dumping._listener.thread is None else 8)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert not os.path.exists("logs")
     """,
