@@ -224,30 +224,6 @@ def test_without_a_secret_nobody_is_asked():
         assert port.admits(second.data)
 
 
-def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard():
-    plain, who = (b"PLAIN", b"1", b"x"), (b"1", b"data", b"127.0.0.1", b"")
-    requests = (
-        [b""],
-        [b"", b"1.0"],
-        [b"", b"2.0", *who, *plain],
-        [b"x", b"1.0", *who, *plain],
-        [b"", b"1.0", *who, b"CURVE", b"short"],
-        [b"", b"1.0", *who, b"CURVE", b"x" * 4096],
-        [b"", b"1.0", *who, b"\xff\xfe"],
-        [b"", b"1.0", *who, *plain, b"y", b"z"],
-    )
-    first, *others = admissions(1 + len(requests))
-    with Port(first) as port, port.context.socket(zmq.DEALER) as asking:
-        asking.setsockopt(zmq.RCVTIMEO, _SOON_MS)
-        asking.connect("inproc://zeromq.zap.01")
-        for rank, request in enumerate(requests, 1):
-            asking.send_multipart(request)
-            if len(request) > 1:
-                assert asking.recv_multipart()[3] == b"400"
-            port.allow(rank)
-            assert port.admits(others[rank - 1])
-
-
 def test_refusals_are_counted_and_not_all_logged(caplog):
     first, second = admissions(2)
     with Port(first) as port, caplog.at_level(logging.WARNING):
