@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from ringreduce.vocabulary.errors import PeerTimeoutError
-
 
 class Limit(NamedTuple):
     """A limit that a wait has reached: the variable that sets it, and its value."""
@@ -23,15 +21,9 @@ class Timeouts:
         self._longest = Limit("RINGREDUCE_TIMEOUT_S", timeout_s)
         if busy_timeout_s > timeout_s:
             self._longest = Limit("RINGREDUCE_BUSY_TIMEOUT_S", busy_timeout_s)
-        # That rank is alive and in user code; the watcher sets it, and the thread that waits reads
-        # it.
+        # That rank is alive and in user code. The watcher sets it for collectives, the thread that
+        # waits for a message.
         self.is_busy = False
-
-    def look(self) -> None:
-        """Note whether the rank that is waited for is busy now, where no watcher does that."""
-
-    def explain(self, error: PeerTimeoutError) -> None:
-        """Say in `error` what is known of the rank, where no watcher does that."""
 
     def reached(self, waited_s: float, idle_s: float) -> Limit | None:
         """The limit that a wait has reached; None: it goes on.

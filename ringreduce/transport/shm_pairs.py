@@ -23,7 +23,7 @@ from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, address_of, functions, made
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
-from ringreduce.transport.stalls import PeerTimeouts, StalledCall, State, finish
+from ringreduce.transport.stalls import StalledCall, State, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 
@@ -147,9 +147,8 @@ class ShmEnd(StalledCall):
         data, nbytes = address_of(flat), flat.nbytes
         self._arguments = self._pair, self._words_address, data, nbytes, self._ranks.limits
         if not self.resume():
-            waiting = self._ranks.waiting
-            timeouts = PeerTimeouts(waiting, self._peer, sends=self._is_sending)
-            finish(self, waiting, timeouts, TIMES.shared_memory_poll_s)
+            check_s = TIMES.shared_memory_poll_s
+            finish(self, self._ranks.waiting, check_s, sends=self._is_sending)
         self._nbytes += nbytes
 
     def resume(self) -> bool:

@@ -113,7 +113,6 @@ class Stall:
     def look(self, progress: object) -> Limit | None:
         """Note `progress`, which changes while the call advances; return the limit reached."""
         now = time.monotonic()
-        self._timeouts.look()
         passed_s = min(now - self._looked_s, TIMES.looked_s)
         self._looked_s = now
         if progress != self._progress:
@@ -150,47 +149,30 @@ class _WaitSpan:
         self._known = None
 
 
-class PeerTimeouts(Timeouts):
-    """The limits of a message to or from rank `peer`, whatever else holds this rank up.
-
-    `peer` is busy while it is alive, unless it waits for this rank, or for one that does.
-    """
-
-    def __init__(self, waiting: Waiting, peer: int, *, sends: bool) -> None:
-        super().__init__(waiting.timeouts.timeout_s, waiting.timeouts.busy_timeout_s)
-        self._peers, self._peer, self._sends = waiting.peers, peer, sends
-
-    def look(self) -> None:
-        self.is_busy = self._peers.doing(self._peer, time.monotonic()).is_busy
-
-    def explain(self, error: PeerTimeoutError) -> None:
-        now = time.monotonic()
-        text, waits = self._peers.doing(self._peer, now).text, self._peers.waits(self._peer, now)
-        if error.rank is not None and waits:
-            own_wait = Waits(error.rank, Pending(self._sends, self._peer, 0))
-            if (cycle := describe_cycle([own_wait, *waits])) is not None:
-                error.remedy = cycle
-                return
-        error.remedy = f"{text[0].upper()}{text[1:]}. {error.remedy}"
-
-
 def finish(
     call: StalledCall,
     waiting: Waiting,
-    timeouts: Timeouts | None = None,
     check_s: float = TIMES.poll_s,
+    *,
+    sends: bool | None = None,
 ) -> None:
-    """Continue `call` until it is done, for as long as `timeouts` allows, by default `waiting`'s.
+    """Continue `call` until it is done, for as long as the timeouts of `waiting` allow.
 
-    `resume` returns after `check_s` at most. Raises PeerTimeoutError if there was no progress
-    within a limit, PeerLostError if a rank that it needs is lost or this one has closed its
-    communicator; and what `call.resume` raises, or the cause of the interruption.
+    `resume` returns after `check_s` at most. Of a message `sends` says which way it goes: then the
+    other rank is busy while it is alive, unless it waits for this one, or for one that does. Raises
+    PeerTimeoutError if there was no progress within a limit, PeerLostError if a rank that it needs
+    is lost or this one has closed its communicator; and what `call.resume` raises, or the cause of
+    the interruption.
     """
-    timeouts = timeouts or waiting.timeouts
+    timeouts = waiting.timeouts
+    if sends is not None:
+        timeouts = Timeouts(timeouts.timeout_s, timeouts.busy_timeout_s)
     stall, span = Stall(timeouts), _WaitSpan(waiting.events, check_s)
     try:
         while True:
             state = call.state()
+            if sends is not None:
+                timeouts.is_busy = waiting.peers.doing(state.peer, time.monotonic()).is_busy
             span.look(state.peer, state.progress)
             if waiting.is_interrupted:
                 where = call.where(state.peer)
@@ -205,7 +187,8 @@ def finish(
                     remedy=f"Read rank {state.peer}'s log first; raise {limit.variable} "
                     f"(now {limit.seconds:g}) only if it is merely slow.",
                 )
-                timeouts.explain(error)
+                if sends is not None:
+                    _explain(error, waiting.peers, Pending(sends, state.peer, 0))
                 raise error
             if state.silence is not None:
                 state.silence.look()
@@ -214,3 +197,12 @@ def finish(
                 return
     finally:
         span.end()
+
+
+def _explain(error: PeerTimeoutError, peers: PeerTable, pending: Pending) -> None:
+    """Say in `error` what the other rank of a message does, or in which cycle both wait."""
+    now = time.monotonic()
+    text, waits = peers.doing(pending.peer, now).text, peers.waits(pending.peer, now)
+    error.remedy = f"{text[0].upper()}{text[1:]}. {error.remedy}"
+    if error.rank is not None and waits:
+        error.remedy = describe_cycle([Waits(error.rank, pending), *waits]) or error.remedy

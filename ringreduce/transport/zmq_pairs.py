@@ -30,7 +30,7 @@ from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
-from ringreduce.transport.stalls import PeerTimeouts, StalledCall, State, Waiting, finish
+from ringreduce.transport.stalls import StalledCall, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
@@ -298,10 +298,9 @@ class _PairCall(StalledCall):
             )
 
     def _finish(self) -> None:
-        waiting, end, timeouts = self._pairs._waiting, self._end, None
-        if self._header.kind in wire.SENDS:
-            timeouts = PeerTimeouts(waiting, end.peer, sends=isinstance(end, Sending))
-        finish(self, waiting, timeouts)
+        is_message = self._header.kind in wire.SENDS
+        sends = isinstance(self._end, Sending) if is_message else None
+        finish(self, self._pairs._waiting, sends=sends)
 
     def _check(self) -> None:
         waiting = self._pairs._waiting
