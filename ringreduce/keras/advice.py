@@ -5,8 +5,6 @@ A name is here only if it means the same as in Horovod. Asking for another says 
 """
 
 _PAGE = "docs/from-horovod.md has the whole table"
-
-_GROUPS = "use communicator.split(color), and pass communicator="
 _TIMELINE = "use ringreduce run --trace DIR, and ringreduce trace DIR"
 
 # Libraries that Horovod may be built with, and ringreduce never is.
@@ -16,32 +14,16 @@ ABSENT.add("mpi_threads_supported")
 
 # Names that `ringreduce.keras.horovod` has.
 _PROVIDED = {
-    **dict.fromkeys(("ProcessSet", "add_process_set", "process_set_included_op"), _GROUPS),
-    **{name: f'write op="{name.lower()}"' for name in ("Max", "Min", "Product", "Sum")},
-    **{f"{name}_op": f"use {name}()" for name in ("local_rank", "local_size", "rank", "size")},
-    **dict.fromkeys(ABSENT, "there is no such transport here"),
-    "Average": 'write op="mean"; for gradients that is the default',
-    "allgather": "use all_gather(tensor)",
-    "Compression": 'write compression="fp16"',
-    "allgather_object": "use init().all_gather_object(value)",
-    "allreduce": 'use all_reduce(tensor, op="mean"); without op it is the sum',
-    "alltoall": "use all_to_all(tensor, counts)",
-    "broadcast_": "use broadcast_variables(variables, root_rank)",
-    "barrier": "use init().barrier()",
-    "broadcast_object": "use init().broadcast_object(value, root_rank)",
-    "broadcast_object_fn": "use init().broadcast_object(value, root_rank)",
-    "global_process_set": "leave communicator out",
-    "is_initialized": "use ringreduce.is_initialized()",
-    "local_size": "use ringreduce.local_size()",
-    "grouped_allgather": "use all_gather(tensor) of each",
-    "grouped_allreduce": 'use all_reduce([...], op="mean")',
-    "grouped_reducescatter": 'use reduce_scatter(tensor, op="mean") of each',
-    "reducescatter": 'use reduce_scatter(tensor, op="mean")',
-    "remove_process_set": "use close() of the communicator that split returned",
+    *ABSENT,
+    *("Average", "Compression", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set"),
+    *("allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast_"),
+    *("broadcast_object", "broadcast_object_fn", "global_process_set", "grouped_allgather"),
+    *("grouped_allreduce", "grouped_reducescatter", "is_initialized", "local_rank_op"),
+    *("local_size", "local_size_op", "process_set_included_op", "rank_op", "reducescatter"),
+    *("remove_process_set", "size_op"),
 }
-_IMPORT = "or import ringreduce.keras.horovod, which has it"
 _NAMES = {
-    **{name: f"{advice}, {_IMPORT}" for name, advice in _PROVIDED.items()},
+    **dict.fromkeys(_PROVIDED, "import ringreduce.keras.horovod, which has it"),
     "Adasum": "there is none",
     "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
     "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",

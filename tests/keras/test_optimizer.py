@@ -321,7 +321,7 @@ def test_layers_with_local_variables_may_be_configured_differently():
 
 
 def test_names_and_options_of_horovods_that_are_not_there_say_what_is():
-    for name, word in (("allreduce", "all_reduce"), ("Adasum", "none")):
+    for name, word in (("allreduce", "keras.horovod, which has it"), ("Adasum", "none")):
         with pytest.raises(AttributeError, match=word):
             getattr(rr, name)
     for option, word in (("backward_passes_per_step", "accumulate_steps"), ("no_such", "no_such")):
