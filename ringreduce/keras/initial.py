@@ -1,4 +1,4 @@
-"""Gives every rank rank 0's values of what is trained, before the first gradients travel.
+"""Prepares the first step: ranks check, compare, and begin with rank 0's values of what is trained.
 
 In a graph this happens while tracing. Eagerly gradients were computed with the old values: a rank
 whose values differed is left out of the mean of that step. Ranks agree on when, since each decides
@@ -16,15 +16,25 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.elastic_refusals import facts_of, refuse
+from ringreduce.keras.mistakes import (
+    model_in_fit,
+    save_whole_files,
+    warn_of_different_weights,
+    warn_of_whole_data,
+)
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import make_alike, model_group
-from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
+from ringreduce.keras.parts.training import check_parts
+from ringreduce.keras.repeating import is_repeating
+from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use, states_in
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Averaging, weighted
+from ringreduce.keras.wrappable import refuse_scales
 from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
-from ringreduce.vocabulary.config import recording_wanted
+from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -58,6 +68,49 @@ def broadcast_variables(
         received = call(ring, "copy variables", lambda *arrays: give(arrays), values, shapes)
         for variable, value in zip(shared, received, strict=True):
             variable.assign(value)
+
+
+def prepare(
+    optimizer: Any, variables: Sequence[Any], gradients: list[Any], kinds: Sequence[Averaging]
+) -> list[Any]:
+    """Give all ranks rank 0's values in a first step; return the gradients to use. Collective.
+
+    `optimizer` is a `DistributedOptimizer`. Raises ConfigError for what it cannot train,
+    MismatchError where ranks differ in settings.
+    """
+    ring, inner, initial = optimizer._ring(), optimizer._inner, optimizer._initial
+    optimizer._local.check(inner)
+    # All variables that it may ever train, those frozen now included.
+    every = [*optimizer.trained, *variables]
+    if elastic_minimum() is not None and ring.size > 1:
+        by_others = {"steps of another loop": not is_repeating(ring)}
+        refuse(ring, optimizer.options, facts_of(None, every), by_others)
+    refuse_scales(every, ring)
+    check_parts(inner, every, ring)
+    state = [*optimizer.shared(inner.variables), *states_in(inner)]
+    shared = optimizer.shared(every)
+    gradients = initial.give(shared, gradients, kinds, ring, state, optimizer.settings)
+    if initial.are_given:
+        with tf.init_scope():
+            optimizer.broadcast_state()
+            optimizer.take_wholes()
+        if (model := model_in_fit()) is not None:
+            save_whole_files(model, ring)
+            warn_of_whole_data(model, ring)
+            if not tf.executing_eagerly():  # Eagerly this step has changed moving averages.
+                with tf.init_scope():
+                    warn_of_different_weights(model, every, ring)
+    return gradients
+
+
+def make_equal(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Give all ranks rank 0's values when `optimizer` is built, eagerly. Collective."""
+    ring, inner = optimizer._ring(), optimizer._inner
+    check_parts(inner, variables, ring)
+    shared = optimizer.shared(inner.variables), optimizer.shared(variables)
+    give_values(*shared, ring, model_group(variables))
+    require_same_settings(optimizer.settings(), ring)
+    optimizer.take_wholes()
 
 
 class InitialValues:

@@ -23,10 +23,10 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.communicator.rank_zero import waiting_ranks
-from ringreduce.keras import first_step, private, settings, strategies, weighting
+from ringreduce.keras import private, settings, strategies, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.gradients import Reducer
-from ringreduce.keras.initial import InitialValues
+from ringreduce.keras.initial import InitialValues, make_equal, prepare
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit
 from ringreduce.keras.optimizer_state import OptimizerState, StrategyState, saved_options
@@ -213,7 +213,7 @@ class DistributedOptimizer(Wrapper):
         grads = [as_gradient(gradient, variable) for gradient, variable in pairs]
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
-            grads = first_step.prepare(self, self._initial, known, grads, kinds)
+            grads = prepare(self, known, grads, kinds)
         if self._touched is not None:
             self._touched.look_at(self._inner, grads, known, self._ring())
             apply = partial(self._touched.apply, self._inner)
@@ -413,7 +413,7 @@ class DistributedOptimizer(Wrapper):
             self.build_inner(variables)
         self._shard_if_due()
         if tf.executing_eagerly() and (self.communicator is not None or is_initialized()):
-            first_step.make_equal(self, variables)
+            make_equal(self, variables)
 
     def settings(self) -> list[settings.Settings]:
         """Collect the settings that must be equal on all ranks, and do not show in gradients."""
