@@ -23,7 +23,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
-from ringreduce.keras.parts.part import FlatPart, mark, part_of
+from ringreduce.keras.parts.part import Part, mark, part_of, pieces_in
 from ringreduce.keras.parts.training import joint
 from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
 from ringreduce.keras.wrappable import all_within, require_elementwise, state_for
@@ -38,7 +38,7 @@ _Apply = Callable[[Sequence[Any], Sequence[Any]], None]
 
 def refuse_divided(inner: Any) -> None:
     """ConfigError if another wrapper has divided the state of `inner`."""
-    if any(isinstance(part_of(variable), FlatPart) for variable in inner.variables):
+    if any(part.ranges for _, part in pieces_in(inner.variables)):
         raise ConfigError(
             f"got an optimizer ({inner.name}) of which another DistributedOptimizer has divided "
             "the state among the ranks",
@@ -131,7 +131,7 @@ class Sharding:
         self._stand_ins: dict[int, tuple[int, Any]] = {}
         for number, variable in enumerate(self._sharded):
             ranges = tuple((p.first, p.first + p.length) for p in (one[number] for one in every))
-            part = FlatPart(ring, tuple(variable.shape), ranges=ranges)
+            part = Part(ring, tuple(variable.shape), ranges=ranges)
             stand_in = keras.Variable("zeros", part.own_shape, variable.dtype, name=variable.name)
             private.set_path(stand_in, variable.path)
             _update_out_of_place(plain_variable(stand_in))

@@ -8,6 +8,7 @@ Its pieces are never made equal, compared or averaged over the group. A model is
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,20 @@ class Part:
     # All ranks of the group compute with the same rows of the batch, as those of a split layer;
     # else each has rows of its own.
     of_same_rows: bool = False
+    # Of a flat variable, begin and end of each rank's range of the flattened whole, of any length.
+    ranges: Sequence[tuple[int, int]] = ()
+
+    @property
+    def _cut(self) -> tuple[int, ...]:
+        """The shape in which the whole is cut."""
+        return (math.prod(self.shape),) if self.ranges else self.shape
 
     def place(self, rank: int) -> tuple[slice, ...]:
-        """Where the piece of a rank of the group is in the whole."""
-        size, count = self.communicator.size, self.shape[self.axis]
-        if self.is_dealt:
+        """Where the piece of a rank of the group is in the whole, or the flattened whole."""
+        size, count = self.communicator.size, self._cut[self.axis]
+        if self.ranges:
+            rows = slice(*self.ranges[rank])
+        elif self.is_dealt:
             rows = slice(rank, None, size)
         else:
             rows = slice(rank * (count // size), (rank + 1) * (count // size))
@@ -46,63 +56,31 @@ class Part:
     @property
     def lengths(self) -> list[int]:
         """The length of each rank's piece along the axis."""
-        every = range(self.shape[self.axis])
+        every = range(self._cut[self.axis])
         return [len(every[self.place(rank)[-1]]) for rank in range(self.communicator.size)]
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
         count = self.lengths[self.communicator.rank]
-        return (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
+        return (*self._cut[: self.axis], count, *self._cut[self.axis + 1 :])
 
     def piece(self, whole: Any, rank: int | None = None) -> np.ndarray:
         """A rank's piece, by default this one's, of an array or what is indexed like one."""
         at = self.place(self.communicator.rank if rank is None else rank)
-        return np.ascontiguousarray(whole[at])
+        return np.ascontiguousarray((np.reshape(whole, -1) if self.ranges else whole)[at])
 
     def joined(self, rows: np.ndarray) -> np.ndarray:
         """The whole, of all ranks' pieces joined along their first dimension."""
-        joined = np.empty(self.shape, rows.dtype)
+        joined = np.empty(self._cut, rows.dtype)
         for rank, piece in enumerate(np.split(rows, np.cumsum(self.lengths)[:-1])):
             joined[self.place(rank)] = np.moveaxis(piece, 0, self.axis)
-        return joined
+        return joined.reshape(self.shape)
 
     def require_divisible(self, what: str) -> None:
         """ConfigError unless each rank gets as much; `what` names the axis and whose it is."""
         count = self.shape[self.axis]
         require_multiple(count, f"{what}, {count},", self.communicator)
-
-
-@dataclass(frozen=True, eq=False)
-class FlatPart(Part):
-    """How a flat variable is this rank's range of another, flattened; of any length."""
-
-    # Begin and end of each rank's; together they are the whole.
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    def place(self, rank: int) -> tuple[slice, ...]:
-        """Where the range of a rank is in the flattened whole."""
-        return (slice(*self.ranges[rank]),)
-
-    @property
-    def lengths(self) -> list[int]:
-        """The length of each rank's range."""
-        return [end - begin for begin, end in self.ranges]
-
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's stand-in."""
-        return (self.lengths[self.communicator.rank],)
-
-    def piece(self, whole: Any, rank: int | None = None) -> np.ndarray:
-        """A rank's range, flat, of an array or what is indexed like one."""
-        return super().piece(np.reshape(whole, -1), rank)
-
-    def joined(self, rows: np.ndarray) -> np.ndarray:
-        """The whole, of all ranks' ranges in the order of the ranks."""
-        order = np.argsort(self.ranges, axis=0, kind="stable")[:, 0]
-        pieces = np.split(rows, np.cumsum(self.lengths)[:-1])
-        return np.concatenate([pieces[rank] for rank in order]).reshape(self.shape)
 
 
 def require_multiple(count: int, what: str, ring: Communicator) -> None:
