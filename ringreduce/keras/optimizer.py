@@ -29,7 +29,7 @@ from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, make_equal, prepare
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit
-from ringreduce.keras.optimizer_state import OptimizerState, StrategyState, saved_options
+from ringreduce.keras.optimizer_state import StrategyState, saved_options, state_of
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, part_of, parts_in, save_wholes
 from ringreduce.keras.parts.training import joint, mark_state
 from ringreduce.keras.sharding import Sharding, refuse_divided, refuse_unshardable, take_wholes
@@ -111,6 +111,8 @@ class DistributedOptimizer(Wrapper):
     communicator: Communicator | None = None
     # Where all updates of a step begin; set by what repeats a step that a lost rank has broken.
     commit_point: CommitPoint | None = None
+    # State of the strategy and of `PowerSGD`, for Keras to save; or None.
+    strategy_state: StrategyState | None = None
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class DistributedOptimizer(Wrapper):
         }
         updates_rows = self._touched is not None
         self._running = strategy.begin(strategies.Use(self._ring, updates_rows, compression))
-        self._state = OptimizerState(self._running, self._bridge.low_rank, inner)
+        self.strategy_state = state_of(self._running, self._bridge.low_rank, inner)
         if self.built:
             mark_state(inner)
         self._sharding: Sharding | None = None
@@ -280,9 +282,6 @@ class DistributedOptimizer(Wrapper):
             wholes, self._wholes = self._wholes, None
             take_wholes(self._inner, wholes, self._ring())
 
-    # State of the strategy and of `PowerSGD` for Keras to save; or None.
-    strategy_state = property(attrgetter("_state.saved"))
-
     @property
     def kept_options(self) -> StrategyState | None:
         """The options for Keras to save, as JSON; None where all are those by default."""
@@ -292,7 +291,8 @@ class DistributedOptimizer(Wrapper):
 
     def broadcast_state(self, root: int = 0) -> None:
         """Give all ranks what rank `root` has of the strategy and `PowerSGD`. Collective."""
-        self._state.broadcast(self._ring(), root)
+        if self.strategy_state is not None:
+            self.strategy_state.broadcast(self._ring(), root)
 
     # Those of the strategy at work (`Running`).
     is_settled = property(attrgetter("_running.is_settled"))

@@ -41,38 +41,35 @@ class StrategyState(private.KerasSaveable):
         if arrays := {name: np.array(store[name]) for name in store.keys()}:  # noqa: SIM118
             self._put(arrays)
 
-
-class OptimizerState:
-    """State of a strategy and `PowerSGD` for the next step; `saved` is None if there is none."""
-
-    def __init__(self, running: Running, low_rank: Any, inner: Any) -> None:
-        self._running, self._low_rank, self._inner = running, low_rank, inner
-        has_state = type(running).state is not Running.state or low_rank is not None
-        self.saved = StrategyState(self._now, self._load) if has_state else None
-
-    def _now(self) -> dict[str, np.ndarray]:
-        state = dict(self._running.state())
-        if self._low_rank is not None:
-            state |= self._low_rank.state(private.trained_variables(self._inner))
-        return state
-
-    def _load(self, state: dict[str, np.ndarray]) -> None:
-        self._running.load(state)
-        if self._low_rank is not None:
-            self._low_rank.load(state, private.trained_variables(self._inner))
-
     def broadcast(self, ring: Communicator, root: int) -> None:
         """Give all ranks what rank `root` has. Collective."""
-        if self.saved is None or ring.size == 1:
+        if ring.size == 1:
             return
-        state = self._now() if ring.rank == root else {}
+        state = self._get() if ring.rank == root else {}
         layout = {name: (value.dtype.name, value.shape) for name, value in state.items()}
         received = {}
         for name, (dtype, shape) in ring.broadcast_object(layout, root).items():
             received[name] = np.array(state[name]) if name in state else np.empty(shape, dtype)
             ring.broadcast(received[name].reshape(-1), root)
         if ring.rank != root and received:
-            self._load(received)
+            self._put(received)
+
+
+def state_of(running: Running, low_rank: Any, inner: Any) -> StrategyState | None:
+    """State of a strategy and `PowerSGD` for the next step of `inner`; None: there is none."""
+
+    def now() -> dict[str, np.ndarray]:
+        if low_rank is None:
+            return dict(running.state())
+        return {**running.state(), **low_rank.state(private.trained_variables(inner))}
+
+    def load(state: dict[str, np.ndarray]) -> None:
+        running.load(state)
+        if low_rank is not None:
+            low_rank.load(state, private.trained_variables(inner))
+
+    has_state = type(running).state is not Running.state or low_rank is not None
+    return StrategyState(now, load) if has_state else None
 
 
 def saved_options(
