@@ -17,7 +17,6 @@ from operator import attrgetter
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
@@ -32,11 +31,11 @@ from ringreduce.keras.mistakes import model_in_fit
 from ringreduce.keras.optimizer_state import StrategyState, saved_options, state_of
 from ringreduce.keras.parts.part import is_own_piece, load_wholes, part_of, parts_in, save_wholes
 from ringreduce.keras.parts.training import joint, mark_state
-from ringreduce.keras.sharding import Sharding, refuse_divided, refuse_unshardable, take_wholes
+from ringreduce.keras.sharding import Sharding, refuse_divided, refuse_unshardable
 from ringreduce.keras.strategies import Strategy
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Averaging, gradient_op
-from ringreduce.keras.wrappable import all_within, refuse_unusable, refuse_wrapped, require_equal
+from ringreduce.keras.wrappable import refuse_unusable, refuse_wrapped, require_equal
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
@@ -161,9 +160,7 @@ class DistributedOptimizer(Wrapper):
         if self.built:
             mark_state(inner)
         self._sharding: Sharding | None = None
-        # The state that was there before it was divided; how often some was loaded since.
-        self._wholes: list[np.ndarray] | None = None
-        self._loads = 0
+        self._loads = 0  # how often state was loaded
         self._local = LocalVariables(local_variables)
         self._initial = InitialValues()
         self._deferred: list[Any] | None = None
@@ -241,7 +238,10 @@ class DistributedOptimizer(Wrapper):
     def build_inner(self, variables: Sequence[Any]) -> None:
         """Build the inner optimizer; state for parts is in pieces too."""
         if self._is_divided():
-            self._shard(variables)
+            # Pieces of split layers are small already.
+            means = [v for v in variables if self._kind_of(v) is Averaging.MEAN]
+            divided = [variable for variable in means if part_of(variable) is None]
+            self._sharding = Sharding(self._inner, variables, divided, self._ring(), self._options)
         else:
             super().build_inner(variables)
         refuse_wrapped(self._inner)  # A MultiOptimizer may make those in it only now.
@@ -258,29 +258,16 @@ class DistributedOptimizer(Wrapper):
     def _is_divided(self) -> bool:
         return self._options["sharded"] and self._ring().size > 1
 
-    def _shard(self, variables: Sequence[Any]) -> None:
-        kinds = [self._kind_of(variable) for variable in variables]
-        # Pieces of split layers are small already.
-        pairs = zip(kinds, variables, strict=True)
-        is_sharded = [kind is Averaging.MEAN and part_of(v) is None for kind, v in pairs]
-        how = self._ring(), self._options
-        self._sharding = Sharding(self._inner, variables, is_sharded, *how)
-
     def _shard_if_due(self) -> None:
         """Divide the state of an inner optimizer that was built before it was wrapped."""
-        if not self.built or self._sharding is not None or not self._is_divided():
-            return
-        with tf.init_scope():
-            variables, self._wholes = self.trained, list(map(np.array, self._inner.variables))
-            for optimizer in all_within(self._inner):
-                private.unbuild(optimizer)
-            self.build_inner(variables)
+        if self.built and self._sharding is None and self._is_divided():
+            with tf.init_scope():
+                self.build_inner(self.trained)
 
     def take_wholes(self) -> None:
         """Have all ranks go on from the state that rank 0's had undivided, if any. Collective."""
         if self._sharding is not None:
-            wholes, self._wholes = self._wholes, None
-            take_wholes(self._inner, wholes, self._ring())
+            self._sharding.take_wholes(self._inner)
 
     @property
     def kept_options(self) -> StrategyState | None:

@@ -95,21 +95,20 @@ def _update_out_of_place(stand_in: Any) -> None:
 class Sharding:
     """The shares of what one optimizer updates; `originals` are all variables that it trains.
 
-    Builds `inner`. Local variables and parts stay as they are: `is_sharded` says which do not.
-    `options` are the optimizer's. Nothing travels.
+    Builds `inner`, anew if it is built. Of these variables `divided` are sharded, others stay as
+    they are. `options` are the optimizer's. Nothing travels.
     """
 
     def __init__(
         self,
         inner: Any,
         originals: Sequence[Any],
-        is_sharded: Sequence[bool],
+        divided: Sequence[Any],
         ring: Communicator,
         options: Mapping[str, Any],
     ) -> None:
-        self.originals, self._ring = list(originals), ring
+        self.originals, self._sharded, self._ring = list(originals), divided, ring
         self._sparse_as_dense = options["sparse_as_dense"]
-        self._sharded = [v for v, is_so in zip(originals, is_sharded, strict=True) if is_so]
         for variable in self._sharded:
             dtype = tf.as_dtype(variable.dtype).name
             has_constraint = getattr(variable, "constraint", None) is not None
@@ -136,6 +135,10 @@ class Sharding:
             private.set_path(stand_in, variable.path)
             _update_out_of_place(plain_variable(stand_in))
             self._stand_ins[id(plain_variable(variable))] = number, mark(stand_in, part)
+        # The state that was there before it was divided.
+        self._wholes = list(map(np.array, inner.variables)) if inner.built else None
+        for one in all_within(inner) if inner.built else ():
+            private.unbuild(one)
         inner.build([self._stand_in(variable) for variable in originals])
         for one in all_within(inner):
             private.decay_alike(one, [(v, self._stand_in(v)) for v in self._sharded])
@@ -211,18 +214,15 @@ class Sharding:
             f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of {inner.name}'s state"
         )
 
-
-def take_wholes(inner: Any, wholes: Sequence[np.ndarray] | None, ring: Communicator) -> None:
-    """Give `inner` its pieces of the state that rank 0's had before it was divided. Collective.
-
-    `wholes` are this rank's, None where it had no state; without rank 0's nothing changes.
-    """
-    if not ring.broadcast_object(wholes is not None):
-        return
-    for number, variable in enumerate(inner.variables):
-        part = part_of(variable)
-        shape = tuple(variable.shape) if part is None else part.shape
-        dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-        whole = np.zeros(shape, dtype) if wholes is None else np.array(wholes[number], dtype)
-        ring.broadcast(whole.reshape(-1))
-        variable.assign(whole if part is None else part.piece(whole))
+    def take_wholes(self, inner: Any) -> None:
+        """Give `inner` its pieces of the state that rank 0's had undivided, if any. Collective."""
+        wholes, self._wholes = self._wholes, None
+        if not self._ring.broadcast_object(wholes is not None):
+            return
+        for number, variable in enumerate(inner.variables):
+            part = part_of(variable)
+            shape = tuple(variable.shape) if part is None else part.shape
+            dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+            whole = np.zeros(shape, dtype) if wholes is None else np.array(wholes[number], dtype)
+            self._ring.broadcast(whole.reshape(-1))
+            variable.assign(whole if part is None else part.piece(whole))
