@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -15,7 +16,6 @@ import numpy as np
 
 import ringreduce.keras as rr
 from bench.turns import Line
-from ringreduce.keras import stage as stages
 
 INPUTS, CLASSES, MICRO_BATCHES = 784, 10, 8
 KINDS = ("single", "parallel", "split", "pipeline")
@@ -38,11 +38,11 @@ class Passes:
         self.found: list[float] = []
         self._waited_s = 0.0
         self._gradients = pipeline._stage.gradients
-        self._take = stages._Incoming.take
+        self._incoming = pipeline._stage._incoming
         # Of M micro-batches each stage waits for as long as S - 1 take.
         self._scheduled = 1 + (pipeline.stages - 1) / MICRO_BATCHES
         pipeline._stage.gradients = self._timed
-        stages._Incoming.take = lambda incoming: self._waiting(incoming)
+        pipeline._stage._incoming = lambda *which: self._waiting(self._incoming(*which))
 
     def _timed(self, *batch: Any) -> Any:
         self._waited_s, begin_s = 0.0, time.perf_counter()
@@ -51,11 +51,15 @@ class Passes:
         self.found.append((whole_s - self._waited_s) * self._scheduled - whole_s)
         return gradients
 
-    def _waiting(self, incoming: Any) -> Any:
-        begin_s = time.perf_counter()
-        taken = self._take(incoming)
-        self._waited_s += time.perf_counter() - begin_s
-        return taken
+    def _waiting(self, incoming: Iterator[Any]) -> Iterator[Any]:
+        ended = object()
+        while True:
+            begin_s = time.perf_counter()
+            taken = next(incoming, ended)
+            self._waited_s += time.perf_counter() - begin_s
+            if taken is ended:
+                return
+            yield taken
 
 
 def layers(width: int, group: Any = None) -> list[Any]:

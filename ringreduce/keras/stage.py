@@ -105,8 +105,8 @@ class Stage:
                 "on each copy of the model: dataset.batch(n, drop_remainder=True).",
             )
         size = rows // count
-        activations = _Incoming(self._chain, self.number - 1, self._arrives, size, count)
-        upstream = _Incoming(self._chain, self.number + 1, self._leaves, size, count)
+        activations = self._incoming(self.number - 1, self._arrives, size, count)
+        upstream = self._incoming(self.number + 1, self._leaves, size, count)
         # State for the backward pass, by micro-batch.
         left: dict[int, Any] = {}
         totals = self._totals
@@ -114,7 +114,7 @@ class Stage:
         for is_forward, number in schedule(self.number, self._stages, count):
             if is_forward:
                 own = number * size, (number + 1) * size
-                inputs = slice_rows(x, *own) if self.is_first else activations.take()
+                inputs = slice_rows(x, *own) if self.is_first else next(activations)
                 if self.is_last:
                     judged = inputs, slice_rows(y, *own), slice_rows(sample_weight, *own)
                     left[number], logs = self._gradients(*judged)
@@ -124,7 +124,7 @@ class Stage:
                 continue
             found = left.pop(number)
             if not self.is_last:
-                found = found(upstream.take())
+                found = found(next(upstream))
             if not self.is_first:
                 first, *found = found
                 self._send(first, self.number - 1)
@@ -166,7 +166,24 @@ class Stage:
     def _inputs(self, x: Any) -> Any:
         if self.is_first:
             return x
-        return _Incoming(self._chain, self.number - 1, self._arrives, int(rows_in(x)), 1).take()
+        return next(self._incoming(self.number - 1, self._arrives, int(rows_in(x)), 1))
+
+    def _incoming(self, source: int, spec: Spec | None, rows: int, count: int) -> Iterator[Any]:
+        """`count` tensors that a neighbour sends; while one is used, the next is received."""
+        if spec is None:
+            return iter(())
+
+        def begun() -> Any:
+            array = np.empty((rows, *spec[0]), dtype_named(spec[1]))
+            return self._chain.recv(array, source, async_op=True)
+
+        def received(work: Any) -> Iterator[Any]:
+            for left in reversed(range(count)):
+                array = work.wait()
+                work = begun() if left else None
+                yield tf.convert_to_tensor(array)
+
+        return received(begun())
 
     def _taped(self, inputs: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
         """The outputs for a micro-batch, and what makes of their gradient what `_found` returns."""
@@ -188,30 +205,6 @@ class Stage:
     def _send(self, tensor: Any, to: int) -> None:
         array = np.ascontiguousarray(tensor)
         self._sent.append(self._chain.send(array, to, async_op=True))
-
-
-class _Incoming:
-    """`count` arrays that a neighbour sends; while one is used, the next is received."""
-
-    def __init__(
-        self, chain: Communicator, source: int, spec: Spec | None, rows: int, count: int
-    ) -> None:
-        self._chain, self._source, self._spec, self._rows = chain, source, spec, rows
-        self._left = 0 if spec is None else count
-        self._work = self._begun()
-
-    def take(self) -> Any:
-        array = self._work.wait()
-        self._work = self._begun()
-        return tf.convert_to_tensor(array)
-
-    def _begun(self) -> Any:
-        if self._left == 0 or self._spec is None:
-            return None
-        self._left -= 1
-        shape, dtype = self._spec
-        array = np.empty((self._rows, *shape), dtype_named(dtype))
-        return self._chain.recv(array, self._source, async_op=True)
 
 
 class _Total:
