@@ -37,17 +37,15 @@ _NO_MEAN = (
 
 
 class _Metrics:
-    """Facts about the metrics that a model is compiled with."""
+    """The metrics that a model is compiled with."""
 
-    are_tried = False
-
-    def __init__(self) -> None:
-        self.names_apart: list[str] = []  # in logs, of those whose states do not combine
+    # The names in logs of those that do not combine; None: they were not tried.
+    names_apart: list[str] | None = None
 
 
 def names_apart(model: Any) -> list[str]:
     """The names in logs of metrics of `model` that were found not to combine."""
-    return _metrics_of(model).names_apart
+    return _metrics_of(model).names_apart or []
 
 
 def _metrics_of(model: Any) -> _Metrics:
@@ -75,7 +73,7 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
     """Try what a built and compiled model has of its user's own on the first rows of `batch`."""
     with _quiet("losses and metrics", ring):
         losses = _own_losses(model) if with_losses else []
-        metrics = [] if _metrics_of(model).are_tried else metrics_in(model)
+        metrics = metrics_in(model) if _metrics_of(model).names_apart is None else []
         # Its name in logs begins with that of an output, where there are several.
         names = [metric.name for metric in metrics if _may_not_combine(metric)]
         x, y, weights = keras.utils.unpack_x_y_sample_weight(first_rows(batch))
@@ -91,8 +89,7 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
                     _log.info(_MEAN, ", ".join(losses), count)
             if names:
                 inputs = (x, y, outputs) if weights is None else (x, y, outputs, weights)
-                names_apart = _not_combining(model, names, inputs, count // 2)
-                _metrics_of(model).names_apart, _metrics_of(model).are_tried = names_apart, True
+                _metrics_of(model).names_apart = _not_combining(model, names, inputs, count // 2)
 
 
 def _is_mean(model: Any, y: Any, outputs: Any, count: int) -> bool:

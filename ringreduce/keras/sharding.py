@@ -49,20 +49,17 @@ def refuse_divided(inner: Any) -> None:
 def refuse_unshardable(inner: Any, strategy: Strategy, compression: Any, update_rows: str) -> None:
     """ConfigError for what needs whole variables in the update, or whole state on each rank."""
     require_elementwise(inner, "has sharded=True, and {}")
+    is_elastic = elastic_minimum() is not None
     reasons = {
         f"strategy={strategy!r}": not isinstance(strategy, (EveryStep, Accumulate)),
         f"compression={compression!r}": compression != "none",
         f"update_rows={update_rows!r}": update_rows != "all",
         "use_ema": any(getattr(one, "use_ema", False) for one in all_within(inner)),
-        "elastic training, in which a lost rank takes its share with it": (
-            elastic_minimum() is not None
-        ),
+        "elastic training, in which a lost rank takes its share with it": is_elastic,
     }
     if found := [reason for reason, is_so in reasons.items() if is_so]:
-        raise ConfigError(
-            f"got sharded=True with {'; '.join(found)}",
-            remedy="Leave one of them out.",
-        )
+        text = f"got sharded=True with {'; '.join(found)}"
+        raise ConfigError(text, remedy="Leave one of them out.")
 
 
 def weights_to_divide(wrapper: Any) -> int:

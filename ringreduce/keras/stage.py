@@ -219,22 +219,18 @@ class _Total:
         return self._rows if self._dense is None else self._dense.read_value()
 
     def add(self, gradient: Any, *, is_first: bool) -> None:
+        if isinstance(gradient, tf.IndexedSlices) and not is_first:
+            values = tf.concat([self._rows.values, gradient.values], 0)
+            indices = tf.concat([self._rows.indices, gradient.indices], 0)
+            gradient = tf.IndexedSlices(values, indices, gradient.dense_shape)
         if gradient is None or isinstance(gradient, tf.IndexedSlices):
-            self._rows = gradient if is_first else _joined(self._rows, gradient)
+            self._rows = gradient
         elif self._dense is None:
             self._dense = tf.Variable(gradient, trainable=False)
         elif is_first:
             self._dense.assign(gradient)
         else:
             self._dense.assign_add(gradient)
-
-
-def _joined(first: Any, other: Any) -> Any:
-    if first is None or other is None:
-        return other if first is None else first
-    values = tf.concat([first.values, other.values], 0)
-    indices = tf.concat([first.indices, other.indices], 0)
-    return tf.IndexedSlices(values, indices, first.dense_shape)
 
 
 def _graph(function: Callable[..., Any]) -> Any:

@@ -160,11 +160,7 @@ class _Accumulating(Running):
             # Divided so that the plain mean over the ranks is the weighted mean over all steps and
             # ranks; for local variables over this rank's steps.
             of_local = cycle.mean if reducer.scale_local else cycle.own
-            divisors = {
-                Averaging.MEAN: cycle.mean,
-                Averaging.PART: cycle.mean,
-                Averaging.LOCAL: of_local,
-            }
+            divisors = {**dict.fromkeys(Averaging, cycle.mean), Averaging.LOCAL: of_local}
             sums = zip(cycle.sums, kinds, strict=True)
             means = [total and total.divided(divisors[kind]) for total, kind in sums]
             apply(reducer.reduce(means, variables, kinds), variables)

@@ -54,8 +54,7 @@ class _Attention(SplitLayer):
         super().__init__(*arguments, **options)
         # They would see a piece. Keras's layers have them under one of these names.
         kinds = ("kernel_constraint", "bias_constraint", "activity_regularizer")
-        names = {kind: (kind, f"_{kind}") for kind in kinds}
-        self.refuse(**{k: any(getattr(self, n, None) for n in names[k]) for k in kinds})
+        self.refuse(**{k: getattr(self, k, None) or getattr(self, f"_{k}", None) for k in kinds})
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Keras's `build` makes a projection, assigns it and then builds it.
