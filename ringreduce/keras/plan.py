@@ -109,12 +109,7 @@ class Plan:
             if ring.size == 1 or not self.deal:
                 return batches
             return self.dealt(batches) if self.is_elastic else batches.shard(ring.size, ring.rank)
-        sharing = self.sharing
-
-        def own_rows(index: Any, batch: Any) -> Any:
-            return sharing.own(index, batch, counts)
-
-        return passing(batches, own_rows, passes, first)
+        return passing(batches, partial(self.sharing.own, counts=counts), passes, first)
 
     def dealt(self, batches: Any) -> Any:
         """Select the global batches whose turn is this rank's when they are read."""

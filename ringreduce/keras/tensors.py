@@ -1,6 +1,7 @@
 """Collectives on tensors for users: in layers, losses, metrics and custom loops."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -54,7 +55,7 @@ def all_reduce(
     def reduced(leaf: Any) -> Any:
         if isinstance(leaf, tf.IndexedSlices):
             return _reduced_slices(leaf, ring, op)
-        return _carried(leaf, lambda value: collectives.all_reduce(value, ring, op), op)
+        return _carried(leaf, ring, partial(collectives.all_reduce, op=op), op)
 
     return tf.nest.map_structure(reduced, tensor)
 
@@ -75,24 +76,24 @@ def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
 
 def _carried(
     tensor: Any,
-    collective: Callable[[Any], Any],
+    communicator: Communicator | None,
+    collective: Callable[[Any, Communicator], Any],
     op: ReduceOp | str = "max",
     across: Callable[[Any, Callable[[Any], Any]], Any] = across_ranks,
 ) -> Any:
     """The result of `collective` on `tensor`; uint16 and bool travel in another dtype."""
-    value = tf.convert_to_tensor(tensor)
+    ring, value = communicator or default_communicator(), tf.convert_to_tensor(tensor)
     carrier = _CARRIERS.get(value.dtype.name)
     if carrier is None:
-        return across(value, collective)
+        return across(value, lambda sent: collective(sent, ring))
     if value.dtype == tf.bool and reduce_op(op) in (ReduceOp.SUM, ReduceOp.MEAN):
         text = f"cannot reduce a tensor of dtype bool with op={reduce_op(op).name.lower()!r}"
         remedy = 'Use op="max" for any, op="min" for all, or count with tf.cast.'
         raise ArrayError(text, remedy=remedy)
-    return tf.cast(collective(tf.cast(value, carrier)), value.dtype)
+    return tf.cast(collective(tf.cast(value, carrier), ring), value.dtype)
 
 
-def _moved(tensor: Any, collective: Callable[[Any], Any]) -> Any:
-    return _carried(tensor, collective, across=moved_across_ranks)
+_moved = partial(_carried, across=moved_across_ranks)
 
 
 def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
@@ -103,8 +104,7 @@ def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
     as one of shape (1,). The result is new, of shape (sum of first dimensions, ...). The gradient
     of a rank's rows is the sum of all ranks' gradients of them. Raises as `all_reduce`.
     """
-    ring = communicator or default_communicator()
-    return _carried(tensor, lambda value: collectives.all_gather(value, ring))
+    return _carried(tensor, communicator, collectives.all_gather)
 
 
 def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = None) -> Any:
@@ -115,8 +115,7 @@ def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = No
     one. The gradient is the sum of all ranks' gradients on `root`, and zeros elsewhere. Raises as
     `all_reduce`; ArrayError also when `root` is no rank.
     """
-    ring = communicator or default_communicator()
-    return _carried(tensor, lambda value: collectives.broadcast(value, ring, root))
+    return _carried(tensor, communicator, partial(collectives.broadcast, root=root))
 
 
 def reduce_scatter(
@@ -129,8 +128,7 @@ def reduce_scatter(
     `all_reduce`, with a dimension or more. The gradient is the gathered gradients of all parts.
     Raises as `all_reduce`; ArrayError also for a tensor without dimensions.
     """
-    ring = communicator or default_communicator()
-    return _carried(tensor, lambda value: collectives.reduce_scatter(value, ring, op), op)
+    return _carried(tensor, communicator, partial(collectives.reduce_scatter, op=op), op)
 
 
 def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | None = None) -> Any:
@@ -155,17 +153,16 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
         As `all_reduce`; ArrayError also when `counts` do not fit the rows, when it runs in a graph
             that does not know them.
     """
-    ring = communicator or default_communicator()
     if counts is None:
-        return _moved(tensor, lambda value: collectives.all_to_all(value, ring))
+        return _moved(tensor, communicator, collectives.all_to_all)
     received = None
 
-    def exchange(value: Any) -> Any:
+    def exchange(value: Any, ring: Communicator) -> Any:
         nonlocal received
         rows, received = collectives.all_to_all_uneven(value, ring, counts)
         return rows
 
-    return _moved(tensor, exchange), received
+    return _moved(tensor, communicator, exchange), received
 
 
 def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | None = None) -> Any:
@@ -187,8 +184,7 @@ def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | Non
         As `all_reduce`; ArrayError also when `to` is not another rank, MismatchError when that one
             receives another count, dtype or tag next. ConfigError for second derivatives.
     """
-    ring = communicator or default_communicator()
-    return _moved(tensor, lambda value: send_recv.send(value, ring, to, tag))
+    return _moved(tensor, communicator, partial(send_recv.send, to=to, tag=tag))
 
 
 def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | None = None) -> Any:
@@ -207,4 +203,4 @@ def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | N
         if not like.shape.is_fully_defined():
             raise ArrayError(f"cannot receive a tensor of shape {like.shape}", **ring.config.who)
         like = tf.zeros(like.shape, like.dtype)
-    return _moved(like, lambda value: send_recv.receive(value, ring, source, tag))
+    return _moved(like, ring, partial(send_recv.receive, source=source, tag=tag))
