@@ -24,7 +24,8 @@ def agent(folder: Path, text: str, **environment: str) -> Iterator[subprocess.Po
     with process:
         try:
             name, choices = script(folder, text), {"secret": "0123456789abcdef" * 2}
-            order(process, exchange.Assignment([name], 0, 1, 1, "job", 0, choices, {}, 1, None))
+            placed = exchange.Placed(0, 1, "job", 0, port=0)
+            order(process, exchange.Assignment(placed, 1, [name], choices, {}, 1, None))
             yield process
         finally:
             process.kill()

@@ -43,4 +43,4 @@ def test_without_an_agent_nothing_is_kept_but_the_last_bytes():
     reports = Records[Report](Report, after=MAGIC)
     for _ in range(100):
         assert reports.feed(b"noise" * 1000) == []
-    assert len(reports._before) <= len(MAGIC)
+    assert len(reports._data) <= len(MAGIC)

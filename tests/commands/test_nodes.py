@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import meeting as meeting_module
-from ringreduce.commands.launch import node_messages, nodes
-from ringreduce.commands.launch.exchange import Ended, Told
-from ringreduce.commands.launch.frames import Alive
+from ringreduce.commands.launch import nodes
+from ringreduce.commands.launch.exchange import Alive, Ended, Event, Join, NodeRecord, Placed, Told
+from ringreduce.commands.launch.frames import NONCE_BYTES, Channel
 from ringreduce.commands.launch.meeting import Meeting, Node
-from ringreduce.commands.launch.node_messages import Channel, Event, Join
 from ringreduce.commands.launch.nodes import Nodes
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
@@ -37,7 +36,7 @@ from tests.processes import Process, launcher, wait_gone, wait_until
 SECRET = "a secret that all launchers have"
 RECORDS = [
     Join("1.0", 2, 0, 1, 4, "b"),
-    node_messages.Placed(4, 8, "job", 0, 4000),
+    Placed(4, 8, "job", 0, 4000),
     Told(5, Raised("ValueError")),
     Ended(5, -9, "killed"),
     Alive(),
@@ -45,10 +44,10 @@ RECORDS = [
 
 
 # --- Records on a connection ------------------------------------------------------------------
-def channels(secret: str = SECRET) -> tuple[Channel, Channel]:
+def channels(secret: str = SECRET) -> tuple[Channel[NodeRecord], Channel[NodeRecord]]:
     """Both ends of a connection, which have exchanged their nonces."""
-    first = Channel(SECRET, b"1" * node_messages.NONCE_BYTES, is_first=True)
-    other = Channel(secret, b"2" * node_messages.NONCE_BYTES, is_first=False)
+    first = Channel(NodeRecord, SECRET, b"1" * NONCE_BYTES, is_first=True)
+    other = Channel(NodeRecord, secret, b"2" * NONCE_BYTES, is_first=False)
     assert first.feed(other.opening) == other.feed(first.opening) == []
     return first, other
 
@@ -79,7 +78,7 @@ def test_a_repeated_record_a_reflected_one_another_secret_and_a_stranger_are_ref
         with pytest.raises(ConfigError, match="secret"):
             end.feed(refused)
     with pytest.raises(ConfigError, match="is no launcher"):
-        Channel(SECRET, b"1" * node_messages.NONCE_BYTES, is_first=True).feed(b"GET / HTTP/1.1\r\n")
+        Channel(NodeRecord, SECRET, b"1" * NONCE_BYTES, is_first=True).feed(b"GET / HTTP/1.1\r\n")
 
 
 # --- Launchers that meet ----------------------------------------------------------------------
@@ -223,9 +222,9 @@ def test_launchers_that_wait_show_that_they_live(monkeypatch):
 
     def await_alive(end: socket.socket, *, is_first: bool, sends: list[Join]) -> None:
         with end:
-            channel = Channel(SECRET, b"1" * node_messages.NONCE_BYTES, is_first=is_first)
+            channel = Channel(NodeRecord, SECRET, b"1" * NONCE_BYTES, is_first=is_first)
             end.sendall(channel.opening)
-            received: list[node_messages.Record] = []
+            received: list[NodeRecord] = []
             while Alive() not in received:
                 received += channel.feed(end.recv(1 << 16))
                 while channel.is_open and sends:

@@ -34,7 +34,7 @@ LAYERS = {
 LAUNCH = "ringreduce.commands.launch"
 DECIDES = ["ringreduce.commands.doctor.findings", "ringreduce.commands.report.verdict"]
 DECIDES += [f"{LAUNCH}.{name}" for name in ("conclusion", "exchange", "failure", "frames", "hosts")]
-DECIDES += [f"{LAUNCH}.{name}" for name in ("node_messages", "output", "worker_records")]
+DECIDES += [f"{LAUNCH}.{name}" for name in ("output", "worker_records")]
 MODULES = [name for name in SOURCES if name != "ringreduce"]  # the facade, tested apart
 
 

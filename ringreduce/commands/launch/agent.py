@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import exchange
-from ringreduce.commands.launch.frames import Records, Refused, encode
+from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import check_program
@@ -103,7 +103,7 @@ def main() -> None:
             check_program(assignment.arguments)
             listener = _listen(assignment)
         except RingReduceError as error:
-            connection.send(Refused(str(error)))
+            connection.send(exchange.Refused(str(error)))
             return
         connection.send(exchange.Ready(listener.getsockname()[1] if listener else 0))
         _run(connection, assignment, connection.wait(exchange.Start).port, listener)
@@ -149,12 +149,13 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
 
 def _listen(assignment: exchange.Assignment) -> socket.socket | None:
     """The socket at which the ranks meet, if rank 0 is here; ConfigError if it cannot listen."""
-    if assignment.first_rank > 0 or assignment.size == 1:
+    placed = assignment.placed
+    if placed.first_rank > 0 or placed.size == 1:
         return None
     return listen(
         assignment.meeting_host,
-        assignment.meeting_port,
-        assignment.size,
+        placed.port,
+        placed.size,
         is_reached_by_others=assignment.is_reached_by_others,
         remedy="Name an address of this host, which all hosts reach, with --rendezvous ADDRESS or "
         "--rendezvous ADDRESS:PORT.",

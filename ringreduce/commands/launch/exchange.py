@@ -1,9 +1,11 @@
-"""Messages between the launcher and its agent on another host, as msgpack. Pure.
+"""Messages between launchers of one job, and between a launcher and its agents. Pure.
 
     launcher -- ssh's standard input --> agent       Assignment, Start, Signal, Alive
     launcher <-- its standard output --- agent       Hello, Ready or Refused; Output, Told, Ended
 
-Launchers of several hosts send each other Told and Ended too (`node_messages`).
+    node 1, 2, ... -- Join ---------------> node 0
+                   <- Placed, or Refused --
+                   <- Told, Ended, Alive ->
 
 The agent's first bytes are `MAGIC`, since a login shell may have written something before.
 """
@@ -12,34 +14,61 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.commands.launch.frames import Alive, Refused
 from ringreduce.commands.launch.worker_records import WorkerRecord
 
 MAGIC = b"\0ringreduce agent\n"
 
 
-class Assignment(msgspec.Struct, tag=True, frozen=True):
-    """The ranks that a host has, and what they run."""
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """The launcher lives."""
 
-    # arguments, choices, variables, threads: as in `JobPlan`; with the secret among the choices.
-    arguments: list[str]
-    first_rank: int
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Why what the other end wants cannot be done."""
+
+    text: str
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """A launcher; `version`, `nodes`, `max_restarts` and `elastic` must be equal on all."""
+
+    version: str
+    nodes: int
+    max_restarts: int
+    node: int
     count: int
+    host: str
+    elastic: int | None = None
+
+
+class Placed(msgspec.Struct, tag=True, frozen=True):
+    """The ranks that a host has, from `first_rank` on, and where in the job they are."""
+
+    first_rank: int
     size: int
     job_id: str
     restart: int
+    port: int  # of rank 0's host, where the ranks meet; 0: any free one
+    nodes: tuple[tuple[str, int], ...] = ()  # the host of each, and how many ranks it has
+
+
+class Assignment(msgspec.Struct, tag=True, frozen=True):
+    """The ranks that a host has, and what they run."""
+
+    placed: Placed
+    count: int
+    # arguments, choices, variables, threads: as in `JobPlan`; with the secret among the choices.
+    arguments: list[str]
     choices: dict[str, Any]
     variables: dict[str, str]
     threads: int | None
     columns: int | None  # width of the terminal that shows their lines; None: there is none
-    # meeting_host, meeting_port: where the ranks meet, on rank 0's host; port 0: any free one.
-    meeting_host: str = "127.0.0.1"
-    meeting_port: int = 0
+    meeting_host: str = "127.0.0.1"  # where the ranks meet
     is_reached_by_others: bool = False  # whether rank 0 must be reached from other hosts
 
     @property
     def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.count)
+        return range(self.placed.first_rank, self.placed.first_rank + self.count)
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -94,3 +123,4 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 Order = Assignment | Start | Signal | Alive
 Event = Output | Told | Ended  # what ranks do, on whichever host
 Report = Hello | Refused | Ready | Event
+NodeRecord = Join | Placed | Refused | Told | Ended | Alive

@@ -15,11 +15,10 @@ import msgspec
 
 from ringreduce.commands.launch import conclusion
 from ringreduce.commands.launch.display import Display, Logs
-from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
+from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Placed
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause, find_repeated
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.meeting import Meeting
-from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.remote import LOST_CODE, RemoteHost
@@ -123,16 +122,13 @@ class Job:
         here = Placed(0, plan.count, secrets.token_hex(8), self._attempt, port=0)
         placed = here if plan.meeting is None else plan.meeting.placed
         assignment = Assignment(
-            arguments=list(plan.arguments),
-            first_rank=placed.first_rank,
-            count=plan.count,
-            size=placed.size,
-            job_id=placed.job_id,
-            restart=placed.restart,
-            choices=choices,
-            variables=dict(plan.variables),
-            threads=plan.threads,
-            columns=self._screen.columns,
+            placed,
+            plan.count,
+            list(plan.arguments),
+            choices,
+            dict(plan.variables),
+            plan.threads,
+            self._screen.columns,
         )
         if plan.spread is not None:
             self._reach(assignment, plan.spread)
@@ -163,12 +159,12 @@ class Job:
     def _reach(self, assignment: Assignment, spread: Spread) -> None:
         """Connect with an agent on each host; `_start_agents` goes on once all are ready."""
         for share in spread.shares:
+            first, port = share.first_rank, spread.meeting_port
             part = msgspec.structs.replace(
                 assignment,
-                first_rank=share.first_rank,
+                placed=msgspec.structs.replace(assignment.placed, first_rank=first, port=port),
                 count=share.count,
                 meeting_host=spread.meeting_host,
-                meeting_port=spread.meeting_port,
                 is_reached_by_others=spread.is_wide,
             )
             host = RemoteHost(share.host, part, spread, self._selector, self._guard, self._screen)

@@ -51,20 +51,20 @@ class LocalHost:
 
         Rank 0 inherits the `listener` of that port. For `stdin_rank`, `inherited` see `JobPlan`.
         """
-        job = self._assignment
+        job, placed = self._assignment, self._assignment.placed
         asking = (signal.SIGUSR1,) if "log_dir" in job.choices else ()
         for rank in job.ranks:
             meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
             files = inherited[rank] if inherited else ()
             config = Config(
                 rank=rank,
-                size=job.size,
-                local_rank=rank - job.first_rank,
+                size=placed.size,
+                local_rank=rank - placed.first_rank,
                 local_size=job.count,
                 rendezvous=address(job.meeting_host, port),
                 rendezvous_fd=meeting[0] if meeting else None,
-                job_id=job.job_id,
-                restart=job.restart,
+                job_id=placed.job_id,
+                restart=placed.restart,
                 **job.choices,
             )
             ours, theirs = os.pipe()

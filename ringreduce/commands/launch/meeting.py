@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ringreduce.commands.launch import node_messages as messages
-from ringreduce.commands.launch.exchange import Told
-from ringreduce.commands.launch.frames import Alive
+from ringreduce.commands.launch.exchange import Alive, Ended, Join, NodeRecord, Placed, Told
+from ringreduce.commands.launch.frames import NONCE_BYTES, Channel
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import address
@@ -26,7 +25,7 @@ _PIECE_BYTES = 1 << 16
 class Node(NamedTuple):
     """A launcher's options: which node it is, and where node 0 listens."""
 
-    own: messages.Join  # what it says of itself
+    own: Join  # what it says of itself
     host: str
     port: int
     secret: str  # the job's; every launcher has it
@@ -47,7 +46,7 @@ class Meeting:
     def __init__(
         self,
         node: Node,
-        placed: messages.Placed,
+        placed: Placed,
         peers: Sequence[Peer],
         listener: socket.socket | None = None,
     ) -> None:
@@ -73,7 +72,7 @@ class Meeting:
         self._missed.update(gone)
         return [rank for peer in gone for rank in peer.ranks]
 
-    def tell(self, event: messages.Event, but: Peer | None = None) -> None:
+    def tell(self, event: Told | Ended, but: Peer | None = None) -> None:
         """Send the other launchers what a rank does, without texts: nothing is encrypted."""
         if isinstance(event, Told) and isinstance(event.record, Raised):
             raised = event.record
@@ -94,8 +93,8 @@ class Meeting:
         if self.listener is not None:
             self.listener.close()
 
-    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> list[messages.Event]:
-        events = [record for record in peer.read() if isinstance(record, messages.Event)]
+    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> list[Told | Ended]:
+        events = [record for record in peer.read() if isinstance(record, Told | Ended)]
         if peer.is_gone:
             selector.unregister(peer.end)
         for event in events:
@@ -108,19 +107,18 @@ class Peer:
 
     def __init__(self, end: socket.socket, secret: str, *, is_first: bool) -> None:
         self.end = end
-        self._channel = messages.Channel(
-            secret, secrets.token_bytes(messages.NONCE_BYTES), is_first=is_first
-        )
-        self._waiting: deque[messages.Record] = deque()
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._channel = Channel[NodeRecord](NodeRecord, secret, nonce, is_first=is_first)
+        self._waiting: deque[NodeRecord] = deque()
         self._sent_s = self._received_s = time.monotonic()
-        self.join: messages.Join | None = None  # what it has said of itself, on node 0
+        self.join: Join | None = None  # what it has said of itself, on node 0
         self.ranks = range(0)
         self.stranger = ""  # what is at the other end, if it is no launcher of this job
         self.is_gone = False  # the connection has ended
         end.settimeout(TIMES.agent_end_s)
         self._write(self._channel.opening)
 
-    def send(self, record: messages.Record) -> None:
+    def send(self, record: NodeRecord) -> None:
         """Send a record, once the other end has begun; does nothing if it has gone."""
         self._waiting.append(record)
         self._sent_s = time.monotonic()
@@ -134,7 +132,7 @@ class Peer:
         if now_s - self._received_s >= silent_s:
             self.is_gone = True
 
-    def read(self) -> Sequence[messages.Record]:
+    def read(self) -> Sequence[NodeRecord]:
         try:
             data = self.end.recv(_PIECE_BYTES)
             records = self._channel.feed(data)

@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ringreduce._version import __version__
-from ringreduce.commands.launch.frames import Refused
+from ringreduce.commands.launch.exchange import Join, Placed, Refused
 from ringreduce.commands.launch.local import listen
 from ringreduce.commands.launch.meeting import Meeting, Node, Peer
-from ringreduce.commands.launch.node_messages import Join, Placed
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import host_and_port, is_local

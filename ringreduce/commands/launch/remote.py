@@ -14,7 +14,7 @@ from collections import deque
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import exchange
-from ringreduce.commands.launch.frames import Alive, Records, Refused, encode
+from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.hosts import Host
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.processes import Guard, Pipe
@@ -112,7 +112,7 @@ class RemoteHost:
             return []
         now_s = time.monotonic()
         if now_s - self._sent_s >= TIMES.agent_ping_s:
-            self._send(Alive())
+            self._send(exchange.Alive())
         self._flush()
         if self.port is None and now_s - self._begun_s >= TIMES.agent_start_s:
             self._abandon(f"it was not ready within {TIMES.agent_start_s:g} s")
@@ -176,7 +176,7 @@ class RemoteHost:
                 )
             elif isinstance(report, exchange.Hello):
                 self._send(self._assignment)
-            elif isinstance(report, Refused):
+            elif isinstance(report, exchange.Refused):
                 self._abandon(report.text)
             elif isinstance(report, exchange.Ready):
                 self.port = report.port
