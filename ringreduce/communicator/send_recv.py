@@ -50,11 +50,11 @@ class _Direction:
         # Runs calls in C, once it was used; None where there is none.
         self.end: ShmEnd | None = None
         self._pairs, self._place = session.collectives.pairs_with(group_rank)
-        self._pass = self._pairs.send if sends else self._pairs.recv
         self.header = lru_cache(_KEPT)(self._make_header)
 
     def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
-        self._pass(self._place, self.header(kind, flat.dtype, flat.size, tag), flat)
+        header = self.header(kind, flat.dtype, flat.size, tag)
+        self._pairs.transfer(self._place, header, flat, sends=self._sends)
 
     def transfer_in_c(self, small: SmallCalls, array: np.ndarray, tag: int) -> bool:
         """Send `array`, or receive into it; False: C does not know it, and nothing was begun."""

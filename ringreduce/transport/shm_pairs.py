@@ -45,26 +45,19 @@ class ShmPairs:
         self._lock = threading.RLock()
         self._ends: dict[tuple[int, bool], ShmEnd] = {}  # by place, and whether it sends
 
-    def send(self, place: int, header: Header, flat: np.ndarray) -> None:
-        """Send `flat`, contiguous, to the rank at `place` among those of this host.
+    def transfer(self, place: int, header: Header, flat: np.ndarray, *, sends: bool) -> None:
+        """Send `flat`, contiguous, to the rank at `place` of this host, or receive a message of it.
 
         Returns when the caller may change it: a message of up to 32 KiB may still be on its way, a
         larger one has been received. `header` has kind, dtype, count, signature and the sender's
-        rank; a header object that is used again costs less. Raises as `recv`; ArrayError if there
-        is no memory for the channel, and nothing was sent.
+        rank; a header object that is used again costs less. Raises as `ShmLink.run`; ArrayError if
+        there is no memory to send, and nothing was sent. After any other exception `abort` the
+        link, then `close`.
         """
-        self._opened(place, is_sending=True).run(header, flat)
+        end = self._ends.get((place, sends)) or self._opened(place, sends)
+        end.run(header, flat)
 
-    def recv(self, place: int, header: Header, flat: np.ndarray) -> None:
-        """Receive into `flat`, contiguous, a message of `header` from the rank at `place`.
-
-        Raises as `ShmLink.run`. After any exception `abort` the link, then `close`.
-        """
-        self._opened(place, is_sending=False).run(header, flat)
-
-    def _opened(self, place: int, *, is_sending: bool) -> ShmEnd:
-        if (found := self._ends.get((place, is_sending))) is not None:
-            return found
+    def _opened(self, place: int, is_sending: bool) -> ShmEnd:
         with self._lock:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:

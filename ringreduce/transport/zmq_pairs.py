@@ -22,7 +22,6 @@ import numpy as np
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.networks import Unreached
 from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport import descriptors, frames, libzmq, loop, records
@@ -62,7 +61,7 @@ class ZmqPairs:
         ranks_here: int,
     ) -> None:
         self._bind, self._waiting, self._security = bind, waiting, security
-        self._membership, self._rank, self._routes = membership, security.rank, routes
+        self._membership, self._rank, self.routes = membership, security.rank, routes
         self._segment_bytes, self._ranks_here, self._job = segment_bytes, ranks_here, job
         self._sockets: Sockets | None = None
         self._who = security.who
@@ -82,32 +81,27 @@ class ZmqPairs:
 
     # --- Calls ----------------------------------------------------------------------------------
 
-    def send(self, place: int, header: Header, memory: np.ndarray) -> None:
-        """Send `memory`, contiguous, to the rank at `place`; the caller owns it again afterwards.
+    def transfer(self, place: int, header: Header, memory: np.ndarray, *, sends: bool) -> None:
+        """Send `memory`, contiguous, to the rank at `place`, or receive a message of it into it.
 
-        `header` is that of the message, apart from its sequence number. Raises as `recv`.
+        The caller owns it again afterwards. `header` is that of the message, apart from its
+        sequence number. Raises as `ZmqLink.run`. After any exception all pairs are broken: `abort`,
+        then `close`.
         """
-        sending = self._sending_to(self._membership.members[place], _MESSAGES)
-        call = _PairCall(self, "send", header, sending.sequence)
-        sending.begin(header, header.rank, sending.sequence, memory)
-        sending.sequence += 1
+        peer = self._membership.members[place]
+        end = self._sending_to(peer, _MESSAGES) if sends else self._receiving_from(peer, _MESSAGES)
+        call = _PairCall(self, "send" if sends else "recv", header, end.sequence)
+        end.begin(header, header.rank, end.sequence, memory)
+        end.sequence += 1
+        if isinstance(end, _Receiving):
+            call.run(None, end, 0)
+            return
         try:
-            call.connect(sending)
-            call.run(sending, None, 0)
+            call.connect(end)
+            call.run(end, None, 0)
         except BaseException:
-            self._give_up([sending], memory)
+            self._give_up([end], memory)
             raise
-
-    def recv(self, place: int, header: Header, memory: np.ndarray) -> None:
-        """Receive a message of `header` from the rank at `place` into `memory`, contiguous.
-
-        Raises as `ZmqLink.run`. After any exception all pairs are broken: `abort`, then `close`.
-        """
-        receiving = self._receiving_from(self._membership.members[place], _MESSAGES)
-        call = _PairCall(self, "recv", header, receiving.sequence)
-        receiving.begin(header, header.rank, receiving.sequence, memory)
-        receiving.sequence += 1
-        call.run(None, receiving, 0)
 
     def exchange(
         self,
@@ -121,7 +115,7 @@ class ZmqPairs:
 
         `sent` and `received` are by place; this rank's own and empty ones do not travel. `header`
         is that of this rank's frames, apart from their count. `compare` raises if ranks are in
-        different calls: each would wait in another place. Raises as `recv`.
+        different calls: each would wait in another place. Raises as `transfer`.
         """
         members, own_place, size = self._membership.members, header.rank, len(sent)
         around = [(own_place + distance) % size for distance in range(1, size)]
@@ -211,21 +205,12 @@ class ZmqPairs:
                 self._changed.wait(wait_s)
             return self._addresses.get(key, "")
 
-    def connect(
-        self, sending: _Sending, address: str, check: Callable[[], None]
-    ) -> list[Unreached]:
-        """Connect to the peer, which listens there; return the ways that lead nowhere, if all do.
-
-        Whether a connection has ended is not asked: the rank that awaits its frames finds out.
-        """
-        if failed := self._routes.find({sending.peer: address}, check):
-            return failed
+    def connect(self, sending: _Sending, address: str) -> None:
+        """Connect to the peer; the rank that awaits its frames finds out if that has ended."""
         with self._changed:
-            leading = self._routes.lead(sending.peer, address)
             number = _FIRST_CHANNEL + sending.number
             sockets = self._opened()
-            sending.socket = sockets.connect(leading, sending.peer, sending.channel, number)
-        return []
+            sending.socket = sockets.connect(address, sending.peer, sending.channel, number)
 
     def _opened(self) -> Sockets:
         """The sockets, with room for another one; under the lock."""
@@ -370,18 +355,20 @@ class _PairCall(StalledCall):
         if sending.socket is not None:
             return
         self._sending, self._receiving, self._is_connecting = sending, None, True
-        if not self._pairs.find(sending, 0.0):
+        pairs, peer = self._pairs, sending.peer
+        if not pairs.find(sending, 0.0):
             self._finish()
         self._is_connecting = False
-        failed = self._pairs.connect(sending, self._pairs.find(sending, 0.0), self._check)
-        if failed:
+        address = pairs.find(sending, 0.0)
+        if failed := pairs.routes.find({peer: address}, self._check):
             tried = "; ".join(f"{way.address}: {way.why}" for way in failed)
             raise PeerLostError(
-                f"cannot connect to rank {sending.peer} ({tried})",
-                **self.where(sending.peer),
+                f"cannot connect to rank {peer} ({tried})",
+                **self.where(peer),
                 remedy="Let these hosts connect to each other at all ports of RINGREDUCE_PORTS, or "
                 "at any.",
             )
+        pairs.connect(sending, pairs.routes.lead(peer, address))
 
     def _finish(self) -> None:
         is_message = self._header.kind in wire.SENDS
