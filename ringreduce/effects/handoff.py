@@ -32,10 +32,6 @@ class BucketItem:
     bucket: int
     address: int = field(default=0, compare=False)
 
-    def view(self, nbytes: int) -> np.ndarray:
-        """The bucket's `nbytes` bytes, uint8; the engine's until `finish`."""
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
-
 
 class Area:
     """Memory for rounds of a bucket, `array`, of which TensorFlow may borrow results.
@@ -85,7 +81,7 @@ class Layout(NamedTuple):
         for area in self.areas:
             if area.address == item.address:
                 return area.array
-        return item.view(self.nbytes)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(item.address))
 
 
 class RoundFailed(Exception):

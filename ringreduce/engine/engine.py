@@ -8,6 +8,7 @@ at the queue, without the GIL, and ends in `close`, at the latest when Python ex
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -93,8 +94,7 @@ class Executor:
 
     def __init__(self, name: str, queue: handoff.Queue) -> None:
         self._queue, self._lock = queue, threading.Lock()
-        self._work: dict[int, Work[Any]] = {}
-        self._posted = 0
+        self._work: deque[Work[Any]] = deque()  # as many as there are jobs in the queue
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -102,13 +102,9 @@ class Executor:
         """Have the thread call `run`, after all earlier work; ClosedError after `close`."""
         work = Work(run)
         with self._lock:
-            number = self._posted
-            self._posted += 1
-            self._work[number] = work
-        if not self._queue.post(number):
-            with self._lock:
-                self._work.pop(number, None)
-            raise ClosedError(f"called a {self._noun} after close()")
+            if not self._queue.post(0):
+                raise ClosedError(f"called a {self._noun} after close()")
+            self._work.append(work)
         return work
 
     def drain(self) -> None:
@@ -130,8 +126,8 @@ class Executor:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._lock:
-            left, self._work = self._work, {}
-        for work in left.values():
+            left, self._work = self._work, deque()
+        for work in left:
             work.fail(ClosedError(f"was closed before this {self._this} had begun"))
 
     def _loop(self) -> None:
@@ -145,7 +141,7 @@ class Executor:
 
     def _do(self, item: Any) -> handoff.RoundFailed | None:
         with self._lock:
-            work = self._work.pop(item)
+            work = self._work.popleft()
         self._begin(work)
         work.do()
         return None
