@@ -53,6 +53,7 @@ class Collectives(Protocol):
     pairs: ZmqPairs | None = None
     small: SmallCalls | None = None
     _rank: int
+    _size: int  # of the ranks among which these are
     _job: int
     _membership: Membership
 
@@ -92,8 +93,7 @@ class Collectives(Protocol):
 
     def gather_shares(self, flat: ndarray, signature: int = 0) -> None:
         """Fill `flat` with all ranks' shares of it."""
-        bounds = chunk_bounds(flat.size, self._membership.size)
-        self.all_gather(Kind.ALL_GATHER, flat, bounds, signature)
+        self.all_gather(Kind.ALL_GATHER, flat, chunk_bounds(flat.size, self._size), signature)
 
     def share(self, sizes: Sequence[int]) -> list[Shared] | None:
         """Return zeros of these `sizes` in bytes, the same memory on all ranks of a host.

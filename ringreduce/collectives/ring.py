@@ -130,12 +130,6 @@ class Ring(Collectives):
             self._run(self._reducing(schedule.reduce_scatter, flat.dtype, said), flat)
         return cut(flat, schedule.chunk_bounds(flat.size, self._size))[self._rank]
 
-    def gather_shares(self, flat: ndarray, signature: int = 0) -> None:
-        # Its own ranks, which may be one lane of several.
-        self.all_gather(
-            Kind.ALL_GATHER, flat, schedule.chunk_bounds(flat.size, self._size), signature
-        )
-
     def all_gather(self, kind: Kind, flat: ndarray, bounds: Bounds, signature: int = 0) -> None:
         count, said = bounds[1], (kind, flat.dtype, flat.size, signature, 0)
         is_even = all(bound == count * rank for rank, bound in enumerate(bounds))

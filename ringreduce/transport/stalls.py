@@ -124,31 +124,6 @@ class Stall:
         return self._timeouts.reached(self.waited_s, self._idle_s)
 
 
-class _WaitSpan:
-    """Records in `events` which ranks a call waits for, and when, if for longer than one check."""
-
-    def __init__(self, events: Events, check_s: float) -> None:
-        self._events, self._check_s = events, check_s
-        self._known: tuple[int, object] | None = None
-        self._began_s = 0.0
-
-    def look(self, rank: int, progress: object) -> None:
-        """Note that the call waits for `rank` now, and its `progress`, at the end of a check."""
-        if (rank, progress) == self._known:
-            return
-        self.end()
-        self._known = rank, progress
-        call_s = self._events.current_call().since_s
-        self._began_s = max(call_s, time.monotonic() - self._check_s)
-
-    def end(self) -> None:
-        """Note that the call does not wait any more."""
-        if self._known is not None:
-            now = time.monotonic()
-            self._events.part(SpanKind.WAIT, self._began_s, now, other=self._known[0])
-        self._known = None
-
-
 def finish(
     call: StalledCall,
     waiting: Waiting,
@@ -162,18 +137,29 @@ def finish(
     other rank is busy while it is alive, unless it waits for this one, or for one that does. Raises
     PeerTimeoutError if there was no progress within a limit, PeerLostError if a rank that it needs
     is lost or this one has closed its communicator; and what `call.resume` raises, or the cause of
-    the interruption.
+    the interruption. Records which ranks it waits for, and when.
     """
     timeouts = waiting.timeouts
     if sends is not None:
         timeouts = Timeouts(timeouts.timeout_s, timeouts.busy_timeout_s)
-    stall, span = Stall(timeouts), _WaitSpan(waiting.events, check_s)
+    stall = Stall(timeouts)
+    waits: tuple[int, object] | None = None  # for which rank, with which progress
+    began_s = 0.0
+
+    def record_wait() -> None:
+        if waits is not None:
+            waiting.events.part(SpanKind.WAIT, began_s, time.monotonic(), other=waits[0])
+
     try:
         while True:
             state = call.state()
             if sends is not None:
                 timeouts.is_busy = waiting.peers.doing(state.peer, time.monotonic()).is_busy
-            span.look(state.peer, state.progress)
+            if waits != (state.peer, state.progress):
+                record_wait()
+                waits = state.peer, state.progress
+                call_s = waiting.events.current_call().since_s
+                began_s = max(call_s, time.monotonic() - check_s)
             if waiting.is_interrupted:
                 where = call.where(state.peer)
                 raise waiting.error(**{**where, "peer": where["rank"]})
@@ -196,7 +182,7 @@ def finish(
             if call.resume():
                 return
     finally:
-        span.end()
+        record_wait()
 
 
 def _explain(error: PeerTimeoutError, peers: PeerTable, pending: Pending) -> None:
