@@ -26,16 +26,12 @@ from ringreduce.tensorflow.private import traced_for
 
 
 class Steps:
-    """The training steps of `model`, of which it is the `train_function`.
+    """The training steps of `model`, of which it is the `train_function`; Keras's is behind it.
 
-    Keras makes that None where the step must be traced anew. ``Model.fit`` and the like may call
-    this one: Keras's own function is behind it.
-
-    Args:
-        ranks: how many have a part of every batch, by which number of rows a step is weighted; an
-            element is a pair then, this rank's part and the number of rows of the whole. 0: steps
-            are not weighted. None: as the model's step does it, with an exchange.
-        may_be_empty: whether this rank's part may have no rows; for pairs.
+    Keras makes that None where the step must be traced anew. `ranks`: how many have a part of every
+    batch; an element is then a pair, this rank's part, which with `may_be_empty` may have no rows,
+    and the number of rows of the whole, by which a step is weighted. 0: steps are not weighted.
+    None: as the model's step does it, with an exchange.
     """
 
     def __init__(self, model: keras.Model, ranks: int | None, may_be_empty: bool) -> None:
@@ -51,8 +47,9 @@ class Steps:
         self.called_s = self.reading_s = 0.0
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
-        # Keyed by the elements' specs.
-        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any, Any, Any]]] = {}
+        # Keyed by the elements' specs. None: eagerly, and where the logs' shapes are not known
+        # before, steps are made one by one.
+        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any, Any, Any]] | None] = {}
         self._singly: dict[str, Callable[[Any], Any]] = {}
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not model.run_eagerly:
@@ -86,12 +83,17 @@ class Steps:
         if most == 1 and self.looking and not self._model.run_eagerly:
             return 1, self._single(iterator, key)
         if key not in self._several:
-            is_eager = self._model.run_eagerly
-            self._several[key] = self._one_by_one if is_eager else self._traced(iterator)
-        made, logs = 0, None
-        while made < most:
+            self._several[key] = None if self._model.run_eagerly else self._traced(iterator)
+        made, logs, several = 0, None, self._several[key]
+        while made < most and several is None:
+            try:
+                logs = self._single(iterator, key)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                break
+            made += 1
+        while made < most and several is not None:
             left = tf.constant(most - made, tf.int64)
-            done, latest, has_short, short, reading_s = self._several[key](iterator, left)
+            done, latest, has_short, short, reading_s = several(iterator, left)
             self.reading_s += float(reading_s)
             if int(done):
                 made, logs = made + int(done), latest
@@ -108,21 +110,11 @@ class Steps:
         if self._is_short(element):
             return self._short(element)
         if key not in self._singly:
-            self._singly[key] = traced_for(self._one, iterator.element_spec)
+            is_eager = self._model.run_eagerly
+            self._singly[key] = (
+                self._one if is_eager else traced_for(self._one, iterator.element_spec)
+            )
         return self._singly[key](element)
-
-    def _one_by_one(self, iterator: Any, most: Any) -> tuple[int, Any, bool, Any, float]:
-        """`several` by Python: eagerly, and where the logs' shapes are not known before."""
-        logs, reading_s, element = None, 0.0, None
-        for done in range(int(most)):
-            began = time.perf_counter()
-            element = iterator.get_next_as_optional()
-            reading_s += time.perf_counter() - began
-            is_there = bool(element.has_value())
-            if not is_there or self._is_short(element.get_value()):
-                return done, logs, is_there, element, reading_s
-            logs = self._one(element.get_value())
-        return int(most), logs, False, None, reading_s
 
     def _is_short(self, element: Any) -> Any:
         """Whether some rank has no row of it."""
@@ -162,11 +154,16 @@ class Steps:
         return weighting.Weight(rows_here, tf.cast(rows, tf.float32) / self._ranks)
 
     def _traced(self, iterator: Any) -> Any:
+        """`several`, traced; None: it cannot be, since results of a loop have fixed shapes."""
         spec = iterator.element_spec
         # First by itself: what is traced within a loop cannot number its collectives.
         logs = self._one.get_concrete_function(spec).structured_outputs
-        if not all(map(_is_fixed, tf.nest.flatten(logs))):
-            return self._one_by_one  # Made of what they are, as a loop's results cannot be.
+        kinds = tf.TensorSpec | tf.Tensor
+        if not all(
+            isinstance(part, kinds) and part.shape.is_fully_defined()
+            for part in tf.nest.flatten(logs)
+        ):
+            return None
 
         @tf.autograph.experimental.do_not_convert
         def several(iterator: Any, most: Any) -> Any:
@@ -183,10 +180,11 @@ class Steps:
             read = partial(_read, iterator)
             nothing, zero_s = tf.experimental.Optional.empty(spec), tf.constant(0.0, tf.float64)
             first, waited_s = read()
-            state = tf.constant(0, tf.int64), _zeros(logs), first, waited_s
+            zeros = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
+            state = tf.constant(0, tf.int64), zeros, first, waited_s
             done, last, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
             is_short = tf.logical_and(done < most, short.has_value())
-            return done, last, is_short, kept(short), seconds
+            return done, last, is_short, short if self._may_be_empty else (), seconds
 
         def due(element: Any) -> Any:
             def has_rows() -> Any:
@@ -194,9 +192,6 @@ class Steps:
 
             is_there = element.has_value()
             return tf.cond(is_there, has_rows, lambda: False) if self._may_be_empty else is_there
-
-        def kept(element: Any) -> Any:
-            return element if self._may_be_empty else ()
 
         return traced_for(tf.function(several), iterator, tf.constant(1, tf.int64))
 
@@ -221,14 +216,6 @@ def _read(iterator: Any) -> tuple[Any, Any]:
         element = iterator.get_next_as_optional()
     with tf.control_dependencies([element.has_value()]):
         return element, tf.timestamp() - began
-
-
-def _zeros(logs: Any) -> Any:
-    return tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
-
-
-def _is_fixed(part: Any) -> bool:
-    return isinstance(part, tf.TensorSpec | tf.Tensor) and part.shape.is_fully_defined()
 
 
 def _none_of_optional(part: Any) -> Any:
