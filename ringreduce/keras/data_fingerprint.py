@@ -8,10 +8,8 @@ never. Reading ahead to find out would change what is read, so elements are look
 
 The last fingerprint stands for all elements before it. It is compared after each of the first 64
 elements, in later passes after the 1st, 2nd, 4th and so on of them; then after every 64th, and
-after the last where the length is known. Single samples are handled in groups, and it is compared
-after each group.
-
-What `rr.evaluate` and `rr.predict` have read is compared when it ends: `Reads`.
+after the last if known. Single samples are handled, and compared, in groups. What `rr.evaluate` and
+`rr.predict` have read is compared when they end: `Reads`.
 """
 
 import itertools
@@ -99,7 +97,7 @@ def passing(
         many = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0] if are_groups else 1
         total, is_due = count + many, count == 0
         if passes is not None:
-            fingerprint = joined(fingerprint, batch)
+            fingerprint = _joint(components(targets(batch)), fingerprint)
             is_power = tf.bitwise.bitwise_and(total, count) == 0
             is_early = (total <= _PERIOD) & ((number <= 1) | is_power)
             is_due = are_groups | is_early | (total % _PERIOD == 0) | (total == length)
@@ -134,11 +132,6 @@ def _group_length(dataset: tf.data.Dataset) -> int:
     return max(1, min(_PERIOD, _GROUP_BYTES // nbytes))
 
 
-def _fingerprint(tensor: Any) -> Any:
-    """The fingerprint of all bytes of `tensor`, uint8 of shape (8,)."""
-    return _fingerprints(tensor, 1)[0]
-
-
 def _fingerprints(tensor: Any, count: Any) -> Any:
     """Fingerprint the `count` rows of `tensor`; return uint8 of shape (count, 8)."""
     rows = tf.reshape(tensor, [count, tf.size(tensor) // tf.maximum(count, 1)])
@@ -147,15 +140,11 @@ def _fingerprints(tensor: Any, count: Any) -> Any:
     return tf.raw_ops.Fingerprint(data=rows, method="farmhash64")
 
 
-def _joint(fingerprints: Iterable[Any]) -> Any:
-    """The fingerprint of several, a scalar int64."""
-    return tf.bitcast(_fingerprint(tf.concat(list(fingerprints), 0)), tf.int64)
-
-
-def joined(fingerprint: Any, element: Any) -> Any:
-    """The fingerprint of what that one stands for and of `targets` of `element`."""
-    parts = tf.nest.flatten(targets(element), expand_composites=True)
-    return _joint([tf.bitcast(fingerprint, tf.uint8), *map(_fingerprint, parts)])
+def _joint(tensors: Iterable[Any], before: Any = None) -> Any:
+    """The fingerprint of `tensors`, and of what the one `before` stands for, a scalar int64."""
+    parts = [] if before is None else [tf.bitcast(before, tf.uint8)]
+    parts += [_fingerprints(tensor, 1)[0] for tensor in tensors]
+    return tf.bitcast(_fingerprints(tf.concat(parts, 0), 1)[0], tf.int64)
 
 
 class _Datasets(Counter[str]):
@@ -177,9 +166,8 @@ class FingerprintedPasses:
 
     def can_compare(self, spec: Any) -> bool:
         """Whether there is another rank, and elements of that `element_spec` have fingerprints."""
-        specs = tf.nest.flatten(targets(spec), expand_composites=True)
-        is_alone = self._communicator.size == 1
-        return not (is_alone or any(part.dtype in (tf.variant, tf.resource) for part in specs))
+        dtypes = {part.dtype for part in components(targets(spec))}
+        return self._communicator.size > 1 and dtypes.isdisjoint((tf.variant, tf.resource))
 
     def next_number(self) -> int:
         """The number of a new pass, counted from 1."""
@@ -188,7 +176,7 @@ class FingerprintedPasses:
     def claim_batch(self, batch: Any) -> None:
         """Claim the targets of the first batch of a new pass over a PyDataset."""
         parts = map(tf.convert_to_tensor, tf.nest.flatten(targets(batch)))
-        self.claim(self.next_number(), 0, 1, int(_joint(map(_fingerprint, parts))))
+        self.claim(self.next_number(), 0, 1, int(_joint(parts)))
 
     def claim(self, number: int, before: int, total: int, fingerprint: int) -> None:
         """Claim that of the first `total` elements of a pass; the first `before` were compared."""
@@ -292,9 +280,8 @@ def numbers_of(element: Any) -> list[Any]:
     """Fingerprint y (or x), and x, and add up x's rows': three scalar int64 tensors."""
     inputs = keras.utils.unpack_x_y_sample_weight(element)[0]
     is_dense = all(isinstance(part, tf.Tensor) for part in tf.nest.flatten(inputs))
-    parts = tf.nest.flatten(inputs, expand_composites=True)
+    parts = components(inputs)
     count = tf.shape(parts[0])[0] if is_dense else 1
     by_row = _fingerprints(tf.concat([_fingerprints(part, count) for part in parts], 1), count)
-    compared = tf.nest.flatten(targets(element), expand_composites=True)
-    known = _joint(map(_fingerprint, compared))
+    known = _joint(components(targets(element)))
     return [known, _joint([by_row]), tf.reduce_sum(tf.bitcast(by_row, tf.int64))]
