@@ -142,6 +142,10 @@ class Arrays:
 
 def split(parts: Any, fraction: float) -> tuple[Any, Any]:
     """All but the last `fraction` of the rows of (x, y, sample_weight), and these."""
+    if not are_arrays(parts[0]):
+        text = f"cannot take a validation_split of {type(parts[0]).__name__}"
+        remedy = "Pass validation_data, such as dataset.take(n) and dataset.skip(n)."
+        raise ConfigError(text, remedy=remedy)
     count = Arrays(*parts).count
     at = math.floor(count * (1.0 - fraction))
     if not 0 < at < count:

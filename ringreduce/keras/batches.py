@@ -41,16 +41,14 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     x, y, sample_weight = (*parts, None, None)[:3]
     if are_arrays(x):
         return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
-    feeds = ((tf.data.Dataset, _DatasetFeed), (keras.utils.PyDataset, _PyDatasetFeed))
-    kinds: Any = (*feeds, (Iterable, _StreamFeed))
-    feed = next((feed for form, feed in kinds if isinstance(x, form)), None)
-    if feed is None or isinstance(x, (list, tuple, dict, str, bytes)):
+    if not isinstance(x, Iterable) or isinstance(x, (list, tuple, dict, str, bytes)):
         raise ConfigError(f"cannot share out {type(x).__name__} among ranks", remedy=FORMS)
     if y is not None or sample_weight is not None:
         text = f"got y or sample_weight beside a {type(x).__name__}"
         raise ConfigError(text, remedy="Let it yield them: (x, y) or (x, y, sample_weight).")
-    result: Feed = feed(x, plan)
-    return result
+    if isinstance(x, tf.data.Dataset):
+        return _DatasetFeed(x, plan)
+    return _PyDatasetFeed(x, plan) if isinstance(x, keras.utils.PyDataset) else _StreamFeed(x, plan)
 
 
 class _ArrayFeed(Feed):

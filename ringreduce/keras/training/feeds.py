@@ -32,7 +32,7 @@ def feeds_of(
     """
     data, validation = (options.x, options.y, options.sample_weight), options.validation_data
     if options.validation_split and validation is None:
-        data, validation = _split_off(data, options.validation_split)
+        data, validation = split(data, options.validation_split)
     if options.sharded:
         training = _sharded_feed(options, ring)
         # Steps of validation need no other rank.
@@ -75,16 +75,6 @@ def feeds_of(
         deal=True,
     )
     return training, feed_of(parts, plan)
-
-
-def _split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
-    """Arrays without their last rows, and these, for validation."""
-    if not are_arrays(data[0]):
-        raise ConfigError(
-            f"cannot take a validation_split of {type(data[0]).__name__}",
-            remedy="Pass validation_data, such as dataset.take(n) and dataset.skip(n).",
-        )
-    return split(data, validation_split)
 
 
 def _sharded_feed(options: Any, ring: Communicator) -> Feed:
