@@ -39,10 +39,10 @@ from ringreduce.vocabulary.errors import PeerError, RingReduceError
 class Elastic:
     """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
 
-    A context, and in it the model's `train_function`, in the manner of `Steps`, for our loop: it
-    takes global batches, and this rank's rows of each, of which `batches` is the `element_spec`.
-    The model and its optimizer are built. Where too few ranks are left, one backs up with those of
-    `callbacks` that can. Raises ConfigError for what `elastic_refusals` has. Collective.
+    A context, and in it the model's `train_function`, as `Steps` is: it takes this rank's rows of
+    global batches of the `element_spec` `batches`. The model and its optimizer are built. Where too
+    few ranks are left, one backs up with those of `callbacks` that can. Raises ConfigError for what
+    `elastic_refusals` has. Collective.
     """
 
     unread = 0  # batches to read before the first step, and make nothing of
@@ -104,12 +104,9 @@ class Elastic:
                 self._at_end = True
                 self._meeting(self._ring.barrier)
         finally:
-            self._restore()
-
-    def _restore(self) -> None:
-        kept(self._ring, Repeating).by = None
-        self._model.train_step = self._plain
-        self._optimizer.commit_point = self._model.train_function = None
+            kept(self._ring, Repeating).by = None
+            self._model.train_step = self._plain
+            self._optimizer.commit_point = self._model.train_function = None
 
     def _keeping(self, step: Any) -> Any:
         """`step`, compiled as the model is; first it keeps what it changes besides weights."""

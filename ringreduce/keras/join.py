@@ -34,14 +34,10 @@ _ALONE = 1.0  # any mean: where ranks step alone nothing is divided by it
 def padded(dataset: Any, model: Any, ring: Communicator) -> Any:
     """This rank's `dataset` with empty batches at its end, as many as the longest rank's needs.
 
-    Collective: compares the ranks' numbers of batches, builds `model`, and has each of its training
-    steps weighted by this rank's samples. Where a number is not known, the last step of an epoch
-    has no data on any rank; it changes nothing, and Keras warns that the data has run out, as for
-    every dataset of unknown length. With ``steps_per_execution`` or ``jit_compile=True`` such a
-    dataset is first read once, to count it.
-
-    Raises:
-        ConfigError: no rank has any data, one's never ends, or elements are no batches.
+    Collective: builds `model`, and has each of its training steps weighted by this rank's samples.
+    Where a number of batches is not known, the last step of an epoch has no data on any rank, and
+    changes nothing; with ``steps_per_execution`` or ``jit_compile=True`` such a dataset is first
+    read once, to count it. ConfigError if no rank has any data, or one's never ends.
     """
     empty = empty_batch(_spec_of(dataset))
     if ring.size == 1:
@@ -52,9 +48,12 @@ def padded(dataset: Any, model: Any, ring: Communicator) -> Any:
         # have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     longest = _longest(count, ring)
-    build(model, dataset.element_spec)
+    build(model, spec := dataset.element_spec)
     weigh_steps(model, ring, is_counted=longest is not None)
-    endless = _without_names(dataset).concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    if any(part.name for part in tf.nest.flatten(spec)):
+        # `concatenate` would compare names of tensors, such as Ray Data's.
+        dataset = dataset.map(lambda *parts: parts if isinstance(spec, tuple) else parts[0])
+    endless = dataset.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     if longest is not None:
         return endless.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
     # The filter hides from Keras that the dataset is endless, for which it wants steps_per_epoch.
@@ -105,14 +104,6 @@ def joined(dataset: Any, *, communicator: Communicator | None = None) -> Iterato
             return
         with weighting.using(weight):
             yield filled(empty if count == 0 else batch), count
-
-
-def _without_names(dataset: tf.data.Dataset) -> Any:
-    """`dataset` whose tensors have no names, such as Ray Data's: concatenate compares them."""
-    spec = dataset.element_spec
-    if not any(part.name for part in tf.nest.flatten(spec)):
-        return dataset
-    return dataset.map(lambda *element: element if isinstance(spec, tuple) else element[0])
 
 
 def _longest(count: int, ring: Communicator) -> int | None:
@@ -225,11 +216,10 @@ class _Weighed:
 
 
 def weigh_steps(model: Any, ring: Communicator, is_counted: bool = True, mean: Any = None) -> None:
-    """From now on training steps of `model` are weighted, and empty ones change nothing.
+    """From now on training steps of `model`, which is built, are weighted; empty ones do nothing.
 
-    `model` and its optimizer are built. With `is_counted` all ranks know when an epoch ends: those
-    that step alone need nothing of others then. `mean` is a variable with the mean of all weights;
-    without it each step asks the ring.
+    With `is_counted` all ranks know when an epoch ends: those that step alone need nothing of
+    others then. `mean` is a variable with the mean of all weights; without it each step asks.
     """
     if mean is None and is_counted and wrappable.is_alone(model):
         mean = _ALONE
@@ -284,8 +274,8 @@ def changed_by_steps(model: keras.Model) -> list[Any]:
 def _restore(model: keras.Model, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:
     """Undo an empty step; return the logs: for an empty step those of the last real one.
 
-    So the loss of a sample of zeros is not shown, and a NaN in it does not end training. Metrics
-    are computed again from their restored values. Values whose shape is not fixed stay.
+    So the loss of zeros is not shown. Metrics are computed again from their restored values.
+    Values whose shape is not fixed stay.
     """
     values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
     latest = [_latest(model, place, value) for place, value in enumerate(values)]

@@ -293,14 +293,12 @@ class _Saving:
 
 def users_frame() -> FrameType:
     """The innermost caller that is neither ours nor a framework's, nor AutoGraph's of a user's."""
-
-    def is_users(frame: FrameType) -> bool:
-        name = frame.f_code.co_filename
-        return not (name.startswith(_PACKAGES) or "__autograph_generated" in name)
-
     frame = sys._getframe()
-    while frame.f_back is not None and not is_users(frame):
-        frame = frame.f_back
+    while (outer := frame.f_back) is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGES) and "__autograph_generated" not in name:
+            break
+        frame = outer
     return frame
 
 

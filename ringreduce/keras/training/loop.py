@@ -217,8 +217,7 @@ class _Passes:
     """Where an epoch reads, as in Keras's `fit`: one of `steps` goes on where the last one ended.
 
     With `at_once` above 1 calls count as that many steps, though the last may make fewer. Where the
-    feed can, one iterator makes all passes: to make one takes as long as many steps of a small
-    model. It begins a pass when the first batch is asked for, and no earlier.
+    feed can, one iterator makes all passes: making one takes as long as many steps.
     """
 
     def __init__(self, feed: Feed, steps: int | None, at_once: int) -> None:
