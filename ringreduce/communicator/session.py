@@ -219,14 +219,11 @@ class Session:
         self.is_inherited = True
         self.calls.use_python()
 
-    def blocked_for(self, seconds: float, reducing_s: float | None = None) -> None:
-        """Add time that a training step was blocked by reducing.
-
-        `reducing_s`: how long that took, in any thread; None: the step did it itself.
-        """
-        now, done_s = time.monotonic(), seconds if reducing_s is None else reducing_s
+    def blocked_for(self, seconds: float, reducing_s: float) -> None:
+        """Add time that a training step was blocked by reducing, which took that in any thread."""
+        now = time.monotonic()
         self.events.part(SpanKind.BLOCKED, now - seconds, now)
-        self.events.part(SpanKind.REDUCE, now - done_s, now)
+        self.events.part(SpanKind.REDUCE, now - reducing_s, now)
 
     def claim(self, claim: Claim) -> None:
         """Have the neighbours on the ring compare a value with theirs.

@@ -131,8 +131,8 @@ def test_no_thread_is_started_before_there_is_work_for_it(comm):
 
 def test_time_blocked_is_what_the_engine_and_the_caller_have_waited():
     with rr.Communicator(rr.Config()) as comm:
-        comm._session.blocked_for(2.0)
-        comm._session.blocked_for(0.5)
+        comm._session.blocked_for(2.0, 2.0)
+        comm._session.blocked_for(0.5, 0.5)
         comm._session.blocked_for(0.25, 1.0)
         comm._session.events.part(SpanKind.REDUCE, 8.0, 12.0)
         assert comm.statistics().waited_s == pytest.approx(2.75, abs=1e-6)
