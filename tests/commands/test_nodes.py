@@ -21,10 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce._version import __version__
+from ringreduce.commands.launch import meeting as meeting_module
 from ringreduce.commands.launch import nodes
 from ringreduce.commands.launch.exchange import Alive, Ended, Event, Join, NodeRecord, Placed, Told
 from ringreduce.commands.launch.frames import NONCE_BYTES, Channel
-from ringreduce.commands.launch.nodes import Meeting, Node, Nodes
+from ringreduce.commands.launch.meeting import Meeting, Node
+from ringreduce.commands.launch.nodes import Nodes
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
@@ -216,7 +218,7 @@ def test_who_comes_for_the_next_attempt_is_not_refused():
 
 def test_launchers_that_wait_show_that_they_live(monkeypatch):
     """Else those that wait for longer than a silent launcher is waited for are taken for lost."""
-    monkeypatch.setattr(nodes, "TIMES", replace(TIMES, agent_ping_s=0.05))
+    monkeypatch.setattr(meeting_module, "TIMES", replace(TIMES, agent_ping_s=0.0))
 
     def await_alive(end: socket.socket, *, is_first: bool, sends: list[Join]) -> None:
         with end:

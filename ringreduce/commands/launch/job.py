@@ -18,7 +18,7 @@ from ringreduce.commands.launch.display import Display, Logs
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Placed
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause, find_repeated
 from ringreduce.commands.launch.local import LocalHost, listen
-from ringreduce.commands.launch.nodes import Meeting
+from ringreduce.commands.launch.meeting import Meeting
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.remote import LOST_CODE, RemoteHost
@@ -408,6 +408,7 @@ class Job:
             worker.stop(number)
 
     def consequences(self) -> list[str]:
+        """A line for each rank but the cause that failed."""
         cause = self.cause
         return [] if cause is None else conclusion.others(cause.first, self._failures())
 

@@ -15,47 +15,21 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
 from ringreduce._version import __version__
-from ringreduce.commands.launch.exchange import (
-    Alive,
-    Ended,
-    Join,
-    NodeRecord,
-    Placed,
-    Refused,
-    Told,
-)
-from ringreduce.commands.launch.frames import NONCE_BYTES, Channel
+from ringreduce.commands.launch.exchange import Join, Placed, Refused
 from ringreduce.commands.launch.local import listen
+from ringreduce.commands.launch.meeting import Meeting, Node, Peer
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.endpoints import address, host_and_port, is_local
+from ringreduce.vocabulary.endpoints import host_and_port, is_local
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
 from ringreduce.vocabulary.worker_environment import join_timeout, ports_wanted, shared_secret
 
 _REFUSALS_MAX = 3
-_PIECE_BYTES = 1 << 16
-
-
-class Node(NamedTuple):
-    """A launcher's options: which node it is, and where node 0 listens."""
-
-    own: Join  # what it says of itself
-    host: str
-    port: int
-    secret: str  # the job's; every launcher has it
-    join_timeout_s: float  # how long node 0 waits for the others, and they for it
-
-    @property
-    def address(self) -> str:
-        return address(self.host, self.port)
 
 
 def node_of(
@@ -119,20 +93,9 @@ class Nodes:
         """
         now = time.monotonic()
         deadline, self._reminds_s = now + self._node.join_timeout_s, now + TIMES.remind_s
-        if self._listener is None:
-            return self._join(deadline)
-        peers, meeting = list[Peer](), None
-        try:
-            meeting = self._admit(self._listener, peers, restart, deadline)
-        except ConfigError as error:
-            for peer in _joined(peers).values():
-                peer.send(Refused(error.message))
-            raise
-        finally:
-            for peer in peers:
-                if meeting is None or peer.join is None:
-                    peer.end.close()
-        return meeting
+        if self._listener is not None:
+            return self._admit(self._listener, restart, deadline)
+        return self._join(deadline)
 
     def _remind(self, waiting: str) -> None:
         """Say once, after a while, for whom it waits."""
@@ -143,24 +106,18 @@ class Nodes:
     def _is_unwanted(self) -> bool:
         return any(number in STOPPING for number in self._signals)
 
-    def _admit(
-        self, listener: socket.socket, peers: list[Peer], restart: int, deadline: float
-    ) -> Meeting | None:
-        """Node 0's side; `peers` gets all connections."""
-        node = self._node
-        with selectors.DefaultSelector() as selector:
+    def _admit(self, listener: socket.socket, restart: int, deadline: float) -> Meeting | None:
+        """Node 0's side."""
+        node, peers = self._node, list[Peer]()
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+            stack.callback(_close_all, peers)
             selector.register(listener, selectors.EVENT_READ)
             while len(joined := _joined(peers)) < node.own.nodes - 1:
                 if self._is_unwanted():
                     return None
-                missing = named("node", (k for k in range(1, node.own.nodes) if k not in joined))
                 if time.monotonic() >= deadline:
-                    raise ConfigError(
-                        f"waited {node.join_timeout_s:g} s at {node.address}, and {missing} did "
-                        "not come. Start `ringreduce run` there with the same --nnodes, "
-                        "--rendezvous and secret"
-                    )
-                self._remind(f"waits at {node.address} for {missing}")
+                    raise self._refuse_all(joined, self._missing(joined))
+                self._remind(f"waits at {node.address} for {self._named(joined)}")
                 for key, _ in selector.select(TIMES.poll_s):
                     if key.fileobj is not listener:
                         self._receive(key.data, peers)
@@ -176,6 +133,7 @@ class Nodes:
                         selector.unregister(peer.end)
                         peer.end.close()
                         peers.remove(peer)
+            peers[:] = [peer for peer in peers if peer.join is None]
         return self._place([joined[k] for k in sorted(joined)], restart)
 
     def _receive(self, peer: Peer, peers: Sequence[Peer]) -> None:
@@ -190,11 +148,13 @@ class Nodes:
                     other = joined[record.node].join if record.node in joined else None
                     host = other.host if other else "this host"
                     peer.send(Refused(f"--node-rank {record.node} is that of {host} already"))
+                elif (why := self._differs(record)) is not None:
+                    peer.send(Refused(why))
+                    raise self._refuse_all(joined, why)
                 else:
                     peer.join = record
-                    self._compare(record)
 
-    def _compare(self, join: Join) -> None:
+    def _differs(self, join: Join) -> str | None:
         own = self._node.own
         for what, theirs, ours in (
             ("ringreduce", join.version, own.version),
@@ -203,10 +163,27 @@ class Nodes:
             ("--elastic", join.elastic, own.elastic),
         ):
             if theirs != ours:
-                raise ConfigError(
+                return (
                     f"node {join.node} ({join.host}) has {what} {theirs}, node 0 has {ours}. Start "
                     "all launchers with the same options and the same ringreduce"
                 )
+        return None
+
+    def _named(self, joined: dict[int, Peer]) -> str:
+        """The nodes that have not come."""
+        return named("node", (k for k in range(1, self._node.own.nodes) if k not in joined))
+
+    def _missing(self, joined: dict[int, Peer]) -> str:
+        node = self._node
+        return (
+            f"waited {node.join_timeout_s:g} s at {node.address}, and {self._named(joined)} did "
+            "not come. Start `ringreduce run` there with the same --nnodes, --rendezvous and secret"
+        )
+
+    def _refuse_all(self, joined: dict[int, Peer], why: str) -> ConfigError:
+        for peer in joined.values():
+            peer.send(Refused(why))
+        return ConfigError(why)
 
     def _place(self, peers: list[Peer], restart: int) -> Meeting:
         node = self._node
@@ -298,125 +275,6 @@ def _joined(peers: Sequence[Peer]) -> dict[int, Peer]:
     return {peer.join.node: peer for peer in peers if peer.join is not None}
 
 
-class Meeting:
-    """The launchers of an attempt, from the time when all have come.
-
-    Each tells the others what its ranks do, so that all decide alike; node 0 passes on what the
-    others tell. There `listener` is where the ranks meet.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        placed: Placed,
-        peers: Sequence[Peer],
-        listener: socket.socket | None = None,
-    ) -> None:
-        self.node, self.placed, self.listener = node, placed, listener
-        self._peers = peers
-        self._missed: set[Peer] = set()  # those of which `poll` has told that they are gone
-
-    @property
-    def hosts(self) -> list[str]:
-        return [host for host, count in self.placed.nodes for _ in range(count)]
-
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Have `selector` watch the connections, with callables that return what they bring."""
-        for peer in self._peers:
-            selector.register(peer.end, selectors.EVENT_READ, partial(self._read, peer, selector))
-
-    def poll(self) -> list[int]:
-        """Keep the connections alive; return the ranks of launchers that are gone, once."""
-        for peer in self._peers:
-            if not peer.is_gone:
-                peer.keep_alive()
-        gone = [peer for peer in self._peers if peer.is_gone and peer not in self._missed]
-        self._missed.update(gone)
-        return [rank for peer in gone for rank in peer.ranks]
-
-    def tell(self, event: Told | Ended, but: Peer | None = None) -> None:
-        """Send the other launchers what a rank does, without texts: nothing is encrypted."""
-        if isinstance(event, Told) and isinstance(event.record, Raised):
-            raised = event.record
-            told = Raised(raised.kind, raised.peer, raised.origin, code=raised.code)
-            event = Told(event.rank, told)
-        for peer in self._peers:
-            if peer is not but and not peer.is_gone:
-                peer.send(event)
-
-    def close(self) -> None:
-        for peer in self._peers:
-            # What is left to read would make the system drop what was sent.
-            with contextlib.suppress(OSError):
-                peer.end.setblocking(False)
-                while peer.end.recv(_PIECE_BYTES):
-                    pass
-            peer.end.close()
-        if self.listener is not None:
-            self.listener.close()
-
-    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> list[Told | Ended]:
-        events = [record for record in peer.read() if isinstance(record, Told | Ended)]
-        if peer.is_gone:
-            selector.unregister(peer.end)
-        for event in events:
-            self.tell(event, but=peer)
-        return events
-
-
-class Peer:
-    """The connection with another launcher, which starts `ranks`."""
-
-    def __init__(self, end: socket.socket, secret: str, *, is_first: bool) -> None:
-        self.end = end
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._channel = Channel[NodeRecord](NodeRecord, secret, nonce, is_first=is_first)
-        self._waiting: deque[NodeRecord] = deque()
-        self._sent_s = self._received_s = time.monotonic()
-        self.join: Join | None = None  # what it has said of itself, on node 0
-        self.ranks = range(0)
-        self.stranger = ""  # what is at the other end, if it is no launcher of this job
-        self.is_gone = False  # the connection has ended
-        end.settimeout(TIMES.agent_end_s)
-        self._write(self._channel.opening)
-
-    def send(self, record: NodeRecord) -> None:
-        """Send a record, once the other end has begun; does nothing if it has gone."""
-        self._waiting.append(record)
-        self._sent_s = time.monotonic()
-        self._flush()
-
-    def keep_alive(self, silent_s: float = TIMES.agent_silent_s) -> None:
-        """Show now and then that this launcher lives; it is gone if it was silent for so long."""
-        now_s = time.monotonic()
-        if now_s - self._sent_s >= TIMES.agent_ping_s:
-            self.send(Alive())
-        if now_s - self._received_s >= silent_s:
-            self.is_gone = True
-
-    def read(self) -> Sequence[NodeRecord]:
-        try:
-            data = self.end.recv(_PIECE_BYTES)
-            records = self._channel.feed(data)
-        except OSError:
-            data = b""
-        except ConfigError as error:
-            data, self.stranger = b"", error.message
-        if not data:
-            self.is_gone = True
-            return []
-        self._received_s = time.monotonic()
-        self._flush()
-        return records
-
-    def _flush(self) -> None:
-        while self._channel.is_open and self._waiting:
-            self._write(self._channel.encode(self._waiting.popleft()))
-
-    def _write(self, data: bytes) -> None:
-        # A closed connection shows when it is read, after what has arrived.
-        with contextlib.suppress(OSError):
-            try:
-                self.end.sendall(data)
-            except TimeoutError:
-                self.is_gone = True
+def _close_all(peers: Sequence[Peer]) -> None:
+    for peer in peers:
+        peer.end.close()

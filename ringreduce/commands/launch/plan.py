@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringreduce.commands.launch.nodes import Meeting
+from ringreduce.commands.launch.meeting import Meeting
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.vocabulary.config import TIMES
 

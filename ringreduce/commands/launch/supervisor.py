@@ -10,7 +10,8 @@ from typing import Any, TextIO
 from ringreduce.commands.launch.display import Logs
 from ringreduce.commands.launch.hosts import labels
 from ringreduce.commands.launch.job import Job
-from ringreduce.commands.launch.nodes import Node, Nodes
+from ringreduce.commands.launch.meeting import Node
+from ringreduce.commands.launch.nodes import Nodes
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.screen import Screen
