@@ -40,7 +40,8 @@ from ringreduce.transport.listening import Bind
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.stalls import Waiting
-from ringreduce.transport.visits import Standby, Visits
+from ringreduce.transport.standby import Standby
+from ringreduce.transport.visits import Visits
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import TIMES, Config

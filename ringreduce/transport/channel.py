@@ -1,32 +1,27 @@
-"""The sockets of one link over ZeroMQ, for every link: both ends of its channels.
+"""The two ends of a channel: a socket to another rank, or from one, and its connection's state.
 
 A one-way connection goes from a connected PUSH socket to a bound PULL socket. The compiled loops
-use the sockets by address; frames pass through Python only when a call ends badly.
-
-Threads: libzmq's and the authenticator's, in a context of each link's own; they end in
-`Sockets.close`. One thread at a time calls what does not say that any may.
+use the sockets by address; frames pass through Python only when a call ends badly. What ends have
+in common with others of their context does `ringreduce.transport.sockets`, which makes them.
 """
 
-from __future__ import annotations
-
 import itertools
+import socket as sockets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from socket import IPPROTO_TCP
 from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ringreduce.pure.liveness import Flow
 from ringreduce.pure.watcher_messages import Overdue
-from ringreduce.transport import inherited, listening, sodium
+from ringreduce.transport import listening
 from ringreduce.transport.address import endpoint
+from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.descriptors import borrowed
-from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.records import NO_SOURCE, ChannelRecord
+from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError
@@ -37,109 +32,36 @@ from ringreduce.vocabulary.times import milliseconds
 RECEIVE_QUEUE_FRAMES = 4
 _KEEPALIVE_IDLE_S = 60
 _RECONNECT_MS = 24 * 3600 * 1000
-_numbers = itertools.count()  # of names that must differ
-
-
-class Sockets:
-    """Ends of channels with other ranks, which may listen on `bind`.
-
-    `admission` says what those must show that connect, and their frames have `longest` bytes at
-    most. libzmq has `threads`.
-    """
-
-    def __init__(self, admission: Admission, bind: Bind, longest: int, threads: int = 1) -> None:
-        self.admission, self.bind, self.longest = admission, bind, longest
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=threads)
-        self.authenticator = admission.authenticator(self.context)
-        self.incoming: list[Incoming] = []  # open ones, in the order in which they were made
-        self.outgoing: list[Outgoing] = []
-        inherited.watch(self)
-
-    @property
-    def is_closed(self) -> bool:
-        return bool(self.context.closed)
-
-    def listen(self, record: ChannelRecord, number: int, **options: Any) -> Incoming:
-        """Listen for one rank, which is not known yet, on channel `number`; as `Incoming`."""
-        made = Incoming(self, record, number, **options)
-        self.incoming.append(made)
-        return made
-
-    def connect(
-        self, address: str, peer: int, record: ChannelRecord, number: int, **options: Any
-    ) -> Outgoing:
-        """Connect to rank `peer`, which listens on `address` for this one; as `Outgoing`."""
-        made = Outgoing(self, address, peer, record, number, **options)
-        self.outgoing.append(made)
-        return made
-
-    def lock_all(self, deadline: float) -> None:
-        """Lock all ports, as `Incoming.lock` does; the authenticator ends once all are shut."""
-        # A list, so that every port is tried, also after one that fails.
-        if all([pulling.lock(deadline) for pulling in self.incoming]):
-            self.authenticator.close()
-
-    def read_events(self) -> None:
-        for end in self._ends():
-            end.read_events()
-
-    def flow(self) -> Flow:
-        """Count frames sent to each rank, and find ranks whose frames are due; from any thread."""
-        sent = ((end.peer, end.number, end.record.sent) for end in list(self.outgoing))
-        overdue = (end.overdue() for end in list(self.incoming))
-        return Flow(sent=tuple(sent), overdue=tuple(filter(None, overdue)))
-
-    def close_inherited(self) -> None:
-        """In a forked child: forget the keys, and close its copies of the connections."""
-        self._forget_keys()
-        listening = [endpoint for pulling in self.incoming for endpoint in pulling.endpoints]
-        inherited.close_connections(listening + [pushing.address for pushing in self.outgoing])
-
-    def close(self, linger_s: float) -> None:
-        """Free everything, once all that was sent has been written, or `linger_s` have passed."""
-        inherited.unwatch(self)
-        self.authenticator.close()
-        for pushing in self.outgoing:
-            pushing.close(milliseconds(linger_s) if linger_s else 0)
-        for pulling in self.incoming:
-            pulling.close()
-        # Including what a failed constructor has left open. It waits for what is still unsent.
-        self.context.destroy(linger=0)
-        self._forget_keys()
-
-    def _forget_keys(self) -> None:
-        """Seal nothing from now on, so that no two processes use a key for the same numbers."""
-        for end in self._ends():
-            end.record.seal_nonce[0] = FRAMES_PER_KEY_MAX
-            end.record.seal_key[:] = end.record.open_key[:] = bytes(sodium.KEY_BYTES)
-
-    def _ends(self) -> list[Incoming | Outgoing]:
-        return [*self.incoming, *self.outgoing]
+_monitors = itertools.count()
 
 
 class Incoming:
-    """One of the `sockets` (PULL), which listens for frames of one rank on channel `number`.
+    """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
 
-    A receive waits for at most ``TIMES.poll_s``. At most `queue` frames wait to be read; TCP holds
-    the others back. `events` are for `read_events` to process.
+    The `authenticator` of `context` decides who may connect, by the name `domain`. A receive on
+    `socket` (PULL) waits for at most ``TIMES.poll_s``. At most `queue` frames wait to be read; TCP
+    holds the others back. `events` are for `read_events` to process.
     """
 
     def __init__(
         self,
-        sockets: Sockets,
+        context: zmq.Context[zmq.Socket[bytes]],
+        bind: Bind,
+        frame_bytes_max: int,
         record: ChannelRecord,
         number: int,
-        *,
+        admission: Admission,
+        authenticator: Authenticator,
+        domain: str,
         queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
         self.record, self.number = record, number
-        self._admission, self._authenticator = sockets.admission, sockets.authenticator
-        self._domain = f"end {next(_numbers)}"  # its name for the authenticator
+        self._admission, self._authenticator, self._domain = admission, authenticator, domain
         self.peer = -1  # the rank that sends, once that is known
         self.is_locked = False  # nobody can connect any more
         self.silence = Silence(self.arrived_bytes)  # for how long a frame has been due
-        self.socket = sockets.context.socket(zmq.PULL)
-        self._admission.serve(self.socket, self._domain)
+        self.socket = context.socket(zmq.PULL)
+        admission.serve(self.socket, domain)
         # Watched from the start, so that no event is missed.
         seen = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.events = Monitor(self.socket, seen)
@@ -152,17 +74,17 @@ class Incoming:
         self.socket.set_hwm(queue)
         self.socket.setsockopt(zmq.RCVTIMEO, milliseconds(TIMES.poll_s))
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, sockets.longest + OVERHEAD_BYTES)
-        self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in sockets.bind.hosts)))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
+        self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in bind.hosts)))
         self.endpoints: list[str] = []  # on the same port at each address; `address` is the first
-        for listener in listening.listen(sockets.bind, **self._admission.security.who):
+        for listener in listening.listen(bind, **admission.security.who):
             address = endpoint(*listener.getsockname()[:2])
             self.socket.setsockopt(zmq.USE_FD, listener.fileno())
             self.socket.bind(address)
             self._listeners.append(listener.detach())  # libzmq closes it.
             self.endpoints.append(address)
         self.address = self.endpoints[0]
-        record.source, record.receiver = NO_SOURCE, self.socket.underlying
+        record.receiver = self.socket.underlying
 
     def overdue(self) -> Overdue | None:
         """The frame that has been due for a while, if one has; from any thread."""
@@ -243,21 +165,23 @@ class Incoming:
 
 
 class Outgoing:
-    """One of the `sockets` (PUSH), connected to rank `peer`, which listens on `address`.
+    """A socket (PUSH) connected to rank `peer` of the job, which listens on `address`.
 
-    Sending never waits. At most `queue` frames wait to be sent; 0: any number. The connection
-    ends when the other system has not acknowledged data for `unconfirmed_ms_max`; 0: the system's
-    default, many minutes. Every `ping_ms`, if not 0, libzmq sends a few bytes, by a thread that
-    needs no Python. Raises RendezvousError if libzmq refuses the address.
+    Sending never waits. At most `queue` frames wait to be sent; 0: any number. `record`, `number`
+    and `events` are as of the other end. The connection ends when the other system has not
+    acknowledged data for `unconfirmed_ms_max`; 0: the system's default, many minutes. Every
+    `ping_ms`, if not 0, libzmq sends a few bytes, by a thread that needs no Python. Raises
+    RendezvousError if libzmq refuses the address.
     """
 
     def __init__(
         self,
-        sockets: Sockets,
+        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         peer: int,
         record: ChannelRecord,
         number: int,
+        admission: Admission,
         *,
         queue: int = 0,
         unconfirmed_ms_max: int = 0,
@@ -266,9 +190,9 @@ class Outgoing:
         self.address, self.peer = address, peer
         self.record, self.number = record, number
         self.is_lost = False
-        self.socket = sockets.context.socket(zmq.PUSH)
-        admission, security = sockets.admission, sockets.admission.security
+        self.socket = context.socket(zmq.PUSH)
         admission.join(self.socket, peer, number)
+        security = admission.security
         if admission.seals:
             record.seal_key[:] = security.frame_key(security.rank, peer, number)
         self.socket.setsockopt(zmq.SNDHWM, queue)
@@ -346,7 +270,7 @@ class Monitor:
 
     def __init__(self, socket: zmq.Socket[Any], events: int) -> None:
         self._socket = socket
-        name = f"inproc://monitor.{next(_numbers)}"
+        name = f"inproc://monitor.{next(_monitors)}"
         socket.monitor(name, int(events))
         self.receiver: zmq.Socket[Any] = socket.context.socket(zmq.PAIR)
         self.receiver.setsockopt(zmq.RCVHWM, 0)
@@ -433,7 +357,7 @@ def _counts(descriptor: int, *places: int) -> list[int] | None:
         return None
     try:
         with borrowed(descriptor) as connection:
-            facts = connection.getsockopt(IPPROTO_TCP, _TCP_INFO, _TCP_INFO_BYTES)
+            facts = connection.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
         return None
     if len(facts) < max(places) + 8:

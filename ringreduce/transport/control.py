@@ -20,16 +20,11 @@ import zmq
 
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.watcher_messages import message_bytes_max
-from ringreduce.transport.channel import (
-    Incoming,
-    Outgoing,
-    Sockets,
-    announced_ports,
-    join_ports,
-)
+from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import Security
+from ringreduce.transport.sockets import Sockets
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
@@ -62,7 +57,8 @@ class Control:
         self._outgoing: dict[int, Outgoing] = {}
         try:
             for neighbour in membership.neighbours(rank):
-                self._incoming[neighbour] = self.sockets.listen(ChannelRecord(), 0, queue=_QUEUE)
+                what = ChannelRecord(), 0, f"control.{neighbour}"
+                self._incoming[neighbour] = self.sockets.listen(*what, queue=_QUEUE)
         except BaseException:
             self.close()
             raise

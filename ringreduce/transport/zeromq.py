@@ -21,17 +21,12 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.transport import frames, libzmq, loop, records
-from ringreduce.transport.channel import (
-    Incoming,
-    Outgoing,
-    Sockets,
-    announced_ports,
-    join_ports,
-)
+from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
+from ringreduce.transport.sockets import Sockets
 from ringreduce.transport.stalls import StalledCall, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
@@ -70,7 +65,7 @@ class ZmqLink(StalledCall):
         self._where: dict[int, str] = {}  # their first ports
         try:
             for channel, record in enumerate(self.records):
-                self.sockets.listen(record, channel)
+                self.sockets.listen(record, channel, f"data.{channel}")
         except BaseException:
             self.sockets.close(0)
             raise

@@ -9,9 +9,6 @@ Threads: one at a time uses each direction of a pair for messages, and one the p
 `found`, `traffic` and `flow` may be called from any thread.
 """
 
-from __future__ import annotations
-
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -25,14 +22,13 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport import descriptors, frames, libzmq, loop, records
-from ringreduce.transport.channel import Incoming, Outgoing, Sockets
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.records import ChannelRecord, LinkRecord, TransferRecord
+from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
-from ringreduce.transport.segment import address_of
+from ringreduce.transport.sockets import Sockets
 from ringreduce.transport.stalls import StalledCall, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
@@ -69,8 +65,8 @@ class ZmqPairs:
         # Guards what follows; also notifies that an address has come.
         self._changed = threading.Condition()
         self._addresses: dict[tuple[int, int], str] = {}
-        self._sending: dict[tuple[int, int], _Sending] = {}
-        self._receiving: dict[tuple[int, int], _Receiving] = {}
+        self._sending: dict[tuple[int, int], Sending] = {}
+        self._receiving: dict[tuple[int, int], Receiving] = {}
         self._lent: list[np.ndarray] = []  # memory of failed calls, kept until close
 
     def found(self, listening: Listening) -> None:
@@ -93,7 +89,7 @@ class ZmqPairs:
         call = _PairCall(self, "send" if sends else "recv", header, end.sequence)
         end.begin(header, header.rank, end.sequence, memory)
         end.sequence += 1
-        if isinstance(end, _Receiving):
+        if isinstance(end, Receiving):
             call.run(None, end, 0)
             return
         try:
@@ -128,7 +124,7 @@ class ZmqPairs:
 
         incoming = [begun(self._receiving_from, p, p, received[p]) for p in reversed(around)]
         outgoing = [begun(self._sending_to, place, own_place, sent[place]) for place in around]
-        used: list[_Sending] = [sending for sending in outgoing if sending is not None]
+        used: list[Sending] = [sending for sending in outgoing if sending is not None]
         call = _PairCall(self, Kind(header.kind).label, header, sequence)
         is_connected = all(sending.socket is not None for sending in used)
         try:
@@ -152,7 +148,7 @@ class ZmqPairs:
             self._give_up(used, *sent)
             raise
 
-    def _give_up(self, ends: Sequence[_Sending], *memory: np.ndarray) -> None:
+    def _give_up(self, ends: Sequence[Sending], *memory: np.ndarray) -> None:
         """Send nothing more from `memory`, which the caller may overwrite now."""
         self._has_failed = True
         self._lent += memory
@@ -163,9 +159,9 @@ class ZmqPairs:
     # --- Connections ----------------------------------------------------------------------------
 
     @cached_property
-    def _record(self) -> LinkRecord:
+    def _record(self) -> records.LinkRecord:
         """The record from which those of all ends are copied."""
-        return LinkRecord(
+        return records.LinkRecord(
             channel_count=1,
             streams=1,
             segment_bytes=self._segment_bytes,
@@ -177,27 +173,28 @@ class ZmqPairs:
             free=libzmq.release_callback(frees=True).address,
         )
 
-    def _receiving_from(self, peer: int, channel: int) -> _Receiving:
+    def _receiving_from(self, peer: int, channel: int) -> Receiving:
         """The end that receives from `peer`, which is notified when it is made."""
         receiving = self._receiving.get((peer, channel))
         if receiving is not None:
             return receiving
         with self._changed:
-            sockets, made = self._opened(), _Receiving(self._record, peer)
-            made.socket = sockets.listen(made.channel, _FIRST_CHANNEL + channel)
+            sockets, made = self._opened(), Receiving(self._record, peer)
+            number, domain = _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"
+            made.socket = sockets.listen(made.channel, number, domain)
             made.socket.admit(peer)
             self._receiving[peer, channel] = made
         self._waiting.listen(Listening(self._rank, peer, channel, made.address))
         return made
 
-    def _sending_to(self, peer: int, channel: int) -> _Sending:
+    def _sending_to(self, peer: int, channel: int) -> Sending:
         """The end that sends to `peer`, which may not be connected yet."""
         if (peer, channel) not in self._sending:
             with self._changed:
-                self._sending.setdefault((peer, channel), _Sending(self._record, peer, channel))
+                self._sending.setdefault((peer, channel), Sending(self._record, peer, channel))
         return self._sending[peer, channel]
 
-    def find(self, sending: _Sending, wait_s: float) -> str:
+    def find(self, sending: Sending, wait_s: float) -> str:
         """Where the peer listens; waits for that if need be, and is empty if it is not known."""
         key = sending.peer, sending.number
         with self._changed:
@@ -205,7 +202,7 @@ class ZmqPairs:
                 self._changed.wait(wait_s)
             return self._addresses.get(key, "")
 
-    def connect(self, sending: _Sending, address: str) -> None:
+    def connect(self, sending: Sending, address: str) -> None:
         """Connect to the peer; the rank that awaits its frames finds out if that has ended."""
         with self._changed:
             number = _FIRST_CHANNEL + sending.number
@@ -249,99 +246,18 @@ class ZmqPairs:
         self._lent.clear()
 
 
-class _End:
-    """One direction of a pair, used by one thread at a time; `like` is the record that all have.
-
-    It goes to or comes from rank `peer`; `sequence` numbers its next message. `record` and
-    `channel` are for the compiled loops, as of a link with one channel; `transfer` is the present
-    memory.
-    """
-
-    socket: Incoming | Outgoing | None = None
-
-    def __init__(self, like: LinkRecord, peer: int) -> None:
-        self.peer, self.sequence = peer, 0
-        self.channel = ChannelRecord()
-        self.record = LinkRecord.from_buffer_copy(like)
-        self.record.channels = ctypes.addressof(self.channel)
-        self.transfer = TransferRecord()
-        self.addresses = ctypes.addressof(self.record), ctypes.addressof(self.transfer)
-        self._header: Header | None = None
-
-    @property
-    def address(self) -> str:
-        """Where the receiving rank of the two listens; empty until it is known."""
-        return "" if self.socket is None else self.socket.address
-
-    def begin(self, header: Header, sender: int, sequence: int, memory: np.ndarray) -> None:
-        """Prepare for `memory`, contiguous, from place `sender`, with frames of `header`.
-
-        The frames have the sender, sequence number and count that are given, not those of `header`.
-        The same header object as the last time costs less.
-        """
-        record, transfer = self.record, self.transfer
-        record.started = record.segment = record.errno = 0
-        words = transfer.header
-        if header is not self._header:
-            self._header = header
-            words[:] = wire.encode(header).tolist()
-        words[2] = (words[2] & 0xFFFFFFFF) | sender << 32
-        words[3], words[4] = sequence, memory.size
-        transfer.memory, transfer.nbytes = address_of(memory), memory.nbytes
-
-
-class _Sending(_End):
-    """To `peer` on the channel `number`; `socket` is None until it is connected."""
-
-    socket: Outgoing | None = None
-
-    def __init__(self, like: LinkRecord, peer: int, number: int) -> None:
-        super().__init__(like, peer)
-        self.number = number
-
-    @property
-    def borrows(self) -> bool:
-        return self.socket is not None and self.socket.borrows
-
-    def is_lost(self, has_left: bool, waited_s: float) -> bool:
-        """Whether nothing more can be sent; as of the other direction."""
-        if has_left or self.socket is None:
-            return has_left
-        self.socket.read_events()
-        return self.socket.is_lost or self.socket.socket.closed
-
-
-class _Receiving(_End):
-    """From `peer`, which connects to `socket`."""
-
-    socket: Incoming
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether frames of the present memory are due."""
-        return bool(self.record.segment * self.record.segment_bytes < max(1, self.transfer.nbytes))
-
-    def is_lost(self, has_left: bool, waited_s: float) -> bool:
-        """Whether nothing more can come; `has_left`: the peer has closed its communicator."""
-        self.socket.read_events()
-        if self.socket.is_lost(waited_s > TIMES.quiet_s):
-            return True
-        # Its last frames may still be on the way: they are not, if it never connected.
-        return has_left and not self.socket.visitors and waited_s > TIMES.linger_s
-
-
 class _PairCall(StalledCall):
     """A message, or the parts of a collective, one after the other."""
 
     def __init__(self, pairs: ZmqPairs, operation: str, header: Header, sequence: int) -> None:
         self._pairs = pairs
         self._operation, self._header, self._sequence = operation, header, sequence
-        self._sending: _Sending | None = None
-        self._receiving: _Receiving | None = None
+        self._sending: Sending | None = None
+        self._receiving: Receiving | None = None
         self._held, self._status = 0, records.WAITING
         self._is_connecting = False
 
-    def run(self, sending: _Sending | None, receiving: _Receiving | None, held: int) -> None:
+    def run(self, sending: Sending | None, receiving: Receiving | None, held: int) -> None:
         self._sending, self._receiving, self._held = sending, receiving, held
         self._source = (0, 0) if sending is None else sending.addresses
         self._target = (0, 0) if receiving is None else receiving.addresses
@@ -350,7 +266,7 @@ class _PairCall(StalledCall):
         if receiving is not None:
             receiving.socket.lock(0.0)
 
-    def connect(self, sending: _Sending) -> None:
+    def connect(self, sending: Sending) -> None:
         """Wait until the peer listens, and connect to it."""
         if sending.socket is not None:
             return
@@ -372,7 +288,7 @@ class _PairCall(StalledCall):
 
     def _finish(self) -> None:
         is_message = self._header.kind in wire.SENDS
-        sends = isinstance(self._end, _Sending) if is_message else None
+        sends = isinstance(self._end, Sending) if is_message else None
         finish(self, self._pairs._waiting, sends=sends)
 
     def _check(self) -> None:
@@ -381,7 +297,7 @@ class _PairCall(StalledCall):
             raise waiting.error(**self.where(self._pairs._rank))
 
     @property
-    def _end(self) -> _Sending | _Receiving:
+    def _end(self) -> Sending | Receiving:
         """The end that is waited for now."""
         if self._receiving is not None and (self._sending is None or self._receiving.is_waiting):
             return self._receiving
@@ -406,7 +322,7 @@ class _PairCall(StalledCall):
             receiving.socket.read_events()
         progress, name = (end.peer, received, released), self.named(end.peer)
         nbytes = format_bytes(end.transfer.nbytes)
-        if isinstance(end, _Receiving):
+        if isinstance(end, Receiving):
             return State(progress, end.peer, f"{nbytes} from {name}", end.socket.silence)
         return State(progress, end.peer, f"{name} to receive {nbytes}")
 

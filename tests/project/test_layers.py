@@ -144,7 +144,7 @@ def test_only_two_modules_read_the_environment():
 
 def test_only_few_modules_import_these():
     of_zmq = ("authenticator", "channel", "control", "diagnosis", "libzmq")
-    of_zmq += ("security", "visits")
+    of_zmq += ("security", "sockets", "visits")
     assert importers_of("zmq") == {
         *("ringreduce.bootstrap.rendezvous", *(f"ringreduce.transport.{name}" for name in of_zmq))
     }

@@ -338,7 +338,7 @@ def greatest(comm: rr.Communicator) -> float:
 @on_each_rank(3, transport="zmq", given=["encryption", "streams"])
 def test_a_ring_with_a_secret_reduces_and_is_shut(comm, encryption, streams):
     assert greatest(comm) == 3.0
-    assert comm._session.collectives._link.sockets.authenticator._thread is None
+    assert comm._session.collectives._link.sockets._authenticator._thread is None
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abb"])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 
 import ringreduce as rr
 from ringreduce.collectives.ring import Ring
@@ -18,7 +19,7 @@ from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import frames, inherited, loop, records
-from ringreduce.transport.channel import Sockets
+from ringreduce.transport.channel import Outgoing
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Waiting
@@ -68,7 +69,7 @@ def on_each(rings: list[Ring], work: Callable[[Ring], object]) -> list[object]:
 
 
 @contextmanager
-def closing(*links: ZmqLink) -> Iterator[None]:
+def closing(*links: ZmqLink | Outgoing) -> Iterator[None]:
     with ExitStack() as stack:
         for link in links:
             stack.callback(link.close)
@@ -97,13 +98,13 @@ def test_a_connection_that_cannot_be_tried_is_lost():
 
     Else frames for it would wait for ever, and the receiver blame nobody.
     """
-    sockets = Sockets(Security(rank=0, size=2).data, Bind(()), 0)
-    with ExitStack() as stack:
-        stack.callback(sockets.close, 0)
-        pushing = sockets.connect(f"tcp://{'x' * 70}:9", 1, records.ChannelRecord(), 0)
-        while not pushing.is_lost:
-            pushing.events.receiver.poll(1000)
-            pushing.read_events()
+    address, admission = f"tcp://{'x' * 70}:9", Security(rank=0, size=2).data
+    with zmq.Context() as context:
+        pushing = Outgoing(context, address, 1, records.ChannelRecord(), 0, admission)
+        with closing(pushing):
+            while not pushing.is_lost:
+                pushing.events.receiver.poll(1000)
+                pushing.read_events()
 
 
 def test_a_broadcast_that_is_not_taken_has_few_ciphertexts_in_memory():

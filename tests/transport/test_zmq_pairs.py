@@ -67,7 +67,7 @@ def test_only_the_rank_that_is_due_gets_in_and_once(caplog, monkeypatch):
         if comm.rank == 0:
             pending = comm.recv(np.zeros(3, int), 1, async_op=True)
             assert tried.wait(20)
-            assert pairs._sockets.authenticator.refused == 2
+            assert pairs._sockets._authenticator.refused == 2
             comm.barrier()
             assert pending.wait().tolist() == [0, 1, 2]
         else:
