@@ -135,20 +135,17 @@ def parents_ring(config: Config) -> tuple[Config, Sequence[int]] | None:
     return replace(config, **local, log_dir="", trace_dir=""), members
 
 
-def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
-    """Select the variables that ranks on other hosts get from this process.
+def forwarded_environment() -> dict[str, str]:
+    """This process's variables of ringreduce, for ranks on other hosts.
 
-    The variables of ringreduce, and those in `names`, which are NAME or NAME=VALUE. Not the secret,
-    which travels apart; nor what holds for this host or process alone. Raises ConfigError if a
-    variable in `names` is not set here, or no name.
+    Not the secret, which travels apart; nor what holds for this host or process alone.
     """
     prefix = "RINGREDUCE_"
-    variables = {k: v for k, v in os.environ.items() if k.startswith(prefix) and k not in _OWN}
-    return variables | chosen_variables(names)
+    return {k: v for k, v in os.environ.items() if k.startswith(prefix) and k not in _OWN}
 
 
 def chosen_variables(names: Collection[str]) -> dict[str, str]:
-    """The variables of NAME or NAME=VALUE. Raises ConfigError as `forwarded_environment`."""
+    """The variables of NAME or NAME=VALUE; ConfigError: one is not set here, or has no name."""
     variables = {}
     for entry in names:
         name, is_given, value = entry.partition("=")

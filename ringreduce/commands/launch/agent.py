@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import TypeVar
 
 from ringreduce._version import __version__
@@ -42,7 +41,7 @@ class _Connection:
         os.dup2(2, 1)
         os.set_blocking(self._output, False)
         self._orders: Records[exchange.Order] = Records(exchange.Order)
-        self._arrived: deque[exchange.Order] = deque()  # those that have arrived and were not taken
+        self.arrived: deque[exchange.Order] = deque()  # those that have arrived and were not taken
         self._received_s = time.monotonic()
         self._write(exchange.MAGIC + encode(exchange.Hello(__version__)))
 
@@ -56,17 +55,13 @@ class _Connection:
         if not data:
             raise _EndedError
         self._received_s = time.monotonic()
-        self._arrived += self._orders.feed(data)
-
-    def take(self) -> Iterator[exchange.Order]:
-        while self._arrived:
-            yield self._arrived.popleft()
+        self.arrived += self._orders.feed(data)
 
     def wait(self, kind: type[_Order]) -> _Order:
         """The next order of this kind. Raises `_EndedError`."""
         while True:
-            for order in self.take():
-                if isinstance(order, kind):
+            while self.arrived:
+                if isinstance(order := self.arrived.popleft(), kind):
                     return order
             self.receive()
 
@@ -136,8 +131,8 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
         events: list[exchange.Event] = []
         for key, _ in selector.select(TIMES.poll_s):
             events += key.data() or ()
-        for order in connection.take():
-            if isinstance(order, exchange.Signal):
+        while connection.arrived:
+            if isinstance(order := connection.arrived.popleft(), exchange.Signal):
                 host.send(order.rank, order.number)
         events += host.poll()
         for event in events:
