@@ -1,6 +1,7 @@
 """`rr.shard`: each rank's part of data in every form, and data that differs between ranks."""
 
 import warnings
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -103,6 +104,24 @@ def test_what_is_left_out_is_said_on_rank_0_where_it_is_much(make):
     assert len(told) == 1
     assert "leaves out the last 2 of 8 " in told[0]
     assert "each of 3 ranks gets 2" in told[0]
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_data_that_a_group_divides_is_divided_for_the_whole_job(is_divided):
+    """As of a model in parts, whose optimizer is the job's and whose rows are a group's."""
+
+    def work(comm):
+        group = comm.split(0)
+        if is_divided:
+            rr.shard(np.arange(9), group)
+        mistakes.warn_of_whole_data(SimpleNamespace(name="towers"), comm)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        ring_of_threads(SIZE, work)
+    told = [str(each.message) for each in found if each.category is rr.DataWarning]
+    assert is_divided or "nothing has divided the data that towers.fit trains on" in told[0]
+    assert len(told) == (not is_divided)
 
 
 def test_a_cache_file_that_another_rank_writes_is_named_with_what_to_do(tmp_path):
