@@ -104,9 +104,12 @@ class Elastic:
                 self._at_end = True
                 self._meeting(self._ring.barrier)
         finally:
-            kept(self._ring, Repeating).by = None
-            self._model.train_step = self._plain
-            self._optimizer.commit_point = self._model.train_function = None
+            self._restore()
+
+    def _restore(self) -> None:
+        kept(self._ring, Repeating).by = None
+        self._model.train_step = self._plain
+        self._optimizer.commit_point = self._model.train_function = None
 
     def _keeping(self, step: Any) -> Any:
         """`step`, compiled as the model is; first it keeps what it changes besides weights."""
