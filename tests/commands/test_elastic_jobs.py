@@ -191,7 +191,9 @@ def test_ranks_that_were_left_out_end_with_the_others(tmp_path):
     variables = {"RINGREDUCE_ELASTIC": "2", "RINGREDUCE_TIME_SCALE": "0.1"}
     done = play(tmp_path, 4, outs, **variables)
     assert done.wait() == 0, done.stderr
-    assert "ranks 0, 1 were lost (exit code 1): ranks 2, 3 went on after 0.0 s" in done.stderr
+    # The end of rank 0's process may be seen before its report.
+    text = r"ranks 0, 1 were lost \((exit code 1|RendezvousError)\): ranks 2, 3 went on after 0.0 s"
+    assert re.search(text, done.stderr)
     assert said(done.stderr)[-1] == "ended well without ranks 0, 1"
 
 
