@@ -13,7 +13,14 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
-from wrapt import register_post_import_hook
+try:
+    from wrapt import register_post_import_hook
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"--unchanged needs TensorFlow, and {error.name} is not installed: "
+        'pip install "ringreduce[tensorflow]"',
+        name=error.name,
+    ) from error
 
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.start import run_program
