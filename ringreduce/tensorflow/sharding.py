@@ -19,13 +19,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects.handoff import Area, BucketItem, Layout
-from ringreduce.pure.buckets import (
-    Bucket,
-    BucketPlan,
-    GradientSpec,
-    Piece,
-    pieces,
-)
+from ringreduce.pure.buckets import Bucket, BucketPlan, GradientSpec, Piece, pieces
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
@@ -170,7 +164,7 @@ class ShardedBuckets:
         for number, (bucket, in_place) in enumerate(
             zip(self._plan.buckets, self._in_place(), strict=True)
         ):
-            areas = memory.areas(number, 1 if shared else count)
+            areas = [] if in_place and shared else memory.areas(number, 1 if shared else count)
             size = dtypes[number].itemsize
             nbytes = bucket.count * size
             wholes = [(slot.start * size, slot.count * size) for slot in bucket.slots]
