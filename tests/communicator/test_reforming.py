@@ -527,6 +527,12 @@ def test_half_the_ranks_without_the_lowest_wait_and_say_for_whom(comm, together)
     assert comm._session.membership.members == (0, 1)
 
 
+def test_a_ring_alone_is_formed_anew():
+    with rr.Communicator(rr.Config()) as comm:
+        reform(comm, [])
+        assert comm.all_reduce(np.ones(1)) == 1
+
+
 @on_each_rank(2)
 def test_the_standby_port_is_shut_before_and_after_and_then_closed(comm):
     port = standby_port(comm)
