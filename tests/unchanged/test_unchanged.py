@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import importlib
 import os
 import re
 import sys
@@ -58,13 +57,6 @@ def test_nothing_is_replaced_where_nobody_asks():
     functions = [keras.Model.fit, keras.Model.save, keras.saving.save_model, keras.utils.get_file]
     for function in (*functions, keras.optimizers.Optimizer.apply, tf.saved_model.save, input):
         assert not hasattr(function, "replaces")
-
-
-def test_without_wrapt_the_error_has_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wrapt", None)
-    monkeypatch.delitem(sys.modules, "ringreduce.unchanged.start", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "ringreduce\[tensorflow\]"'):
-        importlib.import_module("ringreduce.unchanged.start")
 
 
 def test_it_starts_before_keras_and_with_the_same_random_numbers(tmp_path):
