@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ringreduce.unchanged.job import job
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.own_folder import own_folder
 
 _log = logging.getLogger(__name__)
 _WRITING = os.O_WRONLY | os.O_RDWR
 # In the order in which they were found.
 _names: dict[str, None] = {}
 _told = 0
-_lock = threading.Lock()
 
 
 def share_folders() -> None:
@@ -37,13 +39,93 @@ def share_folders() -> None:
     os.mkdir = mkdir
 
 
+class _Downloads:
+    """This process's part in downloads, of which one process of a host and user makes some."""
+
+    def __init__(self) -> None:
+        # Held while this process waits for others: then all its threads wait.
+        self.entry = threading.Lock()
+        self.under_way = 0
+        self.file = -1  # locked while any is under way
+        self.process = os.getpid()
+
+
+_downloads = _Downloads()
+
+
 @contextlib.contextmanager
 def alone_on_host() -> Iterator[None]:
-    """Within the block no other process of this host and user is in one: the first downloads."""
-    name = os.path.join(tempfile.gettempdir(), f"ringreduce-download-{os.geteuid()}.lock")
-    with _lock, open(name, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Within the block no other process of this host and user is in one: the first downloads.
+
+    A block may be within another, and threads of a process may be in one at a time, as a download
+    that makes others needs it; so may processes that it has forked. ConfigError where other users
+    could hold or exchange the file that is locked.
+    """
+    ours = _downloads
+    if os.getpid() != ours.process:
         yield
+        return
+    with ours.entry:
+        if not ours.under_way:
+            ours.file = _locked()
+        ours.under_way += 1
+    try:
+        yield
+    finally:
+        with ours.entry:
+            ours.under_way -= 1
+            if not ours.under_way:
+                fcntl.flock(ours.file, fcntl.LOCK_UN)  # A forked child has the file open too.
+                os.close(ours.file)
+
+
+def _locked() -> int:
+    """Wait for other processes, and return the descriptor of the file that they find locked."""
+    try:
+        # Without O_NONBLOCK a pipe could block here.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(os.path.join(own_folder(), "download.lock"), flags, 0o600)
+        try:
+            _wait_for(file)
+            os.ftruncate(file, 0)
+            rank, size = job().who.values()
+            us = f"process {os.getpid()}, rank {rank} of {size} of {os.path.basename(sys.argv[0])},"
+            os.pwrite(file, us.encode(), 0)
+        except BaseException:  # Ctrl-C, above all.
+            os.close(file)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot have one process at a time download: {error}",
+            **job().who,
+            remedy="Set TMPDIR to a folder of your own, the same for all ranks of a host; or "
+            "remove what is in the way.",
+        ) from error
+    return file
+
+
+def _wait_for(file: int) -> None:
+    """Lock the file of this descriptor; log who has it, where that takes long."""
+    began, is_told = time.monotonic(), False
+    while not _try_to_lock(file):
+        waited_s = time.monotonic() - began
+        if waited_s > TIMES.remind_s and not is_told:
+            is_told = True
+            holder = os.pread(file, 1000, 0).decode(errors="replace") or "another process"
+            _log.warning(
+                "[%d/%d] has waited %.0f s to download, which one process of a host does at a time "
+                "under --unchanged: %s is at it. This rank goes on when that is done or has ended.",
+                *(*job().who.values(), waited_s, holder),
+            )
+        time.sleep(TIMES.poll_s)
+
+
+def _try_to_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def watch(is_left_out: Callable[[], bool]) -> None:

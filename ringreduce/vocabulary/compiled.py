@@ -12,9 +12,7 @@ import glob
 import hashlib
 import logging
 import os
-import stat
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -26,6 +24,8 @@ from numba.core.ccallback import CFunc
 from numba.core.runtime import rtsys
 from numba.core.sigutils import normalize_signature
 from numba.misc.appdirs import AppDirs
+
+from ringreduce.vocabulary.own_folder import own_folder
 
 _log = logging.getLogger(__name__)
 
@@ -58,20 +58,11 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 def _own_folder() -> str:
     """A folder that no other user can enter or exchange, since caches are pickles; empty: none."""
     try:
-        above, user = tempfile.gettempdir(), os.geteuid()
-        folder = os.path.join(above, f"ringreduce-{user}")
-        os.makedirs(folder, 0o700, exist_ok=True)
-        inner, outer = os.lstat(folder), os.stat(above)
-        is_own = stat.S_ISDIR(inner.st_mode) and inner.st_uid == user and not inner.st_mode & 0o077
-        # Whoever may write beside it may rename it, unless the sticky bit is set, as for /tmp.
-        stays = outer.st_mode & stat.S_ISVTX or not outer.st_mode & 0o022
-        if not (is_own and stays and outer.st_uid in (0, user)):
-            raise PermissionError(f"{folder} is not safe from other users")
+        return own_folder()
     except OSError as error:
         text = "each process compiles its functions, since the home cannot be written, and %s; "
         _log.warning(text + "NUMBA_CACHE_DIR names a folder to keep them", error)
         return ""
-    return folder
 
 
 # Folders of compiled functions that lacked one, which was compiled anew.

@@ -2,10 +2,12 @@
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import re
 import sys
 import tempfile
+import threading
 import time
 import types
 from pathlib import Path
@@ -23,7 +25,7 @@ from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import _ROOT as ROOT
 from tests.jobs import run_job
 from tests.launching import run
-from tests.processes import Process, clean_environment
+from tests.processes import Process, clean_environment, wait_until
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
 
@@ -194,20 +196,150 @@ def test_another_ranks_folder_is_no_error(tmp_path, monkeypatch):
         os.mkdir(tmp_path / "run")
 
 
-def test_one_process_of_a_host_downloads(tmp_path, monkeypatch):
+@pytest.fixture
+def lock(tmp_path, monkeypatch) -> Path:
+    """The file that processes lock which download."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(written, "job", lambda: SimpleNamespace(who={"rank": 1, "size": 2}))
+    return tmp_path / f"ringreduce-{os.geteuid()}" / "download.lock"
+
+
+def is_locked(path: Path) -> bool:
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_one_process_of_a_host_downloads(lock, monkeypatch):
     class Builder:
         def download_and_prepare(self, folder: str) -> str:
-            with open(*tmp_path.glob("*.lock"), "a") as file, pytest.raises(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert is_locked(lock)
             return folder
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     datasets = SimpleNamespace(core=SimpleNamespace(DatasetBuilder=Builder))
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", datasets)
     packages.download_once()
     assert Builder().download_and_prepare("data") == "data"
-    with open(*tmp_path.glob("*.lock"), "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not is_locked(lock)
+    assert lock.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_downloads_within_one_go_on(lock):
+    """In the same thread, in another, and in a process that was forked meanwhile."""
+
+    def once_more() -> None:
+        with written.alone_on_host():
+            assert is_locked(lock)
+
+    with written.alone_on_host():
+        once_more()
+        thread = threading.Thread(target=once_more)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        child = multiprocessing.get_context("fork").Process(target=once_more)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        assert is_locked(lock)
+    assert not is_locked(lock)
+
+
+def test_whoever_waits_says_for_whom(lock, monkeypatch, caplog):
+    with written.alone_on_host():
+        pass
+    monkeypatch.setattr(written, "TIMES", written.TIMES.scaled(0.01))
+    monkeypatch.setattr(sys, "argv", ["folder/other.py"])
+    with open(lock, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write("process 7, rank 0 of 2 of train.py,")
+        other.flush()
+
+        def released() -> bool:
+            if said := caplog.text:
+                fcntl.flock(other, fcntl.LOCK_UN)
+            return bool(said)
+
+        waiter = threading.Thread(target=wait_until, args=(released, "a warning", 20.0))
+        waiter.start()
+        with written.alone_on_host():
+            assert lock.read_text() == f"process {os.getpid()}, rank 1 of 2 of other.py,"
+        waiter.join()
+    assert "[1/2] has waited 0 s to download" in caplog.text
+    assert "process 7, rank 0 of 2 of train.py, is at it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder, _: os.mkfifo(folder), "is no folder"),
+        (lambda folder, _: folder.write_text(""), "is no folder"),
+        (lambda folder, other: folder.symlink_to(other), "is no folder"),
+        (lambda folder, other: folder.symlink_to(other / "none"), "is no folder"),
+        (lambda folder, _: folder.mkdir(0o755), "other users may enter"),
+        (lambda folder, other: in_folder(folder).symlink_to(other / "file"), "symbolic links"),
+        (lambda folder, _: os.mkfifo(in_folder(folder)), "Invalid argument"),
+    ],
+    ids=["pipe", "file", "link", "link to nowhere", "open folder", "lock a link", "lock a pipe"],
+)
+def test_what_others_have_put_in_the_way_is_named(lock, tmp_path, make, said):
+    (other := tmp_path / "other").mkdir()
+    make(lock.parent, other)
+    with pytest.raises(ConfigError, match=f"rank 1 of 2 cannot have one process .*{said}") as info:
+        written.alone_on_host().__enter__()
+    assert "Set TMPDIR to a folder of your own" in str(info.value)
+    assert not [*other.iterdir()]
+
+
+def in_folder(folder: Path) -> Path:
+    folder.mkdir(0o700)
+    return folder / "download.lock"
+
+
+def test_a_strangers_folder_is_named(lock, monkeypatch):
+    (stranger := lock.parent.with_name("ringreduce-12345")).mkdir(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    text = f"{stranger} belongs to another user, of number {stranger.stat().st_uid}"
+    with pytest.raises(ConfigError, match=text):
+        written.alone_on_host().__enter__()
+
+
+DOWNLOADS = """
+import os, tensorflow_datasets as tfds
+
+class Outer(tfds.DatasetBuilder):
+    def _split_generators(self):
+        os.close(os.open("busy", os.O_CREAT | os.O_EXCL))
+        Inner().download_and_prepare()
+        os.remove("busy")
+
+class Inner(tfds.DatasetBuilder):
+    def _split_generators(self):
+        assert os.path.exists("busy")
+
+for _ in range(50):
+    Outer().download_and_prepare()
+print("downloaded")
+"""
+DATASETS = """
+import types
+
+class DatasetBuilder:
+    def download_and_prepare(self):
+        self._split_generators()
+
+core = types.SimpleNamespace(DatasetBuilder=DatasetBuilder)
+"""
+
+
+def test_ranks_download_in_turn_though_one_download_makes_another(tmp_path):
+    (tmp_path / "tensorflow_datasets.py").write_text(DATASETS)
+    result = unchanged(tmp_path, DOWNLOADS, {"TMPDIR": str(tmp_path)})
+    assert result.exit_code == 0, result.errors
+    assert result.output == "[0] downloaded\n[1] downloaded\n"
 
 
 @pytest.mark.full

@@ -85,4 +85,4 @@ def test_without_a_home_functions_are_kept_apart_from_other_users_or_not_at_all(
     folder.chmod(0o755)
     unsafe = run(tmp_path, env=relative)
     assert unsafe.stdout.strip() == "2 0 from the cache"
-    assert unsafe.stderr.count(f"{folder} is not safe from other users") == 1
+    assert unsafe.stderr.count(f"other users may enter {folder}: its mode is 755, not 700") == 1
