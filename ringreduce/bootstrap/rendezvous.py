@@ -135,7 +135,7 @@ class Rendezvous:
         # That rank may start later.
         self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
         self._socket.connect(endpoint(host, port))
-        self._socket.send(msgspec.msgpack.encode(hello))
+        self._send(hello)
         # A little longer than the first rank waits, since its answer names the missing ranks.
         self._deadline += TIMES.answer_s
 
@@ -200,7 +200,7 @@ class Rendezvous:
             reports = self._collect(report)
         else:
             self._deadline += TIMES.answer_s
-            self._socket.send(msgspec.msgpack.encode(report))
+            self._send(report)
             reports = self._await_reports()
         return {
             rank: [(way.peer, shown(way.address), shown(way.why)) for way in ways]
@@ -294,6 +294,13 @@ class Rendezvous:
             "[%d/%d] %s; it gives up %g s after its start",
             *(config.rank, config.size, text, config.join_timeout_s),
         )
+
+    def _send(self, message: Hello | Report) -> None:
+        """Send to the first rank, without waiting: it is the answer that has a limit."""
+        # After a protocol error libzmq has given the connection up, and would wait for ever for
+        # another one. The hello of a rank that connects meanwhile is queued.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
     def _answer(self, identity: bytes, answer: Table | Reports | Refusal) -> None:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(answer)])

@@ -15,8 +15,9 @@ from ringreduce.vocabulary.errors import ConfigError
 _PER_CHANNEL = 8 + OFFERED_MAX
 # A connection at the rendezvous; two connections and a segment within the host.
 _PER_RANK = 4
-# Contexts, their threads, the authenticator, the rendezvous, and what the program opens meanwhile.
-_ALWAYS = 64
+# Contexts, their threads, the authenticator, the rendezvous, silent strangers at the Unix socket,
+# and what the program opens meanwhile.
+_ALWAYS = 80
 
 
 def needed(size: int, channels: int, streams: int, addresses: int = 1) -> int:

@@ -3,9 +3,14 @@
 Each rank listens on an abstract address (in no file system; it ends with the process) and stays
 connected with every other rank of its host; the kernel names the user at the other end, and other
 users are refused. They carry nothing afterwards: one that ends shows that its rank has gone.
+
+Everybody on the host can read these addresses in /proc/net/unix, connect to them, and fill the
+queue of a socket before its rank accepts. So nothing here waits for one connection alone: a rank
+accepts while it tries to connect, turns other users away unread, and keeps few that say nothing.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import select
@@ -15,15 +20,33 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
+_log = logging.getLogger(__name__)
+
 _HELLO = struct.Struct("<8sQQ")  # magic, job, sender's rank
 _DESCRIPTOR, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
 _MAGIC = b"RRR-UNIX"
+_QUEUE = 1024  # connections that wait to be accepted
+# Accepted in a row, before the clock, and what else may end the wait, are looked at again.
+_ACCEPTED_AT_ONCE = 64
+# Connections without a hello, beside one of each rank. Of more the oldest is closed: what is no
+# rank may stay silent for ever, and a rank has no more to do before its hello than to send it.
+_SILENT_MAX = 16
+_REMEDY = (
+    "If these ranks do not share a host, give RINGREDUCE_HOST_ID different values on each; or use "
+    "RINGREDUCE_TRANSPORT=zmq."
+)
+_FULL_REMEDY = (
+    "Processes of this host that are no ranks of the job fill its queue (`ss -xp`, as root, shows "
+    "which): end them, or use RINGREDUCE_TRANSPORT=zmq."
+)
 
 
 def memory_domain() -> str:
@@ -42,13 +65,16 @@ class Mesh:
         self.name = f"ringreduce-{secrets.token_hex(16)}"
         try:
             self._listener.bind(f"\0{self.name}")
-            self._listener.listen(1024)
+            self._listener.listen(_QUEUE)
         except OSError:
             self._listener.close()
             raise
         # Connections by rank, to the others and from them.
         self._outgoing: dict[int, socket.socket] = {}
         self._incoming: dict[int, socket.socket] = {}
+        # Those that were accepted and have said nothing, by descriptor, the oldest first.
+        self._silent: dict[int, socket.socket] = {}
+        self._turned_away = 0  # connections of other users
         self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected
         self._poll = select.poll()
         # Several threads may wait for other ranks, and a signal handler may close this.
@@ -75,44 +101,54 @@ class Mesh:
         Raises RendezvousError if a rank did not connect within `timeout_s`, or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
+        who: dict[str, Any] = {"rank": rank, "size": size}
         others = [other for other in names if other != rank]
+        unreached, missing = list(others), list(others)
         descriptors: dict[int, int] = {}
-        ended: list[int] = []
+        remedy = _REMEDY
+        self._listener.setblocking(False)
         arriving = select.poll()
         arriving.register(self._listener, select.POLLIN)
         try:
-            for other in others:
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._outgoing[other] = connection
-                connection.connect(f"\0{names[other]}")
-                if not _is_ours(connection):  # Before it gets our memory.
-                    raise ConnectionError("another user's process listens in its place")
-                socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
-                arriving.register(connection, select.POLLIN)
-            while len(descriptors) < len(others):
+            while unreached or len(descriptors) < len(others):
                 check()
+                for other in list(unreached):
+                    missing = [other]
+                    if self._reach(other, names[other], _HELLO.pack(_MAGIC, job, rank), descriptor):
+                        unreached.remove(other)
+                        arriving.register(self._outgoing[other], select.POLLIN)
+                missing = unreached or [other for other in others if other not in descriptors]
                 if time.monotonic() > deadline:
+                    if unreached:
+                        full, remedy = f"@{names[missing[0]]}", _FULL_REMEDY
+                        raise TimeoutError(f"its socket {full} had no room in {timeout_s:g} s")
                     raise TimeoutError("no connection came in time")
-                ready = [descriptor for descriptor, _ in arriving.poll(milliseconds(TIMES.poll_s))]
-                if self._listener.fileno() in ready:
-                    self._accept(descriptors, others, job)
-                elif ready:  # Nothing is sent that way, so it has ended.
-                    ended = [r for r, end in self._outgoing.items() if end.fileno() in ready]
+                # A full queue is not reported when it has room: what is unreached is tried again.
+                ready = {number for number, _ in arriving.poll(milliseconds(TIMES.poll_s))}
+                take = partial(self._take, others=others, job=job, descriptors=descriptors)
+                for number in ready & self._silent.keys():
+                    if take(self._silent[number]):
+                        arriving.unregister(number)
+                        del self._silent[number]
+                is_empty = self._accept(arriving, take, len(others), who)
+                ended = [r for r, end in self._outgoing.items() if end.fileno() in ready]
+                # Nothing is sent that way. What a rank sent before it ended may still be queued.
+                if ended and is_empty:
+                    missing = ended
                     raise ConnectionError("it has ended, or has another job")
-        except (OSError, RingReduceError) as error:
-            missing = ended or [other for other in others if other not in descriptors]
+        except BaseException as error:
             for received in descriptors.values():
                 os.close(received)
-            if isinstance(error, RingReduceError):
+            if not isinstance(error, OSError) or isinstance(error, RingReduceError):
                 raise
-            raise RendezvousError(
-                f"could not share memory with rank {', '.join(map(str, missing))}: {error}",
-                rank=rank,
-                size=size,
-                peer=missing[0],
-                remedy="If these ranks do not share a host, give RINGREDUCE_HOST_ID different "
-                "values on each; or use RINGREDUCE_TRANSPORT=zmq.",
-            ) from error
+            text = f"could not share memory with rank {', '.join(map(str, missing))}: {error}"
+            if self._turned_away:
+                text += f" (turned away: {self._turned_away} connections of other users)"
+            raise RendezvousError(text, **who, peer=missing[0], remedy=remedy) from error
+        finally:
+            for connection in self._silent.values():
+                connection.close()
+            self._silent.clear()
         self._listener.close()
         for other, connection in self._incoming.items():
             if (process := _identified(_credentials(connection)[0])) is not None:
@@ -120,19 +156,79 @@ class Mesh:
             self._poll.register(connection, select.POLLIN)
         return descriptors
 
-    def _accept(self, descriptors: dict[int, int], others: Sequence[int], job: int) -> None:
-        """Accept a connection, if it is from one of the `others` that has none yet."""
-        connection, _ = self._listener.accept()
-        connection.settimeout(TIMES.hello_s)
-        with contextlib.suppress(OSError):  # A stranger, or lost: the right one may still come.
-            answer = _receive(connection, job) if _is_ours(connection) else None
-            if answer is not None:
-                rank, received = answer
-                if rank in others and rank not in descriptors:
-                    self._incoming[rank], descriptors[rank] = connection, received
-                    return
-                os.close(received)
+    def _reach(self, other: int, name: str, hello: bytes, descriptor: int) -> bool:
+        """Connect to a rank and send it this one's segment; return False if its queue is full."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._outgoing[other] = connection
+        connection.setblocking(False)
+        try:
+            connection.connect(f"\0{name}")
+        except BlockingIOError:
+            connection.close()
+            del self._outgoing[other]
+            return False
+        except ConnectionRefusedError:
+            raise ConnectionError("it has ended, or has closed its socket") from None
+        if not _is_ours(connection):  # Before it gets our memory.
+            raise ConnectionError("another user's process listens in its place")
+        socket.send_fds(connection, [hello], [descriptor])
+        return True
+
+    def _accept(
+        self,
+        arriving: select.poll,
+        take: Callable[[socket.socket], bool],
+        count: int,
+        who: Mapping[str, int],
+    ) -> bool:
+        """Accept some connections, of `count` ranks and of strangers; return whether it was all."""
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return True
+            connection.setblocking(False)
+            process, user = _credentials(connection)
+            if not _is_ours(connection):
+                connection.close()
+                self._turned_away += 1
+                if self._turned_away == 1:
+                    _log.warning(
+                        "[%d/%d] turned away a connection of user %d (process %d) at the socket "
+                        "where it awaits the ranks of this host",
+                        *(who["rank"], who["size"], user, process),
+                    )
+            elif not take(connection):
+                if len(self._silent) >= count + _SILENT_MAX:
+                    oldest = next(iter(self._silent))
+                    arriving.unregister(oldest)
+                    self._silent.pop(oldest).close()
+                self._silent[connection.fileno()] = connection
+                arriving.register(connection, select.POLLIN)
+        return False
+
+    def _take(
+        self,
+        connection: socket.socket,
+        others: Sequence[int],
+        job: int,
+        descriptors: dict[int, int],
+    ) -> bool:
+        """Read a hello and keep the connection, or close it; return False if none has come yet."""
+        try:
+            answer = _receive(connection, job)
+        except BlockingIOError:
+            return False
+        except OSError:  # It is lost; the right one may still come.
+            answer = None
+        if answer is not None:
+            rank, received = answer
+            if rank in others and rank not in descriptors:
+                self._incoming[rank], descriptors[rank] = connection, received
+                return True
+            os.close(received)
         connection.close()
+        return True
 
     def gone(self) -> frozenset[int]:
         """Each rank whose connection has ended: it has closed it, or died."""
@@ -142,7 +238,8 @@ class Mesh:
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies, which end nothing while the parent has its own."""
-        for connection in (self._listener, *self._outgoing.values(), *self._incoming.values()):
+        kept = self._outgoing, self._incoming, self._silent
+        for connection in (self._listener, *(one for ends in kept for one in ends.values())):
             connection.close()
 
     def close(self) -> None:

@@ -65,8 +65,7 @@ class Times:
     # others may keep for seconds while a ring forms. One that takes longer is not from a rank.
     handshake_s: float = 30.0
     refusal_pause_s: float = 10.0  # between two logged lines on refused connections
-    # For the hello of a rank that has connected to a Unix socket, or its handshake at a standby
-    # port, where it tries again; it sends it at once.
+    # For the handshake of a rank at a standby port, where it tries again; it begins it at once.
     hello_s: float = 2.0
     # After an elastic training the standby port tells ranks that have missed its end. They ask at
     # once, unless they were stopped.

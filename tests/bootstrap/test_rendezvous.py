@@ -18,6 +18,7 @@ import zmq
 
 import ringreduce as rr
 from ringreduce.bootstrap import rendezvous
+from ringreduce.bootstrap.hello import Member, Table
 from ringreduce.communicator import formation
 from ringreduce.communicator.opened_sockets import bind_of
 from ringreduce.pure.networks import Unreached
@@ -25,6 +26,7 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.transport import routes
 from ringreduce.transport.address import endpoint, split_host
 from ringreduce.transport.interfaces import own_networks
+from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
 from tests.bootstrap.hellos import hello
 from tests.processes import DEADLINE_S
@@ -286,6 +288,34 @@ def test_answer_that_is_no_welcome_is_refused(told):
         with pytest.raises(rr.RingReduceError, match="not ringreduce's"):
             joining.result()
         router.close()
+
+
+def test_another_program_in_rank_0s_place_is_an_error_in_time(monkeypatch):
+    """After a protocol error libzmq connects no more, and would wait for ever to send."""
+    monkeypatch.setattr(rendezvous, "TIMES", replace(TIMES, reach_s=0.1, answer_s=0.1))
+    with zmq.Context() as context:
+        router = context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.RCVTIMEO, _REPLY_MS)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        config = lone(1, f"127.0.0.1:{port}", timeout_s=0.2)
+        own = {"standby": "", "networks": (), "idle": lambda: None}
+        member = rendezvous.Rendezvous(config, "", "", "", security=Security.of(config), **own)
+        identity, _ = router.recv_multipart()
+        names = "address", "control", "standby", "host", "memory", "key"
+        rows = (Member(**dict.fromkeys(names, "")),) * 2
+        router.send_multipart([identity, msgspec.msgpack.encode(Table(1, rows, b""))])
+        member.meet()
+        router.close(linger=0)
+    with sockets.create_server(("127.0.0.1", port)) as listener:
+        listener.settimeout(DEADLINE_S)
+        other, _ = listener.accept()
+        with other:
+            other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
+            while other.recv(1000):  # Until libzmq has given it up.
+                pass
+        with pytest.raises(rr.RendezvousError, match="got no answer from rank 0, which had joined"):
+            member.exchange([])
+    member.close()
 
 
 @pytest.mark.parametrize(

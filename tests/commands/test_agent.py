@@ -49,6 +49,12 @@ def test_a_signal_that_comes_with_the_start_reaches_the_rank(tmp_path):
         assert reports[-1] == Ended(0, -signal.SIGKILL)
 
 
+def test_it_ends_when_nothing_comes_before_its_ranks_may_start(tmp_path):
+    with agent(tmp_path, WAITS, RINGREDUCE_TIME_SCALE="0.02") as process:
+        process.wait(DEADLINE_S)
+        assert b"nothing came from the launcher for long" in process.stderr.read()
+
+
 def test_it_ends_when_nothing_comes_though_it_cannot_write(tmp_path):
     """As when the network is cut while ranks print much."""
     text = "while True:\n    print('x' * 10_000)\n"

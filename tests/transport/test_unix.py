@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 import ringreduce as rr
+from ringreduce.communicator.reforming import reform
+from ringreduce.effects import native
+from ringreduce.testing import ring_of_threads
 from ringreduce.transport import unix
 from ringreduce.transport.unix import Mesh, _identified, end_process
 from tests.rings import outcome
@@ -112,6 +115,111 @@ def test_mesh_turns_a_stranger_away_and_goes_on(what):
         else:
             stranger.shutdown(socket.SHUT_WR)
         assert all(isinstance(result, dict) for result in meshes.connect(0, 1))
+
+
+# Fills the queues of the sockets that it is told of, as any user of the host can, and says so. Then
+# it goes, or stays until its standard input ends.
+FILL = """
+import os, resource, socket, sys
+user, stays = map(int, sys.argv[1:])
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+if user != os.geteuid():
+    os.setuid(user)
+kept = []
+for name in sys.stdin:
+    while True:
+        kept.append(socket.socket(socket.AF_UNIX))
+        kept[-1].setblocking(False)
+        try:
+            kept[-1].connect(f"\\0{name.strip()}")
+        except BlockingIOError:
+            break
+    if not stays:
+        [each.close() for each in kept]
+        kept.clear()
+    print("full", flush=True)
+"""
+NOBODY = 65534
+FILLING = {
+    "this user, and stays": (os.geteuid(), True),
+    "this user, and has gone": (os.geteuid(), False),
+    "another user, and stays": (NOBODY, True),
+    "another user, and has gone": (NOBODY, False),
+}
+
+
+class Filler:
+    """A process that fills the queues of sockets: whose, and whether it stays, as `who` says."""
+
+    def __init__(self, who: str) -> None:
+        user, stays = FILLING[who]
+        if user != os.geteuid() and os.geteuid() != 0:
+            pytest.skip("only root can become another user")
+        command = [sys.executable, "-c", FILL, str(user), str(int(stays))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._lock = threading.Lock()
+
+    def fill(self, name: str) -> None:
+        with self._lock:
+            self._process.stdin.write(f"{name}\n".encode())
+            self._process.stdin.flush()
+            assert self._process.stdout.readline() == b"full\n"
+
+    def __enter__(self) -> Filler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("who", FILLING)
+def test_ranks_meet_though_strangers_have_filled_all_queues(who, caplog):
+    with Filler(who) as filler, Meshes(3) as meshes:
+        for mesh in meshes.made:
+            filler.fill(mesh.name)
+        results = meshes.connect(0, 1, 2)
+    assert [sorted(result) for result in results] == [[1, 2], [0, 2], [0, 1]]
+    warnings = [text for text in caplog.messages if "turned away a connection of user" in text]
+    assert len(warnings) == (3 if "another" in who else 0)  # Once on each rank.
+
+
+@pytest.mark.parametrize("who", ["this user, and stays", "another user, and has gone"])
+def test_a_queue_that_stays_full_is_an_error_in_time_that_names_the_rank_and_the_cause(who):
+    """As that of a rank that was stopped, or never accepts."""
+    with Filler(who) as filler, Meshes(3, timeout_s=0.5) as meshes:
+        filler.fill(meshes.made[2].name)
+        for error in meshes.connect(0, 1):
+            assert isinstance(error, rr.RendezvousError)
+            assert error.peer == 2
+            socket_of = f"could not share memory with rank 2: its socket @{meshes.made[2].name}"
+            assert f"{socket_of} had no room in 0.5 s" in str(error)
+            assert "no ranks of the job fill its queue" in str(error)
+        assert meshes.checked.is_set()
+
+
+@pytest.mark.parametrize("who", ["this user, and stays", "another user, and has gone"])
+def test_rings_groups_and_rings_formed_anew_form_though_each_queue_is_filled(who, monkeypatch):
+    if native.library() is None:
+        pytest.skip(native.why_missing())
+    names: list[str] = []
+    make = Mesh.__init__
+
+    def make_and_fill(mesh: Mesh) -> None:
+        make(mesh)
+        names.append(mesh.name)
+        filler.fill(mesh.name)
+
+    def work(comm: rr.Communicator) -> list[Any]:
+        group = comm.split(0)
+        found = [each.all_gather_object(comm.rank) for each in (comm, group)]
+        reform(comm, [])
+        return [*found, comm.all_gather_object(comm.rank), comm.transport]
+
+    monkeypatch.setattr(Mesh, "__init__", make_and_fill)
+    with Filler(who) as filler:
+        assert ring_of_threads(2, work) == [[[0, 1]] * 3 + ["shm"]] * 2
+    assert len(names) == 2 * 3
 
 
 def test_mesh_of_another_user_is_turned_away(monkeypatch):

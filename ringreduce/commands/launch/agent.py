@@ -63,7 +63,9 @@ class _Connection:
             while self.arrived:
                 if isinstance(order := self.arrived.popleft(), kind):
                     return order
-            self.receive()
+            if select.select([0], [], [], TIMES.poll_s)[0]:
+                self.receive()
+            self.check()
 
     def check(self) -> None:
         """Raise `_EndedError` if nothing came for long, as when a network was cut."""
