@@ -4,9 +4,7 @@ Keras itself is not imported here: programs set its backend, and variables of Te
 All ranks begin with the same random numbers; a seed that the program sets comes later, and wins.
 """
 
-import itertools
 import os
-import random
 import sys
 from collections.abc import Callable, Collection
 from functools import partial
@@ -24,11 +22,9 @@ except ModuleNotFoundError as error:
 
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.start import run_program
-from ringreduce.unchanged import packages, written
+from ringreduce.unchanged import draws, packages, written
 from ringreduce.unchanged.job import job
 from ringreduce.vocabulary.worker_environment import choose_hash_seed
-
-SEED = 1
 
 
 def main(arguments: list[str]) -> None:
@@ -40,9 +36,9 @@ def main(arguments: list[str]) -> None:
         if choose_hash_seed():
             os.execv(sys.executable, sys.orig_argv)
         written.share_folders()
-    random.seed(SEED)
-    _after(("numpy",), _seed_numpy)
-    _after(("tensorflow",), lambda: sys.modules["tensorflow"].random.set_seed(SEED))
+    draws.begin()
+    _after(("numpy",), draws.begin_numpy)
+    _after(("tensorflow",), draws.begin_tensorflow)
     _after(("keras", "tensorflow"), lambda: import_module("ringreduce.unchanged.table").install())
     # Keras with another backend may never import TensorFlow.
     _after(("keras",), lambda: packages.require_tensorflow(sys.modules["keras"]))
@@ -50,15 +46,6 @@ def main(arguments: list[str]) -> None:
     for name in packages.PACKAGES:
         _after((name,), partial(packages.replace_in, name))
     run_program(arguments)
-
-
-def _seed_numpy() -> None:
-    """Seed what numpy draws, also in generators that are made without a seed."""
-    numpy = sys.modules["numpy"]
-    numpy.random.seed(SEED)
-    counter = itertools.count(1)
-    # This draws the seeds of all generators made without one.
-    numpy.random.bit_generator.randbits = lambda bits: next(counter) % (1 << bits)
 
 
 def _after(names: Collection[str], function: Callable[[], object]) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.commands.verify import _copied
-from ringreduce.unchanged import guard, packages, table, written
+from ringreduce.unchanged import draws, guard, packages, table, written
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import _ROOT as ROOT
 from tests.jobs import run_job
@@ -70,6 +71,11 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 import tensorflow as tf
 import keras, numpy, random
 from keras.models import save_model
+for _ in range(2):
+    if not os.fork():
+        print(float(tf.random.uniform(())), flush=True)
+        os._exit(0)
+    os.wait()
 assert keras.Model.fit.replaces and keras.Sequential.fit is keras.Model.fit
 assert save_model is keras.saving.save_model is tf.keras.models.save_model
 assert save_model.replaces and keras.src.datasets.mnist.get_file.replaces
@@ -88,15 +94,84 @@ print([int(n) for n in tf.data.Dataset.range(9).shuffle(9)])
             process = Process(command, tmp_path, name=f"rank{rank}", environment=own)
             ranks.append(stack.enter_context(process))
         for rank in ranks:
-            rank.wait(60)
+            rank.wait(150)
         one, two = (rank.stdout for rank in ranks)
         errors = [rank.stderr for rank in ranks]
-    assert one.count("\n") == 4, errors
+    assert one.count("\n") == 6, errors
     assert one == two
-    numbers = one.splitlines()[1].split()
+    assert len({*one.splitlines()}) == 6  # A forked process draws other numbers than its sibling.
+    numbers = one.splitlines()[3].split()
     assert numbers[0] != numbers[1]  # Each generator has another seed.
     warning = "[0/2] the program has not called Model.fit, so each rank has done all of its work."
     assert [warning in said for said in errors] == [True, False]
+
+
+FORKS = """
+import os, random, sys, threading
+
+def drawn():
+    import numpy
+    fresh = [numpy.random.default_rng().random(), numpy.random.RandomState().rand()]
+    numpy.random.seed()
+    return [random.random(), *fresh, numpy.random.rand()]
+
+def forked(function, *arguments):
+    child = os.fork()
+    if not child:
+        function(*arguments)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+def show():
+    print(*drawn(), sep="\\n", flush=True)
+
+def show_and_fork():
+    show()
+    forked(show)
+
+def first_import():
+    assert "numpy" not in sys.modules
+    import numpy
+    print(numpy.random.rand(), flush=True)
+
+random.seed(5)
+forked(first_import)
+forked(first_import)
+forked(show)
+show()
+forked(show_and_fork)
+forked(show)
+"""
+
+
+def test_a_forked_process_draws_other_numbers_and_on_all_ranks_the_same(tmp_path):
+    result = unchanged(tmp_path, FORKS, {"TMPDIR": str(tmp_path)})
+    assert result.exit_code == 0, result.errors
+    one, two = ([line[4:] for line in result.output.splitlines() if line[1] == r] for r in "01")
+    assert len({*one}) == len(one) == 2 + 5 * 4
+    assert one == two
+
+
+def test_threads_that_fork_at_once_have_children_with_other_numbers(monkeypatch):
+    at = threading.Barrier(4)
+    monkeypatch.setattr(draws._Forks, "made", 0)
+    seen: list[int] = []
+
+    def fork() -> None:
+        at.wait()
+        draws._count()
+        try:
+            made = draws._Forks.made
+            os.sched_yield()
+            assert draws._Forks.made == made  # Until the child has begun.
+            seen.append(made)
+        finally:
+            draws._Forks.lock.release()
+
+    with ThreadPoolExecutor(4) as pool:
+        for forking in [pool.submit(fork) for _ in range(4)]:
+            forking.result(20)
+    assert sorted(seen) == [1, 2, 3, 4]
 
 
 def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks):
