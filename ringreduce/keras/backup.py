@@ -17,6 +17,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.optimizer_state import StrategyState
+from ringreduce.keras.training.progress import progress_of
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -72,13 +73,14 @@ def _beside(model: keras.Model, state: StrategyState) -> Iterator[None]:
 
 def skip(model: Any, steps: int, ring: Communicator) -> None:
     """Have `model` read so many steps and not make them; called when training has begun."""
-    if not hasattr(model.train_function, "unread"):
+    progress = progress_of(model)
+    if progress is None:
         raise ConfigError(
             f"goes on after step {steps} of an epoch, where rr.fit has backed up",
             **ring.config.who,
             remedy="Train by rr.fit, which makes no step again.",
         )
-    model.train_function.unread = steps
+    progress.unread = steps
 
 
 def backups(callbacks: Iterable[Any]) -> list[Any]:

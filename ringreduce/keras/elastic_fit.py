@@ -45,10 +45,6 @@ class Elastic:
     `elastic_refusals` has. Collective.
     """
 
-    unread = 0  # batches to read before the first step, and make nothing of
-    looking: Sequence[str] = ()
-    # Seconds in steps, and in waiting for data; of all so far.
-    called_s = reading_s = 0.0
     # Batches of the present epoch that have been made, or read and skipped.
     made = 0
 
@@ -135,11 +131,11 @@ class Elastic:
         """Epoch `epoch` begins, counted from 0, of `length` steps if that is known."""
         self._epoch, self._length, self.made = epoch, length, 0
 
-    def run(self, iterator: Any, most: int) -> tuple[int, Any]:
-        """A step on this rank's rows of the next global batch; return 1, and the logs."""
+    def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
+        """A step on this rank's rows of the next global batch; return 1, and as `Steps.run`."""
         began = time.perf_counter()
         batch = next(iterator)
-        self.reading_s += time.perf_counter() - began
+        reading_s = time.perf_counter() - began
         part = next(part for part in tf.nest.flatten(batch) if part is not None)
         # Known to Python of dense tensors, without a call of TensorFlow.
         known = part.shape[0] if isinstance(part, tf.Tensor) else None
@@ -154,7 +150,7 @@ class Elastic:
             return run(batch, *own_rows(count, ring.rank, ring.size))
 
         logs = self._unit(step, is_step=True)
-        return 1, self._model.get_metrics_result() if logs is None else logs
+        return 1, self._model.get_metrics_result() if logs is None else logs, reading_s
 
     def _meeting(self, make: Callable[[], Any]) -> Any:
         return self._unit(make, is_step=False) if self._steps else make()

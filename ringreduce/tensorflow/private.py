@@ -59,6 +59,10 @@ call_module = named("tensorflow.compiler.tf2xla.python.xla", "call_module")
 # Adds an op by its name, including ops registered at run time.
 apply_op = named("tensorflow.python.framework.op_def_library", "apply_op")
 
+# Whether the program has asked for `tf.config.experimental.enable_op_determinism`, which has some
+# operations fail.
+is_deterministic = named("tensorflow.python.framework.config", "is_op_determinism_enabled")
+
 _autograph = named("tensorflow.python.autograph.core", "config")
 
 _graph = FuncGraph("ringreduce")

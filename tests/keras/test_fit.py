@@ -134,6 +134,37 @@ def test_single_samples_and_several_steps_give_the_same_bits(options):
     return digest(other.get_weights()), history
 
 
+# Ranks of their own, since it cannot be turned off.
+@on_ranks(2, DETERMINISTIC="1")
+def test_nothing_of_ours_is_refused_where_tensorflow_is_to_be_deterministic():
+    tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(5)
+    options = {"epochs": 2, "verbose": 0, "shuffle": False}
+
+    def compiled(**how):
+        return make_model(optimizer=rr.DistributedOptimizer(SGD(0.01), **how), run_eagerly=False)
+
+    model = compiled(sharded=True)
+    rr.fit(model, **ARRAYS, validation_data=(X, Y), **options)
+    assert int(model.optimizer.iterations) == 6
+    own = tf.data.Dataset.from_tensor_slices((X, Y)).shard(2, rr.rank()).batch(8)
+    rr.fit(compiled(), own.filter(lambda *_: True), sharded=True, **options)
+    rr.evaluate(model, X, Y)
+    rr.predict(model, X)
+    optimizer = rr.DistributedOptimizer(SGD(0.01))
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    for x, y in rr.shard(tf.data.Dataset.from_tensor_slices((X, Y))).batch(8):
+        step(x, y)
+    return digest(model.get_weights())
+
+
 class Own(keras.Model):
     """Its loss is in its own step, or in `compute_loss`; compile() gets none."""
 

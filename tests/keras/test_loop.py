@@ -1,5 +1,8 @@
 """The loop of `rr.fit` beside Keras's own, in one process: what callbacks see, bits, errors."""
 
+import os
+import signal
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -172,9 +175,9 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
     asked: list[int] = []
     run = Steps.run
 
-    def noting(self: Steps, iterator: Any, most: int) -> Any:
+    def noting(self: Steps, iterator: Any, most: int, limit_s: float | None) -> Any:
         asked.append(most)
-        return run(self, iterator, most)
+        return run(self, iterator, most, limit_s)
 
     monkeypatch.setattr(Steps, "run", noting)
     monkeypatch.setattr(loop, "_CALL_S", 1e6)  # On a busy machine a step may take longer.
@@ -190,6 +193,44 @@ def test_callbacks_and_bits_are_those_of_keras_and_of_single_steps(
     assert not isinstance(plain.train_function, Steps)
     assert ours.seen == theirs.seen
     assert found == one_by_one == expected
+
+
+def test_an_interrupt_is_heard_after_few_steps_where_data_has_become_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "_CALL_S", 0.2)  # On a busy machine a step may take longer.
+    at = 100
+
+    def read(number: Any) -> Any:
+        if number == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        ready = time.perf_counter() + (0.0 if number < at else loop._CALL_S)
+        while time.perf_counter() < ready:
+            pass
+        return X[:4], Y[:4]
+
+    def batch(number: Any) -> Any:
+        x, y = tf.numpy_function(read, [number], (tf.float32, tf.float32))
+        return tf.ensure_shape(x, (4, 3)), tf.ensure_shape(y, (4, 1))
+
+    model = made()
+    with pytest.raises(KeyboardInterrupt):
+        rr.fit(model, tf.data.Dataset.range(2 * at).map(batch), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) <= at + 3
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_call_makes_one_step_at_least_and_the_next_goes_on(
+    is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_CALL_S", 0.0)
+    ends: list[int] = []
+    one = keras.callbacks.LambdaCallback(on_train_batch_end=lambda at, logs: ends.append(at))
+    monkeypatch.setattr(type(one), "looks_at_batches", False, raising=False)
+    model = made()
+    rr.fit(model, dataset(is_counted=is_counted), epochs=2, verbose=0, callbacks=[one])
+    assert ends == [*range(11)] * 2
+    assert int(model.optimizer.iterations.numpy()) == 22
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ folder = sys.argv[2]
 if "hosts" in case:  # network namespaces, by rank
     with open(f"/run/netns/{case['hosts'][int(os.environ['RINGREDUCE_RANK'])]}") as namespace:
         assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+if case.get("deterministic"):
+    tf.config.experimental.enable_op_determinism()
 ring = rr.init()
 RANK = ring.rank
 BATCH, STEPS, EPOCHS = 12, case.get("steps", 4), case.get("epochs", 3)

@@ -14,6 +14,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.sharding import weights_to_divide
+from ringreduce.keras.training.progress import Progress, progress_of
 from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.profile import Measurement, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
@@ -83,8 +84,8 @@ class Profile(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._ring().rank == 0 and self._epochs:
-            looking = getattr(self.model.train_function, "looking", ())
-            print(*verdict(self._epochs, looking), sep="\n", flush=True)
+            progress = progress_of(self.model) or Progress()
+            print(*verdict(self._epochs, progress.looking), sep="\n", flush=True)
 
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
@@ -97,7 +98,7 @@ class Profile(keras.callbacks.Callback):
         return self._ended
 
     def _totals(self, steps: int) -> Measurement:
-        ring = self._ring()
+        ring, progress = self._ring(), progress_of(self.model) or Progress()
         done = ring.statistics()
         link = done.sent_to_next or SentToNext(0, 0, 0.0)
         return Measurement(
@@ -110,8 +111,8 @@ class Profile(keras.callbacks.Callback):
             link_bytes=link.nbytes,
             link_s=link.seconds,
             # Our loop tells it.
-            called_s=getattr(self.model.train_function, "called_s", 0.0),
-            reading_s=getattr(self.model.train_function, "reading_s", 0.0),
+            called_s=progress.called_s,
+            reading_s=progress.reading_s,
             rank=ring.config.rank,
             next_rank=link.receiver,
             cores=self._cores,

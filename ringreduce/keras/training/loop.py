@@ -4,10 +4,14 @@
     each call: on_train_batch_begin, steps, on_train_batch_end,
     validation with on_test_*, on_epoch_end
 
-A call makes as many steps as last about 50 ms where no callback looks at single batches; callbacks
-get the numbers of its first and last one, as with ``steps_per_execution``.
+A call makes the steps that begin within 50 ms where no callback looks at single batches; callbacks
+get the numbers of its first and last one, as with ``steps_per_execution``. Each rank goes by its
+own clock: nothing that ranks exchange then comes between calls, but for the first, which makes one
+step.
 """
 
+import math
+import sys
 import time
 import warnings
 from typing import Any
@@ -20,9 +24,11 @@ from ringreduce.keras.averages import take_averages_of_rank_0
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.mistakes import in_fit
 from ringreduce.keras.plan import Feed
+from ringreduce.keras.training.progress import training
 from ringreduce.keras.training.steps import Steps
 from ringreduce.keras.training.watching import all_of, that_look
 from ringreduce.keras.training.who import Training
+from ringreduce.tensorflow.private import is_deterministic
 from ringreduce.vocabulary.errors import MismatchError
 
 _CALL_S = 0.05
@@ -47,10 +53,8 @@ class Loop:
     ) -> None:
         self._model, self._feed, self._who = model, feed, who
         self._exchanges, self._elastic = exchanges, elastic
-        self._one_by_one = model.run_eagerly or elastic is not None
-        # Seconds of a step in the latest call that has traced nothing.
-        self._step_s: float | None = None
-        self._calls = 0
+        self._one_by_one = elastic is not None
+        self._is_first = True  # whether no call was made
 
     def run(
         self,
@@ -82,7 +86,7 @@ class Loop:
         self._prepare_steps()
         model.stop_training = False
         try:
-            with in_fit(model):
+            with in_fit(model), training(model) as self._progress:
                 self._train(range(initial_epoch, epochs), validation, validation_freq)
         except MismatchError as error:
             if error.remedy is None and self._passes.batches is None and not self._exchanges:
@@ -95,8 +99,8 @@ class Loop:
         logs: Any = None
         self._logs: Any = {}
         callbacks.on_train_begin()
-        self._prepare_steps().looking = looking = self._agree_who_looks()
-        self._is_watched = bool(looking)
+        self._progress.looking = self._agree_who_looks()
+        self._is_watched = bool(self._progress.looking)
         for epoch in range(private.initial_epoch_of(model) or epochs.start, epochs.stop):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
@@ -185,31 +189,37 @@ class Loop:
         return self._logs
 
     def _suitable(self) -> int:
-        """How many steps the next call should make."""
-        if self._is_watched or self._one_by_one or self._step_s is None:
-            return 1
-        return max(1, int(_CALL_S / self._step_s))
+        """How many steps the next call should make at most."""
+        singly = self._is_first or self._is_watched or self._one_by_one or self._model.run_eagerly
+        return 1 if singly or is_deterministic() else sys.maxsize
+
+    def _limit_s(self, most: int) -> float | None:
+        """For how long a call may begin steps; None: `Steps.run` makes `most` one by one."""
+        # In a deterministic TensorFlow a graph may not look at a clock.
+        if is_deterministic() or (self._is_watched and most == 1):
+            return None
+        # An execution of several steps counts as a whole.
+        return _CALL_S if self._passes.at_once == 1 else math.inf
 
     def _call(self, iterator: Any, most: int) -> tuple[int, Any]:
         """Make up to `most` steps; return how many, and the logs of the last."""
-        steps, began = self._prepare_steps(), time.perf_counter()
-        if steps.unread:
-            done = min(most, steps.unread)
-            steps.unread -= done
+        steps, progress = self._prepare_steps(), self._progress
+        if progress.unread:
+            done = min(most, progress.unread)
+            progress.unread -= done
             for _ in range(done):
                 next(iterator)
             if self._elastic is not None:
                 self._elastic.made += done
             return done, {}
+        began = time.perf_counter()
         try:
-            done, logs = steps.run(iterator, most)
+            done, logs, reading_s = steps.run(iterator, most, self._limit_s(most))
         except (StopIteration, tf.errors.OutOfRangeError):
             return 0, None  # As the exchange of weights says that no rank has any data.
-        seconds = time.perf_counter() - began
-        steps.called_s += seconds
-        self._calls += 1
-        if done and self._calls > 1:
-            self._step_s = seconds / done
+        progress.called_s += time.perf_counter() - began
+        progress.reading_s += reading_s
+        self._is_first = False
         return done, logs
 
 
@@ -221,7 +231,7 @@ class _Passes:
     """
 
     def __init__(self, feed: Feed, steps: int | None, at_once: int) -> None:
-        self._dataset, self.steps, self._at_once = feed.dataset, steps, at_once
+        self._dataset, self.steps, self.at_once = feed.dataset, steps, at_once
         self._repeated = _repeated(self._dataset) if feed.can_repeat else None
         self._source = feed.source
         count = int(self._dataset.cardinality())
@@ -246,8 +256,8 @@ class _Passes:
             if self.steps:
                 _warn_of_end()
             return 0
-        is_whole = self._at_once > 1  # An execution, which ends early with the data alone.
-        left = [self._at_once if is_whole else suitable]
+        is_whole = self.at_once > 1  # An execution, which ends early with the data alone.
+        left = [self.at_once if is_whole else suitable]
         if limit is not None and not is_whole:
             left.append(limit - self.place)
         if self.batches is not None and not (is_whole and self._repeated is None):
@@ -256,7 +266,7 @@ class _Passes:
 
     def pass_by(self, done: int) -> int:
         """Note so many steps; return the number of the last."""
-        counted = self._at_once if self._at_once > 1 else done
+        counted = self.at_once if self.at_once > 1 else done
         self.place, self._seen = self.place + counted, self._seen + counted
         return self.place - 1
 

@@ -1,16 +1,18 @@
 """A model's training steps as TensorFlow runs them: as many in one call as is asked for.
 
-    several(iterator, most):  while done < most and there is an element:  logs = one(element)
+    several(iterator, most, seconds):
+        while done < most, the time is not over and there is an element:  logs = one(element)
 
 Each call of TensorFlow costs more than a step of a small model. What ends a pass is asked before a
-step, not found out in it, so no step is lost or half made, and none is read that is not made. The
+step, not found out in it, so no step is lost or half made, and none is read that is not made. So is
+the time, since data may become slow within a call, and Python hears of signals after it alone. The
 step is a function of its own: collectives in it stand outside of any branch, and XLA compiles it
 alone. A batch with fewer rows than ranks ends a call, since some have none of it: its step is
 another function, which puts back what it changes there.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,20 +41,16 @@ class Steps:
         self._of_keras: Any = before._of_keras if isinstance(before, Steps) else before
         self._model, self._ranks = model, ranks
         self._may_be_empty = bool(ranks) and may_be_empty
-        # How many elements to read before the first step, and make nothing of.
-        self.unread = 0
-        # The callbacks that need each step to be a call.
-        self.looking: Sequence[str] = ()
-        # Seconds in calls of TensorFlow, and of those in waiting for data; of all steps so far.
-        self.called_s = self.reading_s = 0.0
+        # As it is when they are made: a change later counts where they are made anew, as in Keras.
+        self._is_eager = model.run_eagerly
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
         # Keyed by the elements' specs. None: eagerly, and where the logs' shapes are not known
         # before, steps are made one by one.
-        self._several: dict[str, Callable[[Any, Any], tuple[Any, Any, Any, Any, Any]] | None] = {}
+        self._several: dict[str, Callable[..., tuple[Any, Any, Any, Any, Any]] | None] = {}
         self._singly: dict[str, Callable[[Any], Any]] = {}
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
-        if not model.run_eagerly:
+        if not self._is_eager:
             how = {"reduce_retracing": True, "jit_compile": model.jit_compile}
             self._short = tf.function(self._short, **how)
             if _may_leave_weights(model):
@@ -74,46 +72,49 @@ class Steps:
             self._of_keras, model.train_function = model.train_function, self
         return self._of_keras(iterator)
 
-    def run(self, iterator: Any, most: int) -> tuple[int, Any]:
-        """Make at most `most` steps; return how many there were, and the logs of the last.
+    def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
+        """Make at most `most` steps; return how many, the latest logs, and seconds of reading.
 
-        Fewer: `iterator` has no further element. Without any the logs are None.
+        The logs are None if `iterator` has no further element. No step begins when `limit_s`
+        seconds have passed, but for the first; None: each step is a call of its own.
         """
         key = repr(iterator.element_spec)
-        if most == 1 and self.looking and not self._model.run_eagerly:
-            return 1, self._single(iterator, key)
-        if key not in self._several:
-            self._several[key] = None if self._model.run_eagerly else self._traced(iterator)
-        made, logs, several = 0, None, self._several[key]
-        while made < most and several is None:
-            try:
-                logs = self._single(iterator, key)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                break
-            made += 1
-        while made < most and several is not None:
-            left = tf.constant(most - made, tf.int64)
-            done, latest, has_short, short, reading_s = several(iterator, left)
-            self.reading_s += float(reading_s)
-            if int(done):
-                made, logs = made + int(done), latest
-            if not has_short:
-                break
-            made, logs = made + 1, self._short(short.get_value())
-        return made, logs
+        several = None if limit_s is None else self._several_for(iterator, key)
+        made, logs, reading_s, left_s, began = 0, None, 0.0, limit_s, time.perf_counter()
+        while made < most and (made == 0 or left_s is None or left_s > 0.0):
+            if several is None:
+                read = time.perf_counter()
+                try:
+                    element = next(iterator)
+                    reading_s += time.perf_counter() - read
+                    logs, made = self._single(element, iterator, key), made + 1
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    break
+            else:
+                limits = tf.constant(most - made, tf.int64), tf.constant(left_s, tf.float64)
+                done, latest, has_short, short, waited_s = several(iterator, *limits)
+                reading_s += float(waited_s)
+                if int(done):
+                    made, logs = made + int(done), latest
+                if not has_short:
+                    break
+                made, logs = made + 1, self._short(short.get_value())
+            if limit_s is not None:
+                left_s = limit_s - (time.perf_counter() - began)
+        return made, logs, reading_s
 
-    def _single(self, iterator: Any, key: str) -> Any:
+    def _several_for(self, iterator: Any, key: str) -> Any:
+        if key not in self._several:
+            self._several[key] = None if self._is_eager else self._traced(iterator)
+        return self._several[key]
+
+    def _single(self, element: Any, iterator: Any, key: str) -> Any:
         """A step by itself: what looks for the end in a graph costs as much as a small model's."""
-        began = time.perf_counter()
-        element = next(iterator)
-        self.reading_s += time.perf_counter() - began
         if self._is_short(element):
             return self._short(element)
         if key not in self._singly:
-            is_eager = self._model.run_eagerly
-            self._singly[key] = (
-                self._one if is_eager else traced_for(self._one, iterator.element_spec)
-            )
+            one = self._one
+            self._singly[key] = one if self._is_eager else traced_for(one, iterator.element_spec)
         return self._singly[key](element)
 
     def _is_short(self, element: Any) -> Any:
@@ -166,7 +167,7 @@ class Steps:
             return None
 
         @tf.autograph.experimental.do_not_convert
-        def several(iterator: Any, most: Any) -> Any:
+        def several(iterator: Any, most: Any, limit_s: Any) -> Any:
             def more(done: Any, _: Any, element: Any, __: Any) -> Any:
                 return tf.logical_and(done < most, due(element))
 
@@ -174,12 +175,16 @@ class Steps:
                 logs = self._one(element.get_value())
                 done += 1
                 with tf.control_dependencies(tf.nest.flatten(logs)):
-                    after, waited_s = tf.cond(done < most, read, lambda: (nothing, zero_s))
+                    now = tf.timestamp()
+                # Somebody may set this clock, also back.
+                goes_on = tf.logical_and(done < most, tf.abs(now - began) < limit_s)
+                read = partial(_read, iterator, now)
+                after, waited_s = tf.cond(goes_on, read, lambda: (nothing, zero_s))
                 return done, logs, after, reading_s + waited_s
 
-            read = partial(_read, iterator)
             nothing, zero_s = tf.experimental.Optional.empty(spec), tf.constant(0.0, tf.float64)
-            first, waited_s = read()
+            began = tf.timestamp()
+            first, waited_s = _read(iterator, began)
             zeros = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
             state = tf.constant(0, tf.int64), zeros, first, waited_s
             done, last, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
@@ -193,7 +198,8 @@ class Steps:
             is_there = element.has_value()
             return tf.cond(is_there, has_rows, lambda: False) if self._may_be_empty else is_there
 
-        return traced_for(tf.function(several), iterator, tf.constant(1, tf.int64))
+        limits = tf.constant(1, tf.int64), tf.constant(0.0, tf.float64)
+        return traced_for(tf.function(several), iterator, *limits)
 
 
 def _may_leave_weights(model: keras.Model) -> bool:
@@ -209,13 +215,12 @@ def _may_leave_weights(model: keras.Model) -> bool:
     )
 
 
-def _read(iterator: Any) -> tuple[Any, Any]:
-    """The next element, if any, and for how many seconds it was waited for."""
-    began = tf.timestamp()
-    with tf.control_dependencies([began]):
+def _read(iterator: Any, now: Any) -> tuple[Any, Any]:
+    """The next element, if any, and for how many seconds after `now` it was waited for."""
+    with tf.control_dependencies([now]):
         element = iterator.get_next_as_optional()
     with tf.control_dependencies([element.has_value()]):
-        return element, tf.timestamp() - began
+        return element, tf.timestamp() - now
 
 
 def _none_of_optional(part: Any) -> Any:

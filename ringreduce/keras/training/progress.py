@@ -1,0 +1,38 @@
+"""How a model's training goes: what the loop of `rr.fit` and callbacks tell each other."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ringreduce.tensorflow.kept import kept
+
+
+class Progress:
+    """That of one training, whose steps may be traced anew in it, as after ``compile``."""
+
+    # How many batches to read before the first step, and make nothing of.
+    unread = 0
+    # The callbacks, of any rank, that need each step to be a call.
+    looking: Sequence[str] = ()
+    # Seconds in calls of TensorFlow, and of those in waiting for data; of all steps so far.
+    called_s = reading_s = 0.0
+
+
+class _Kept:
+    progress: Progress | None = None
+
+
+def progress_of(model: Any) -> Progress | None:
+    """That of the training in which `model` is; None: `rr.fit` does not train it by its loop."""
+    return kept(model, _Kept).progress
+
+
+@contextmanager
+def training(model: Any) -> Iterator[Progress]:
+    """Within the block `model` is trained, and `progress_of` it is what this yields."""
+    place = kept(model, _Kept)
+    before, place.progress = place.progress, Progress()
+    try:
+        yield place.progress
+    finally:
+        place.progress = before
