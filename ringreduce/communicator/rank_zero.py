@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.payload import encode
-from ringreduce.vocabulary.errors import ArrayError, WorkerError
+from ringreduce.vocabulary.errors import ArrayError, ConfigError, WorkerError
+from ringreduce.vocabulary.words import brief
 
 _Result = TypeVar("_Result")
 
@@ -59,12 +60,20 @@ def on_rank_zero(
             numbers, text, bytes, lists and dicts. Ranks other than 0 get a decoded copy.
 
     Raises:
+        ConfigError: `function` is none, such as the result of a call.
         Exception: on rank 0, what the function raised.
         WorkerError: on the other ranks, with the text of that. The ring still works.
         ArrayError: on rank 0, the result cannot be sent; the others raise WorkerError.
         RingReduceError: as `Communicator.broadcast_object`.
     """
     ring = communicator or default_communicator()
+    if not callable(function):
+        raise ConfigError(
+            f"got {brief(function)} to call on rank 0, which is no function",
+            **ring.config.who,
+            remedy="Each rank has called what stands in the parentheses; pass it without them, or "
+            "on_rank_zero(lambda: ...).",
+        )
     if ring.size == 1:
         return function(*args, **kwargs)
     ring._session.check()  # Before the function: a child of rank 0 must not call it too.

@@ -25,6 +25,7 @@ from ringreduce.keras.plan import BATCH_SIZE, REMEDY, Feed, Plan, counted
 from ringreduce.keras.rows import count_of, tensor_of
 from ringreduce.tensorflow.private import ops_in
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
 
 # So many small batches are copied at a time, since each call of Python costs as much as a step of a
 # small model.
@@ -42,7 +43,8 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     if are_arrays(x):
         return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
     if not isinstance(x, Iterable) or isinstance(x, (list, tuple, dict, str, bytes)):
-        raise ConfigError(f"cannot share out {type(x).__name__} among ranks", remedy=FORMS)
+        what = "nothing as data" if x is None else f"{brief(x)} as data, which has no batches"
+        raise ConfigError(f"got {what}", remedy=FORMS)
     if y is not None or sample_weight is not None:
         text = f"got y or sample_weight beside a {type(x).__name__}"
         raise ConfigError(text, remedy="Let it yield them: (x, y) or (x, y, sample_weight).")
@@ -280,7 +282,7 @@ def _endless(plan: Plan, kind: str) -> ConfigError:
 def _rows_in(batch: Any) -> int:
     first = keras.tree.flatten(batch)[0]
     if not len(first.shape):
-        raise ConfigError(f"got a batch that begins with {first!r}", remedy="Yield arrays.")
+        raise ConfigError(f"got a batch that begins with {brief(first)}", remedy="Yield arrays.")
     return int(count_of(first))
 
 

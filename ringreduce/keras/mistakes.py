@@ -202,7 +202,10 @@ def differences(model: Any) -> list[str]:
         reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else None
         if reduction in NO_MEANS:
             how = f"with reduction={reduction!r} it is no mean over samples"
-            texts.append(f"the loss {loss.name}: {how}")
+            instead = "use the default, sum_over_batch_size"
+            if reduction == "sum":
+                instead += ", and, unless the optimizer is Adam or alike, batch_size times the rate"
+            texts.append(f"the loss {loss.name}: {how} ({instead})")
     masks = [isinstance(v, keras.layers.Masking) or getattr(v, "mask_zero", False) for v in layers]
     outputs = getattr(model, "outputs", None)
     # A subclassed model does not tell whether an output has a mask.

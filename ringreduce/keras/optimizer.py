@@ -329,7 +329,8 @@ class DistributedOptimizer(Wrapper):
                 "got a sharded optimizer to put into a tf.train.Checkpoint, which would hold this "
                 "rank's share alone",
                 **self._ring().config.who,
-                remedy="Use model.save, or model.save_weights, in rr.on_rank_zero or rr.fit.",
+                remedy="Use Keras's files: rr.on_rank_zero(lambda: model.save(path)) on all ranks, "
+                "or rr.callbacks.OnRankZero around a callback that saves.",
             )
         return self._inner._trackable_children(save_type, **options)
 

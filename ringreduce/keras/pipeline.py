@@ -40,6 +40,7 @@ from ringreduce.keras.weighting import step_weight
 from ringreduce.keras.wrappable import refuse_other_optimizer, refuse_other_ring
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_named
+from ringreduce.vocabulary.words import brief
 
 
 class Pipeline:
@@ -364,9 +365,9 @@ def _checked(stages: Any, micro_batches: Any, ring: Communicator) -> list[Callab
     makers = list(stages) if isinstance(stages, (list, tuple)) else []
     problem, remedy = "", "Pass a list of functions, each of which makes the layers of a stage."
     if not makers:
-        problem = f"got {stages!r} as stages"
+        problem = f"got {brief(stages)} as stages"
     elif wrong := [make for make in makers if isinstance(make, keras.Layer) or not callable(make)]:
-        problem = f"got {wrong[0]!r} as a stage, which is no function"
+        problem = f"got {brief(wrong[0])} as a stage, which is no function"
     elif ring.size % len(makers):
         problem = f"cannot divide {ring.size} ranks among {len(makers)} stages"
         remedy = "Start a multiple of as many ranks as there are stages."

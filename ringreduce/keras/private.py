@@ -60,6 +60,8 @@ for _owner, _names in (
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch", "_compile_loss")),
     (keras.Model, ("_should_eval", "_distribute_strategy")),
     (keras.callbacks.TensorBoard, ("_start_batch", "_stop_batch")),
+    (keras.callbacks.ProgbarLogger, ("_maybe_init_progbar", "progbar")),
+    (keras.utils.Progbar, ("_start",)),
 ):
     for _name in _names:
         if not _has(_owner, _name):
@@ -84,6 +86,12 @@ files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
 def save_backups_by(backup: Any, save: Callable[[Any, Any, int], None]) -> None:
     """Have a BackupAndRestore call `save` with itself, its model and the epoch to begin with."""
     backup._save_model = lambda: save(backup, backup.model, backup._current_epoch)
+
+
+def count_from(bar: keras.callbacks.ProgbarLogger, began: float) -> None:
+    """Have a bar whose epoch has begun show the time since `began`, of `time.time`."""
+    bar._maybe_init_progbar()
+    bar.progbar._start = began
 
 
 def set_path(variable: Any, path: str) -> None:

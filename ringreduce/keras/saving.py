@@ -24,6 +24,7 @@ from ringreduce.keras.parts.layer import PartLayer
 from ringreduce.keras.strategies import Accumulate, EveryStep
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
 
 # Classes of options, besides numbers and texts, that a file can restore.
 _CLASSES = {kind.__name__: kind for kind in (Accumulate, EveryStep, DiLoCo, LocalSGD, PowerSGD)}
@@ -157,7 +158,7 @@ class _Loading:
             bases = replacement.__mro__[1:] if isinstance(replacement, type) else ()
             plain = next((base for base in bases if base.__name__ == replacement.__name__), None)
             if plain is None:
-                text = f"got {replacement!r} in replace, which is no subclass of a layer of Keras's"
+                text = f"got {brief(replacement)} in replace, no subclass of a layer of Keras's"
                 remedy = "Pass rr.ShardedEmbedding, rr.SyncBatchNormalization or the like."
                 raise ConfigError(text, remedy=remedy)
             # Keras exports some under another name, which it writes into files.

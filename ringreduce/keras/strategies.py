@@ -21,6 +21,7 @@ from ringreduce.tensorflow.control_flow import vouch_for_branch
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
 
 
 class Step(NamedTuple):
@@ -88,7 +89,7 @@ def chosen(strategy: Strategy | None, accumulate_steps: int) -> Strategy:
         return EveryStep() if accumulate_steps == 1 else Accumulate(accumulate_steps)
     if accumulate_steps != 1 or not isinstance(strategy, Strategy):
         raise ConfigError(
-            f"got strategy={strategy!r} and accumulate_steps={accumulate_steps}",
+            f"got strategy={brief(strategy)} and accumulate_steps={accumulate_steps}",
             remedy="Pass an object, such as rr.LocalSGD(50), or accumulate_steps=k, not both.",
         )
     return strategy

@@ -26,6 +26,7 @@ from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.vocabulary.words import brief
 
 
 class DistributedGradientTape:
@@ -73,7 +74,7 @@ class DistributedGradientTape:
     ) -> None:
         tape = tf.GradientTape() if tape is None else tape
         if not isinstance(tape, tf.GradientTape):
-            text = f"got {tape!r} to wrap, which is no tf.GradientTape"
+            text = f"got {brief(tape)} to wrap, which is no tf.GradientTape"
             raise ConfigError(text, remedy="Pass one, or nothing to have one made.")
         if compression == "int8" or isinstance(compression, PowerSGD):
             raise ConfigError(

@@ -16,6 +16,7 @@ from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
 
 _log = logging.getLogger(__name__)
 # Each element's step depends on that element's gradients alone.
@@ -29,7 +30,7 @@ _STEPS = tuple(getattr(keras.optimizers, name).update_step for name in _KNOWN)
 def refuse_unusable(inner: Any, compression: Any) -> None:
     """Raise ConfigError unless gradients can be reduced for `inner`: see `DistributedOptimizer`."""
     if not isinstance(inner, keras.optimizers.Optimizer):
-        text = f"got {inner!r} to wrap, which is no Keras 3 optimizer"
+        text = f"got {brief(inner)} to wrap, which is no Keras 3 optimizer"
         raise ConfigError(text, remedy="Pass one, such as keras.optimizers.SGD(0.01).")
     refuse_wrapped(inner)
     for held in all_within(inner):
@@ -208,15 +209,18 @@ def require_compiled(model: keras.Model) -> None:
     require_model(model, "fit")
     if not model.compiled:
         remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first."
-        raise ConfigError(f"got {model!r}, which is no compiled model", remedy=remedy)
+        raise ConfigError(f"got {brief(model)}, which is not compiled", remedy=remedy)
 
 
 def require_model(model: Any, method: str) -> None:
     """ConfigError if `model` is none of Keras's, such as a Pipeline, which has its own `method`."""
     if not isinstance(model, keras.Model):
-        advice = f"Call its own {method}: {type(model).__name__.lower()}.{method}(...)."
-        remedy = advice if hasattr(model, method) else "Pass a keras.Model."
-        raise ConfigError(f"got {model!r}, which is no keras.Model", remedy=remedy)
+        remedy = f"The model comes first: rr.{method}(model, x, ...)."
+        if isinstance(model, type):
+            remedy = f"Pass a model, not its class: {model.__name__}(...)."
+        elif hasattr(model, method):
+            remedy = f"Call its own {method}: {type(model).__name__.lower()}.{method}(...)."
+        raise ConfigError(f"got {brief(model)}, which is no keras.Model", remedy=remedy)
 
 
 def require_distributed(model: keras.Model, ring: Communicator) -> None:

@@ -33,7 +33,7 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingRedu
     """
     where = {**where, "peer": peer}
     after = f" after {calls} call{'' if calls == 1 else 's'}"
-    less_data = "it had less data (ringreduce.keras has shard and join for that)"
+    less_data = "it had less data, for which ringreduce.keras has shard and joined"
     if why:
         remedy = f"Read rank {peer}'s log first."
         if why.startswith("SystemExit"):

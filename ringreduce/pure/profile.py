@@ -167,11 +167,20 @@ def _table(mean: MeanStep, latest: Sequence[Measurement], slow: _Straggler | Non
     ]
     computed_s = max(0.0, size * (own_s - beside_s) - (size - 1) * mean.waiting_s)
     is_one_host = latest[0].local_size == size
-    return [
-        *_rows(rows, mean),
+    work = [
         f"  They do the work of {computed_s / mean.seconds:.1f} ranks that only compute; if "
         "communication were",
         f"  free, of {computed_s / own_s:.1f} at most.",
+    ]
+    if computed_s < mean.seconds:
+        work = [
+            f"  Of a step's {_ms(mean.seconds)} all ranks together compute for {_ms(computed_s)}: "
+            "one rank that",
+            "  only computes would be faster. The rest is what to look at.",
+        ]
+    return [
+        *_rows(rows, mean),
+        *work,
         *["  One process may be faster: ringreduce verify -n 1,2 PROGRAM compares."] * is_one_host,
     ]
 

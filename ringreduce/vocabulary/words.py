@@ -1,8 +1,10 @@
 """Words that many messages share."""
 
 from collections.abc import Iterable
+from typing import Any
 
 _NAMED_MAX = 16
+_SHOWN_MAX = 80
 
 
 def named(kind: str, numbers: Iterable[int]) -> str:
@@ -10,3 +12,15 @@ def named(kind: str, numbers: Iterable[int]) -> str:
     texts = list(map(str, numbers))
     more = ", ..." if len(texts) > _NAMED_MAX else ""
     return f"{kind}{'' if len(texts) == 1 else 's'} {', '.join(texts[:_NAMED_MAX])}{more}"
+
+
+def brief(value: Any) -> str:
+    """What `value` is, in a few words: its ``repr`` if that is short, else its class and size."""
+    kind = type(value).__name__
+    if not isinstance(value, type):
+        if (shape := getattr(value, "shape", None)) is not None:
+            return f"{kind} of shape {shape}"
+        if isinstance(value, (list, tuple, dict, set)):  # Whose text may take long to make.
+            return f"{kind} of length {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_MAX and "\n" not in text else kind

@@ -57,6 +57,9 @@ def test_a_rank_without_a_traceback_gets_one_line():
     title = "rank 2 failed first (killed by signal 9 (SIGKILL)); all workers were stopped"
     assert conclude(Cause(killed), [left, killed]) == [title, "then rank 0 (exit code 4)"]
     # Others may wait for ranks that ended by themselves.
-    one, several = (conclude(Cause(killed), [killed], ranks) for ranks in ([0], range(2, 5)))
-    assert one[1:] == ["rank 0 had ended by itself, exit code 0"]
-    assert several[1:] == ["ranks 2, 3, 4 had ended by themselves, exit code 0"]
+    ends, exits = "its program has ended", "SystemExit in train.py:9"
+    given = {0: exits}, {2: ends, 3: exits, 4: ends}
+    one, several = (conclude(Cause(killed), [killed], ended) for ended in given)
+    assert one[1:] == [f"rank 0 had ended by itself, exit code 0: {exits}"]
+    them = "ranks 2, 3, 4 had ended by themselves, exit code 0"
+    assert several[1:] == [f"{them}: {ends}, {exits}"]

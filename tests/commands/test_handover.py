@@ -1,5 +1,7 @@
 """What a worker says of the exception that ends it, and how it reaches the launcher."""
 
+import argparse
+import inspect
 import os
 import subprocess
 import sys
@@ -85,7 +87,7 @@ GRAPH_ERROR = "Graph execution error:\n\nDetected at (most recent):\nKeyError: n
 def test_the_exception_is_one_line():
     for error, exception in (
         (SystemExit("no data"), "SystemExit: no data"),
-        (SystemExit(3), ""),
+        (SystemExit(3), "SystemExit: 3 in test_handover.py:30"),
         (ValueError("in user code:\n\n  here"), "ValueError: in user code: here"),
         (RuntimeError(GRAPH_ERROR), "RuntimeError: Graph execution error: KeyError: no file"),
         (ValueError("In Dense.call().\n\nbad width"), "ValueError: In Dense.call()."),
@@ -96,6 +98,14 @@ def test_the_exception_is_one_line():
         assert raised.exception == exception
         assert bool(raised.traceback) != isinstance(error, SystemExit)
         assert Records[WorkerRecord](WorkerRecord).feed(encode(raised)) == [raised]
+
+
+def test_an_exit_within_a_library_is_named_at_the_programs_line():
+    with pytest.raises(SystemExit) as caught:
+        argparse.ArgumentParser().parse_args(["--unknown"])
+    line = inspect.getsourcelines(test_an_exit_within_a_library_is_named_at_the_programs_line)[1]
+    assert handover.place_of(caught.value) == f"test_handover.py:{line + 2}"
+    assert handover.place_of(SystemExit(0)) == ""
 
 
 def test_a_huge_text_is_cut_in_the_middle():

@@ -256,7 +256,10 @@ def test_a_worker_that_ended_well_before_is_named(tmp_path):
         """
     done = run(tmp_path, "-n", "2", script(tmp_path, RANK, text))
     assert done.returncode == 3
-    assert "ringreduce: rank 1 had ended by itself, exit code 0\n" in done.stderr
+    assert (
+        "ringreduce: rank 1 had ended by itself, exit code 0: its program has ended\n"
+        in done.stderr
+    )
 
 
 def test_a_rank_that_leaves_before_it_joins_ends_the_job_that_waits_for_it(tmp_path):

@@ -26,6 +26,13 @@ def test_it_is_called_once_and_all_ranks_get_the_result():
         rr.on_rank_zero(print)
 
 
+@on_each_rank(2)
+def test_a_result_in_place_of_a_function_is_an_error_on_every_rank(comm):
+    text = r"got None to call on rank 0, which is no function.*on_rank_zero\(lambda: \.\.\.\)"
+    with pytest.raises(rr.ConfigError, match=text):
+        rr.on_rank_zero(None, communicator=comm)
+
+
 def test_what_rank_0_raises_is_raised_on_all_and_the_ring_still_works():
     def work(comm):
         def fails():

@@ -1,5 +1,7 @@
 """Callbacks alone and in rings of threads, without training."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -369,7 +371,8 @@ def test_an_epoch_of_unknown_length_needs_steps(world_of_one):
     ("make", "given", "text"),
     [
         (rr.callbacks.Together, keras.callbacks.EarlyStopping, r"no keras\.callbacks\.Callback"),
-        (rr.callbacks.OnRankZero, keras.callbacks.EarlyStopping, r"no keras\.callbacks\.Callback"),
+        (rr.callbacks.OnRankZero, keras.callbacks.EarlyStopping, r"its class: EarlyStopping\("),
+        (rr.callbacks.Together, np.ones((99, 9)), r"got ndarray of shape \(99, 9\), which is no"),
         (lambda epochs: warmup(1.0, warmup_epochs=epochs), -1, "warmup_epochs is -1"),
         (rr.callbacks.VerifyReplicas, 0, "every is 0"),
     ],
@@ -377,6 +380,24 @@ def test_an_epoch_of_unknown_length_needs_steps(world_of_one):
 def test_wrong_arguments_are_refused(make, given, text):
     with pytest.raises(ringreduce.ConfigError, match=text):
         make(given)
+
+
+def test_the_bar_of_a_rank_that_takes_over_counts_from_where_the_epoch_began(monkeypatch, capsys):
+    """Else the little time since the loss would be divided by all steps: 5us/step."""
+    ring, clock = SimpleNamespace(rank=1, size=2), [1000.0]
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    monkeypatch.setattr("ringreduce.keras.callbacks.rank_zero.every_rank", lambda _: ring)
+    bar = rr.callbacks.OnRankZero(keras.callbacks.ProgbarLogger(), ring)
+    bar.set_params({"verbose": 2, "epochs": 1, "steps": 11})
+    bar.set_model(model_with(Vector()))
+    bar.on_train_begin()
+    bar.on_epoch_begin(0)
+    clock[0] += 8.0
+    ring.rank = 0  # The first was lost.
+    bar.on_train_batch_end(9, {"loss": 1.0})
+    clock[0] += 3.0
+    bar.on_epoch_end(0, {"loss": 1.0})
+    assert "11/11 - 11s - 1s/step - loss: 1" in capsys.readouterr().out
 
 
 def test_a_root_that_is_no_rank_is_refused(world_of_one):

@@ -243,8 +243,21 @@ def test_what_has_a_way_of_its_own_is_refused_with_it(function):
     pipeline = type("Pipeline", (), {name: print})()
     with pytest.raises(ConfigError, match=rf"Call its own {name}: pipeline\.{name}\(\.\.\.\)"):
         function(pipeline, np.ones((2, 4)))
-    with pytest.raises(ConfigError, match=r"got 'model', which is no keras.Model. Pass a keras"):
+    with pytest.raises(ConfigError, match=r"got 'model', which is no keras.Model. The model comes"):
         function("model", np.ones((2, 4)))
+    with pytest.raises(ConfigError, match=r"Pass a model, not its class: Sequential\(\.\.\.\)"):
+        function(keras.Sequential, np.ones((2, 4)))
+
+
+def test_a_model_that_was_forgotten_is_named_in_place_of_the_data(world_of_one):
+    x = np.ones((200, 4))
+    for data in (x, tf.constant(x), [x] * 9, tf.data.Dataset.from_tensors(x)):
+        for function in (rr.fit, rr.evaluate):
+            with pytest.raises(ConfigError, match=r"which is no keras\.Model") as caught:
+                function(data, x)
+            remedy = f" The model comes first: rr.{function.__name__}(model, x, ...)."
+            assert str(caught.value).endswith(remedy)
+            assert len(str(caught.value)) < 200
 
 
 @RAN_OUT

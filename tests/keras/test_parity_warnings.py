@@ -59,6 +59,16 @@ def test_layers_that_draw_random_numbers_are_named(make, is_random):
     assert all(text.endswith(": each rank draws other random numbers") for text in texts)
 
 
+def test_a_loss_that_is_a_sum_is_named_with_a_remedy():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    model.compile(loss=keras.losses.MeanSquaredError(reduction="sum"))
+    assert differences(model) == [
+        "the loss mean_squared_error: with reduction='sum' it is no mean over samples (use the "
+        "default, sum_over_batch_size, and, unless the optimizer is Adam or alike, batch_size "
+        "times the rate)"
+    ]
+
+
 def test_a_model_with_a_generator_of_its_own_is_named():
     model = keras.Sequential([keras.Input((6, 4)), layers.Dense(1)], name="gan")
     model.generator = keras.random.SeedGenerator(1)

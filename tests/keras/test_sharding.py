@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import pickle
 import signal
 import weakref
 
@@ -357,9 +358,11 @@ def test_what_would_be_wrong_is_refused(tmp_path):
     divided = functools.partial(rr.DistributedOptimizer, model.optimizer._inner, sharded=True)
     for text, action, *arguments in (
         (
-            "cannot save .* here: each of 2 ranks has a piece of it. Call rr.on_rank_zero",
+            r"cannot save, pickle or copy .* on one rank alone: each of 2 ranks has a piece of it. "
+            r"Let all .* rr.on_rank_zero\(.* rr.callbacks.OnRankZero\(callback\)",
             *(model.save, tmp_path / "alone.keras"),
         ),
+        ("cannot save, pickle or copy", pickle.dumps, model),
         (
             "into a tf.train.Checkpoint, which would hold this rank's share alone",
             *(checkpoint.save, str(tmp_path)),

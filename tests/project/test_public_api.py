@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,28 @@ def test_the_version_is_a_version():
     # The canonical form of PEP 440, without epochs.
     number = r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?"
     assert re.fullmatch(number, ringreduce.__version__)
+
+
+@pytest.mark.tensorflow
+def test_every_name_that_a_message_gives_is_there():
+    import ringreduce.keras as rr
+
+    texts = [
+        node.value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    named = {name for text in texts for name in re.findall(r"\brr\.([A-Za-z_.]*[A-Za-z_])", text)}
+    for lists in re.findall(r"ringreduce\.keras has (\w+) and (\w+)", "\n".join(texts)):
+        named |= set(lists)
+    assert {"fit", "joined", "callbacks.OnRankZero"} <= named
+
+    def is_there(name: str) -> bool:
+        try:
+            attrgetter(name)(rr)
+        except AttributeError:
+            return False
+        return True
+
+    assert not sorted(name for name in named if not is_there(name))

@@ -27,15 +27,16 @@ KILLED = (
 def conclude(
     cause: Cause,
     failures: Sequence[Failure],
-    ended: Sequence[int] = (),
+    ended: Mapping[int, str] | None = None,
     log_dir: str | None = None,
     *,
     was_shown: bool = False,
 ) -> list[str]:
     """The lines that explain a failure; `failures` are of all ranks, that of `cause` too.
 
-    Others may wait for the ranks that have `ended` by themselves, with exit code 0. What all ranks
-    wrote is kept in `log_dir`, if that is given. `was_shown`: the traceback of the cause.
+    Others may wait for the ranks that have `ended` by themselves, with exit code 0, and by what.
+    What all ranks wrote is kept in `log_dir`, if that is given. `was_shown`: the traceback of the
+    cause.
     """
     first = cause.first
     lines = [f"{cause.describe()}; all workers were stopped"]
@@ -45,7 +46,8 @@ def conclude(
         lines.append(_LEFT.format(first.who))
     elif ended:
         itself = "itself" if len(ended) == 1 else "themselves"
-        lines.append(f"{named('rank', ended)} had ended by {itself}, exit code 0")
+        how = ", ".join(dict.fromkeys(ended.values()))
+        lines.append(f"{named('rank', ended)} had ended by {itself}, exit code 0: {how}")
     lines += others(first, failures)
     if any(failure.traceback for failure in failures if failure.rank != first.rank):
         has = f"{log_dir} has" if log_dir else "--log-dir DIR keeps"

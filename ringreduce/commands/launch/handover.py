@@ -3,11 +3,12 @@
 import os
 import re
 import runpy
+import sysconfig
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from traceback import StackSummary, TracebackException
+from traceback import StackSummary, TracebackException, walk_tb
 
 from ringreduce.commands.launch.frames import encode
 from ringreduce.commands.launch.worker_records import Raised, WorkerRecord
@@ -22,6 +23,7 @@ _CALLERS = (
     runpy.__file__,
     "<frozen ",
 )
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 _KEPT_FAILURES = 8  # a program may form several rings
 _TEXT_MAX = 1 << 18
 # Such a line in the text of an exception names its cause.
@@ -67,13 +69,22 @@ def described(error: BaseException) -> Raised:
     ring = ring or next((failure for failure in _failures if failure.is_quoted_in(text)), None)
     fields = record_fields(ring or error)
     if isinstance(error, SystemExit):
-        if isinstance(error.code, int):  # Which says it all.
-            return Raised(**fields, code=error.code & 255)
+        if isinstance(error.code, int):
+            place = place_of(error)
+            named = f"SystemExit: {error.code} in {place}" if place else ""
+            return Raised(**fields, exception=named, code=error.code & 255)
         return Raised(**fields, exception=_named(error))
     fields |= {"exception": _named(error), "traceback": _lines(error)}
     if isinstance(error, RingReduceError):
         fields |= {"traceback": _lines(error, hides=_PACKAGE), "whole": fields["traceback"]}
     return Raised(**fields)
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the program that raised an exception: ``train.py:12``; empty if unknown."""
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [place for place in places if not place[0].startswith((*_CALLERS, *_LIBRARIES))]
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -425,7 +425,8 @@ class Job:
             if lost:
                 self._screen.say(f"ended well without {named('rank', lost)}")
             return 0
-        ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
+        workers = sorted(self._workers.items())
+        ended = {rank: worker.ending for rank, worker in workers if worker.has_ended_well}
         folder, failures = self._plan.log_dir, self._failures()
         was_shown = self._plan.output == "all" and self._workers[cause.first.rank].is_shown
         lines = conclusion.conclude(cause, failures, ended, folder, was_shown=was_shown)

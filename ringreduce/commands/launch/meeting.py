@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ringreduce.commands.launch.exchange import Alive, Ended, Join, NodeRecord, Placed, Told
 from ringreduce.commands.launch.frames import NONCE_BYTES, Channel
-from ringreduce.commands.launch.worker_records import Raised
+from ringreduce.commands.launch.worker_records import Exits, Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import address
 from ringreduce.vocabulary.errors import ConfigError
@@ -74,7 +74,9 @@ class Meeting:
 
     def tell(self, event: Told | Ended, but: Peer | None = None) -> None:
         """Send the other launchers what a rank does, without texts: nothing is encrypted."""
-        if isinstance(event, Told) and isinstance(event.record, Raised):
+        if isinstance(event, Told) and isinstance(event.record, Exits):
+            event = Told(event.rank, Exits(""))
+        elif isinstance(event, Told) and isinstance(event.record, Raised):
             raised = event.record
             told = Raised(raised.kind, raised.peer, raised.origin, code=raised.code)
             event = Told(event.rank, told)

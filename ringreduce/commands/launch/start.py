@@ -44,9 +44,12 @@ def main(descriptor: int, program: list[str]) -> None:
     try:
         run_program(program)
     except SystemExit as error:
-        handover.exiting = f"SystemExit: {error.code or 0}"
+        place = handover.place_of(error)
+        handover.exiting = f"SystemExit: {error.code or 0}{place and ' in '}{place}"
         if error.code:
             _tell(error)
+        else:
+            handover.tell(worker_records.Exits(place))
         raise
     except BaseException as error:
         _tell(error)

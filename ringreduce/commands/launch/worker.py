@@ -7,7 +7,7 @@ from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised
+from ringreduce.commands.launch.worker_records import Exits, ImportedKeras, Joins, Raised
 
 Host = LocalHost | RemoteHost
 
@@ -26,6 +26,7 @@ class Worker:
         self._stopped_s: float | None = None
         self.rings: dict[int, str] = {}  # the state of those that it has joined, by size
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
+        self.exits: Exits | None = None  # what ends it with exit code 0, if it said so
         # The exception that ends it, once it has said so, and when that was.
         self.raised: Raised | None = None
         # is_shown: whether its traceback was shown.
@@ -36,11 +37,13 @@ class Worker:
         """Whether it is not known to have ended."""
         return self.exit_s is None
 
-    def note(self, record: Joins | ImportedKeras | Raised) -> None:
+    def note(self, record: Joins | ImportedKeras | Exits | Raised) -> None:
         if isinstance(record, Joins):
             self.rings[record.size] = record.state
         elif isinstance(record, ImportedKeras):
             self.keras_s = time.monotonic()
+        elif isinstance(record, Exits):
+            self.exits = record
         else:
             self.raised, self.raised_s = record, time.monotonic()
 
@@ -66,6 +69,13 @@ class Worker:
     def has_ended_well(self) -> bool:
         """Whether it has ended by itself, with exit code 0."""
         return not self.alive and self._returncode == 0 and self._stopped_s is None
+
+    @property
+    def ending(self) -> str:
+        """What has ended a program that ended well."""
+        if self.exits is None:
+            return "its program has ended"
+        return f"SystemExit in {self.exits.place}" if self.exits.place else "SystemExit"
 
     def send(self, number: int) -> None:
         """Send a signal to its processes; one that ends them also to those that are stopped."""
@@ -99,7 +109,10 @@ class Worker:
 
     def loss(self) -> Failure | None:
         """How it ended, well too: if others have lost it, that was too early."""
-        return self.failure() or (self._failure(0) if self.has_ended_well else None)
+        failure = self.failure()
+        if failure is not None or not self.has_ended_well:
+            return failure
+        return self._failure(0)._replace(how=self.how or f"exit code 0: {self.ending}")
 
     def _failure(self, code: int, *, was_stopped: bool = False, has_left: bool = False) -> Failure:
         return Failure(

@@ -35,6 +35,12 @@ class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
     """The program has imported Keras, as TensorFlow does too."""
 
 
+class Exits(msgspec.Struct, tag=True, frozen=True):
+    """The program ends by a SystemExit with exit code 0."""
+
+    place: str  # ``train.py:12``, or empty
+
+
 class Raised(ErrorRecord, tag=True, frozen=True):
     """The exception that ends a rank's program, or the ringreduce error that it follows from."""
 
@@ -46,4 +52,4 @@ class Raised(ErrorRecord, tag=True, frozen=True):
     code: int = 1  # the exit code that follows
 
 
-WorkerRecord = Joins | Reformed | Killed | ImportedKeras | Raised
+WorkerRecord = Joins | Reformed | Killed | ImportedKeras | Exits | Raised

@@ -42,8 +42,9 @@ def diverged(model: Any, rates: Sequence[list[float]], ring: Communicator) -> Di
         rank,
         f"found that weights have gone apart: the learning rate is {here} on rank {first} and "
         f"{there} on rank {rank}",
-        "Set the learning rate alike on all ranks; or in a callback in rr.callbacks.Together when "
-        "an epoch ends, after which rank 0's is that of all.",
+        "Set it alike on all ranks: give each of them the callback that does, and let it not look "
+        "at the rank. What is set when an epoch ends is made rank 0's on all, in rr.fit and in "
+        "rr.callbacks.Together.",
     )
 
 

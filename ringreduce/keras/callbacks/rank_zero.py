@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
+from ringreduce.keras import private
 from ringreduce.keras.parts.part import has_parts
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.training.watching import HOOKS, that_look
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
 
 # Keras's own; Orbax is optional in it.
 _NAMES = ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "OrbaxCheckpoint")
@@ -84,7 +87,7 @@ class OnRankZero(Forwarding):
         self._communicator = communicator
         # Whether training has begun on this rank without it; the end of an epoch that rank 0's may
         # not have seen.
-        self._has_missed, self._epoch = False, 0
+        self._has_missed, self._epoch, self._began = False, 0, 0.0
         self._ending: Callable[[], None] | None = None
         # Numbers and texts by name that rank 0's has had since the last epoch.
         self.state: dict[str, Any] = {}
@@ -96,13 +99,13 @@ class OnRankZero(Forwarding):
         if hook == "on_train_begin":
             self._has_missed = every.rank != 0
         elif hook == "on_epoch_begin":
-            self._epoch = arguments[0]
+            self._epoch, self._began = arguments[0], time.time()
         if hook.startswith("set_") or self.model is None or not self._needs_all(hook):
             if every.rank == 0:
                 if self._has_missed and not hook.startswith("set_"):
                     self._take_over()
                     if hook != "on_epoch_begin":
-                        self.callback.on_epoch_begin(self._epoch)
+                        self._begin_epoch()
                 call()
             elif hook == "on_epoch_end":  # Later callbacks add to logs, such as the rate.
                 self._ending = partial(call.func, *map(copy.copy, arguments), **options)
@@ -128,13 +131,20 @@ class OnRankZero(Forwarding):
             vars(callback).update(self.state)
         self._has_missed = False
 
+    def _begin_epoch(self) -> None:
+        """Begin the epoch for it that all ranks are in."""
+        self.callback.on_epoch_begin(self._epoch)
+        if isinstance(self.callback, keras.callbacks.ProgbarLogger):
+            # Else it would divide the time since now by all steps of the epoch.
+            private.count_from(self.callback, self._began)
+
     def state_now(self) -> list[Any]:
         """Class and `state`, on rank 0; if another was lost before, its epoch ends once more."""
         if self._ending is not None:
             if isinstance(self.callback, keras.callbacks.CSVLogger):
                 _drop_row(self.callback, self._epoch)
             self._take_over()
-            self.callback.on_epoch_begin(self._epoch)
+            self._begin_epoch()
             self._ending()
             self._ending = None
         attributes = {
@@ -178,5 +188,9 @@ def every_rank(callback: Any) -> Communicator:
 def checked(callback: Any) -> Any:
     """Return `callback` if it is a Keras callback, else raise ConfigError."""
     if not isinstance(callback, keras.callbacks.Callback):
-        raise ConfigError(f"got {callback!r}, which is no keras.callbacks.Callback")
+        remedy = "Pass callbacks alone, such as keras.callbacks.EarlyStopping(patience=3)."
+        if isinstance(callback, type):
+            remedy = f"Pass a callback, not its class: {callback.__name__}(...)."
+        text = f"got {brief(callback)}, which is no keras.callbacks.Callback"
+        raise ConfigError(text, remedy=remedy)
     return callback

@@ -14,6 +14,7 @@ from ringreduce.keras.parts.lookup import rows_of_all
 from ringreduce.keras.parts.part import Part
 from ringreduce.keras.weighting import in_parts
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
 
 _COMBINERS = ("sum", "mean", "sqrtn")
 # So many rows are drawn at a time, each block with a seed of its own.
@@ -158,7 +159,7 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
     layers = list(ids)
     for layer in layers:
         if not isinstance(layer, ShardedEmbedding):
-            raise ConfigError(f"got {layer!r} to look up in, which is no ShardedEmbedding")
+            raise ConfigError(f"got {brief(layer)} to look up in, which is no ShardedEmbedding")
         if not layer.built:
             layer.build()
     ring, dtype = layers[0].ring(), layers[0].compute_dtype

@@ -99,7 +99,10 @@ class PartLayer(keras.layers.Layer):
         # TensorFlow asks for what tf.train.Checkpoint and SavedModels hold.
         if parts_in(self.weights):
             text = f"cannot save {self.name} with TensorFlow's checkpoints: ranks have pieces of it"
-            remedy = "Call rr.on_rank_zero(lambda: model.save(path)) on all ranks."
+            remedy = (
+                "Use Keras's files: rr.on_rank_zero(lambda: model.save(path)) on all ranks, or "
+                "rr.callbacks.OnRankZero around a callback that saves."
+            )
             raise ConfigError(text, **self.ring().config.who, remedy=remedy)
         return super()._trackable_children(*arguments, **options)
 

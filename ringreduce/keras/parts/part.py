@@ -141,11 +141,12 @@ def whole_of(variable: Any) -> np.ndarray:
         return np.asarray(variable)
     if waiting_ranks() is None:
         raise ConfigError(
-            f"cannot save {path_of(variable)} here: each of {part.communicator.size} ranks has a "
-            "piece of it",
+            f"cannot save, pickle or copy {path_of(variable)} on one rank alone: each of "
+            f"{part.communicator.size} ranks has a piece of it",
             **part.communicator.config.who,
-            remedy="Call rr.on_rank_zero(lambda: model.save(path)) on all ranks, or use "
-            "ModelCheckpoint and BackupAndRestore within rr.fit or rr.callbacks.Together.",
+            remedy="Let all ranks take part: rr.on_rank_zero(lambda: model.save(path)) on each of "
+            "them; around a callback of your own that saves, rr.callbacks.OnRankZero(callback). "
+            "ModelCheckpoint and BackupAndRestore need nothing in rr.fit or rr.callbacks.Together.",
         )
     return _gathered(variable, part, _assisted("gather a part", variable, part))
 
