@@ -14,9 +14,11 @@ A rank's communicator can be split into groups (`Communicator.split`).
 
 from __future__ import annotations
 
+import contextlib
 import io
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,7 +44,8 @@ def ring_of_threads(
     """Run `work` on every rank of a ring, each in a thread of this process.
 
     Args:
-        work: called with each rank's communicator, which is closed afterwards.
+        work: called with each rank's communicator, once all have formed the ring; it is closed
+            afterwards.
         hosts: a name for each rank's host, to simulate several hosts.
         settings: further fields of `Config`, such as ``timeout_s``, which is 20 here, also for
             ranks in user code.
@@ -67,11 +70,21 @@ def ring_of_threads(
             **settings,
         }
 
+        formed = threading.Barrier(size)
+
         def run(rank: int) -> _Result:
             descriptor = listener.fileno() if rank == 0 else None
             host = hosts[rank] if hosts else ""
             config = Config(rank=rank, rendezvous_fd=descriptor, host_id=host, **common)
-            with Communicator(config) as communicator:
+            try:
+                made = Communicator(config)
+            except BaseException:
+                formed.abort()  # The others need not wait.
+                raise
+            with made as communicator:
+                # A rank that fails in `work` must not be the reason why another one does not form.
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    formed.wait()
                 return work(communicator)
 
         with ThreadPoolExecutor(size) as threads:

@@ -96,7 +96,8 @@ static int await(rr_pair *pair, struct rr_counter *counter, uint64_t value,
     for (uint32_t rank = 0; rank < pair->size; rank++)
         if (__atomic_load_n(&pair->boards[rank]->has_aborted, __ATOMIC_ACQUIRE)) {
             pair->culprit = rank;
-            return RR_ABORTED;
+            /* The other end may have done its part since, and aborted in a later call. */
+            return rr_counter_has_reached(counter, value) ? RR_DONE : RR_ABORTED;
         }
     return RR_WAITING;
 }

@@ -140,13 +140,18 @@ static int wait_for_all(struct rr_shm *group, const rr_wait_limits *limits)
         if (rr_counter_wait(&board->step, group->step, &spins, &yields, limits->sleep_ms) ==
             RR_DONE)
             continue;
+        int status = RR_WAITING;
         group->culprit = rank;
-        for (uint32_t aborted = 0; aborted < group->size; aborted++)
+        for (uint32_t aborted = 0; status == RR_WAITING && aborted < group->size; aborted++)
             if (__atomic_load_n(&group->peers[aborted].board->has_aborted, __ATOMIC_ACQUIRE)) {
                 group->culprit = aborted;
-                return RR_ABORTED;
+                status = RR_ABORTED;
             }
-        return RR_WAITING;
+        /* One that has aborted in a later call has passed this one, so all have arrived: they may
+         * have since this rank looked. */
+        if (status == RR_ABORTED && rr_counter_has_reached(&board->step, group->step))
+            continue;
+        return status;
     }
     return RR_DONE;
 }

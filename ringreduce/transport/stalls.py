@@ -5,6 +5,7 @@ on `finish` has the call: it continues it, and decides meanwhile whether that ra
 and whether the ring has ended.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -137,7 +138,8 @@ def finish(
     other rank is busy while it is alive, unless it waits for this one, or for one that does. Raises
     PeerTimeoutError if there was no progress within a limit, PeerLostError if a rank that it needs
     is lost or this one has closed its communicator; and what `call.resume` raises, or the cause of
-    the interruption. Records which ranks it waits for, and when.
+    the interruption, if the call cannot be completed with what has come. Records which ranks it
+    waits for, and when.
     """
     timeouts = waiting.timeouts
     if sends is not None:
@@ -161,6 +163,11 @@ def finish(
                 call_s = waiting.events.current_call().since_s
                 began_s = max(call_s, time.monotonic() - check_s)
             if waiting.is_interrupted:
+                # Its own part may be complete, though this thread had no time to see that: the
+                # others have gone on then, and the next call raises. No other error counts now.
+                with contextlib.suppress(RingReduceError):
+                    if call.resume():
+                        return
                 where = call.where(state.peer)
                 raise waiting.error(**{**where, "peer": where["rank"]})
             limit = stall.look(state.progress)

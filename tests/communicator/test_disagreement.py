@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce import testing
 from ringreduce.effects import native
 from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport.shm import ShmLink
+from ringreduce.transport.stalls import State
+from ringreduce.transport.zeromq import ZmqLink
+from tests.processes import wait_until
 from tests.rings import outcome
 from tests.scope import in_full
 
@@ -165,6 +170,73 @@ def test_ranks_that_disagree_all_get_a_mismatch_that_says_what_both_sides_do(way
         # Small arrays have no segments in shared memory, and large ones before them had many.
         places = "hop 1|exchange step 1 of [12]|(segment 1 of 1|meeting) in shared memory"
         assert any(re.search(rf", in \w+ #\d, ({places})\.", text) for text in texts), texts
+
+
+IN_A_CALL, FORMING = "in a call", "while a group forms"
+
+
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        # The ranks of a host are connected at once, and meet in no barrier.
+        *[(way, IN_A_CALL) for way in ("shm", "zmq", "two hosts, within one")],
+        *[(way, FORMING) for way in ("zmq", "two hosts, within one")],
+    ],
+)
+def test_a_call_whose_part_is_complete_returns_though_others_have_failed_since(
+    way, where, monkeypatch
+):
+    """Rank 2 has the time to look whether its part is complete once rank 1 has ended the ring."""
+    settings, _ = DISAGREEING[way]
+    if settings.get("transport") != "zmq" and native.library() is None:
+        pytest.skip(native.why_missing())
+    rank_2 = threading.local()  # `usual`: of that thread, links whose calls are not held up
+
+    def hold_up(kind: type[ShmLink] | type[ZmqLink]) -> None:
+        resume = kind.resume
+
+        def resume_late(link: Any) -> bool:
+            if link in getattr(rank_2, "usual", (link,)):
+                return resume(link)
+            del rank_2.usual  # Once.
+            while not resume(link):
+                pass
+            wait_until(lambda: link._waiting.is_interrupted, "the others to fail")
+            monkeypatch.setattr(link, "resume", lambda: True)
+            monkeypatch.setattr(link, "state", lambda: State(0, 0, "what has come"))
+            return False
+
+        monkeypatch.setattr(kind, "resume", resume_late)
+
+    def work(comm: rr.Communicator) -> Any:
+        if comm.rank == 2:
+            rank_2.usual = comm._session.collectives.links if where == FORMING else ()
+        # Returns on every rank.
+        ring = comm.split(0) if where == FORMING else (comm.barrier(), comm)[1]
+        if comm.rank == 1:
+            ring._session.fail(rr.MismatchError("got other gradients", rank=1, size=3, peer=0))
+        return outcome(ring.barrier)
+
+    for kind in (ShmLink, ZmqLink):
+        hold_up(kind)
+    for error in ring_of_threads(3, work, **settings):
+        assert isinstance(error, rr.MismatchError), error
+        assert "got other gradients" in str(error)
+
+
+def test_a_ring_of_threads_works_once_all_have_formed_it(monkeypatch):
+    """Else a rank that fails at once could be why another one does not form."""
+    begun = threading.Event()
+    form = testing.Communicator
+
+    def form_late(config: rr.Config) -> rr.Communicator:
+        formed = form(config)
+        assert config.rank != 1 or not begun.wait(0.2)
+        return formed
+
+    monkeypatch.setattr(testing, "Communicator", form_late)
+    ring_of_threads(3, lambda comm: begun.set())
+    assert begun.is_set()
 
 
 def test_a_rank_that_comes_late_is_told_the_cause_though_all_have_left():

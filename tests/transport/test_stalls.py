@@ -2,9 +2,12 @@
 
 import pytest
 
+import ringreduce as rr
+from ringreduce.effects.events import Events
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import stalls
 from ringreduce.vocabulary.times import Times
+from tests.rings import outcome
 
 
 class Clock:
@@ -53,6 +56,38 @@ def test_a_rank_that_is_busy_has_the_longer_limit_and_the_whole_one_from_then_on
     timeouts.is_busy = False
     assert not look(stall, clock, 7)
     assert look(stall, clock, 1) == ["RINGREDUCE_TIMEOUT_S"]
+
+
+class Call(stalls.StalledCall):
+    """A call that ends as `end` says when it is continued."""
+
+    def __init__(self, end: bool | rr.RingReduceError) -> None:
+        self._end = end
+
+    def resume(self) -> bool:
+        if isinstance(self._end, rr.RingReduceError):
+            raise self._end
+        return self._end
+
+    def state(self) -> stalls.State:
+        return stalls.State(0, 1, "a frame from rank 1")
+
+    def where(self, peer: int) -> dict[str, int]:
+        return {"rank": 0, "size": 2, "peer": peer}
+
+
+CAUSE = rr.MismatchError("is the cause", rank=0, size=2)
+
+
+@pytest.mark.parametrize(
+    ("end", "raised"),
+    [(True, None), (False, CAUSE), (rr.ProtocolError("follows from it"), CAUSE)],
+    ids=["complete", "not complete", "fails"],
+)
+def test_an_interrupted_call_returns_if_it_is_complete_and_raises_the_cause_if_not(end, raised):
+    waiting = stalls.Waiting(Timeouts(2.0, 10.0), Events())
+    waiting.interrupt(CAUSE)
+    assert outcome(lambda: stalls.finish(Call(end), waiting)) is raised
 
 
 def test_progress_begins_anew(clock):
