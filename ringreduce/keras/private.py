@@ -23,6 +23,8 @@ def _missing(name: str) -> ConfigError:
 _DATA_ADAPTERS = "keras.src.trainers.data_adapters"
 # Names under which a user has registered classes.
 registered_names = named("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES", _missing)
+# Names under which Keras exports classes of its own, which it writes into files.
+exported_names = named("keras.src.api_export", "REGISTERED_OBJS_TO_NAMES", _missing)
 # The `tf.TensorSpec` of a list of batches, with any number of rows.
 spec_of_batches = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec", _missing)
 # Makes (x, y, weights) of (x, y), by the weight of each class.
@@ -161,9 +163,16 @@ def has_layers(layer: keras.Layer) -> bool:
     return bool(layer._layers)
 
 
-def save_as(layer: keras.Layer, plain: Any) -> None:
-    """Have Keras write the name and module of `plain` for a class with its configuration."""
-    layer.__name__, layer.__module__ = plain.__name__, plain.__module__
+def save_as(kind: Any, plain: Any) -> None:
+    """Have Keras write what it writes for the class `plain`, for another with its configuration.
+
+    It looks up names of its own and users' classes here, and what to load for a name elsewhere: it
+    loads `plain` again.
+    """
+    kind.__name__, kind.__module__ = plain.__name__, plain.__module__
+    for names in (exported_names, registered_names):
+        if plain in names:
+            names[kind] = names[plain]
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:

@@ -6,9 +6,12 @@ plain Keras passes over: they load where ringreduce is not installed, and those 
 
 import contextlib
 import json
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -56,7 +59,7 @@ def load_model(
             what to load it as: `ShardedEmbedding`, `SyncBatchNormalization` or another subclass of
             its class; or a `functools.partial` of one, such as ``partial(rr.ColumnParallelDense,
             communicator=model_group)``. With parts, all ranks must load the file: each takes its
-            pieces.
+            pieces. Meanwhile there is a copy of the file in the folder of temporary files.
         communicator: of the optimizer, and of the layers in `replace` that say no other.
         options: further arguments of `DistributedOptimizer`; those left out are as in training, if
             the file is no ``.h5``, which keeps none.
@@ -78,8 +81,10 @@ def load_model(
         # In a file they are numbers, since the variables are made only now.
         local = options.pop("local_variables", ())
         loading = _Loading(replaced, communicator, options)
-        objects = {**loading.stand_ins(), **(custom_objects or {})}
-        model = keras.models.load_model(path, objects, compile, safe_mode)
+        stand_ins = loading.stand_ins()
+        objects = {**stand_ins, **(custom_objects or {})}
+        with _named_in(path, stand_ins) as named:
+            model = keras.models.load_model(named, objects, compile, safe_mode)
         loading.require_all()
         optimizer = getattr(model, "optimizer", None)
         if optimizer is None:
@@ -109,6 +114,60 @@ def _weights_in(path: str) -> Iterator[Mapping[str, Any]]:
                 weights = opened.enter_context(archive.open("model.weights.h5"))
             file = opened.enter_context(h5py.File(weights, "r"))
         yield file
+
+
+@contextlib.contextmanager
+def _named_in(path: Any, classes: Mapping[str, Any]) -> Iterator[Any]:
+    """A copy of a saved model that asks for `classes` by name; `path` where that does.
+
+    Keras looks for `custom_objects` by registered names, which its own classes have not in a file.
+    """
+    with contextlib.ExitStack() as opened:
+        file = None
+        if classes:
+            # One of another kind goes to Keras, which says what is wrong with it.
+            with contextlib.suppress(OSError, zipfile.BadZipFile, tf.errors.OpError):
+                file = opened.enter_context(_members_of(str(path)))
+        if file is None:
+            yield path
+            return
+        copy = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "model.keras"
+        with zipfile.ZipFile(copy, "w") as target:
+            for name, open_member in file.items():
+                with open_member() as source, target.open(name, "w", force_zip64=True) as member:
+                    if name == "config.json":
+                        text = json.dumps(_with_names(json.load(source), classes))
+                        member.write(text.encode())
+                    else:
+                        shutil.copyfileobj(source, member, 1 << 20)
+        yield copy
+
+
+@contextlib.contextmanager
+def _members_of(path: str) -> Iterator[dict[str, Callable[[], Any]]]:
+    """What opens each file in that of a saved model, or in its folder."""
+    if tf.io.gfile.isdir(path):
+        found = [
+            f"{folder}/{name}" for folder, _, names in tf.io.gfile.walk(path) for name in names
+        ]
+        yield {
+            name.removeprefix(f"{path}/"): partial(tf.io.gfile.GFile, name, "rb") for name in found
+        }
+        return
+    with tf.io.gfile.GFile(path, "rb") as packed, zipfile.ZipFile(packed) as archive:
+        yield {name: partial(archive.open, name) for name in archive.namelist()}
+
+
+def _with_names(config: Any, classes: Mapping[str, Any]) -> Any:
+    """`config` with the names of `classes` as registered ones, but within one of those."""
+    if isinstance(config, list):
+        return [_with_names(each, classes) for each in config]
+    if not isinstance(config, dict):
+        return config
+    name, is_of_keras = config.get("class_name"), str(config.get("module")).startswith("keras.")
+    if is_of_keras and name in classes and config.get("registered_name") is None:
+        return {**config, "registered_name": name}
+    return {key: _with_names(value, classes) for key, value in config.items()}
 
 
 def _options_in(file: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:

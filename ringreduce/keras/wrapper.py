@@ -106,12 +106,9 @@ class Wrapper(keras.optimizers.Optimizer):
 @lru_cache
 def _named_after(inner: type, wrapper: type[Wrapper]) -> type[Wrapper]:
     """A subclass of `wrapper` that Keras records under the class `inner` when it saves a model."""
-    members = {"__module__": inner.__module__, "__doc__": wrapper.__doc__, "_inner_class": inner}
+    members = {"__doc__": wrapper.__doc__, "_inner_class": inner}
     named = type(inner.__name__, (wrapper,), members)
-    # Keras finds a class that the user has registered by that name. Registering ours under it too
-    # would make Keras load ours.
-    if inner in private.registered_names:
-        private.registered_names[named] = private.registered_names[inner]
+    private.save_as(named, inner)
     return named
 
 

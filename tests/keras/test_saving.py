@@ -1,6 +1,7 @@
 """A model trained under the wrapper is saved as if that were not there, and goes on unbroken."""
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -147,6 +148,75 @@ def test_serialized_it_is_the_inner_optimizer(kind):
     for again in (read(copy.deepcopy(config)) for read in readers):
         assert type(again) is type(inner)
         assert again.get_config() == inner.get_config()
+
+
+def named_in(config):
+    """What a configuration says of classes, at any depth."""
+    if isinstance(config, dict):
+        keys = "module", "class_name", "registered_name"
+        return {k: v if k in keys else named_in(v) for k, v in config.items()}
+    return list(map(named_in, config)) if isinstance(config, list) else None
+
+
+@pytest.mark.parametrize("make", [*KINDS.values(), lambda: Doubled(0.1), lambda: Tripled(0.1)])
+@pytest.mark.parametrize("suffix", ["keras", "h5"])
+def test_a_file_names_what_plain_keras_names(make, suffix, tmp_path):
+    """Not the module of Keras's that a class is in."""
+    named = []
+    for wrap in (plain, wrapped):
+        model = compiled(wrap(make()))
+        model.save(tmp_path / f"model.{suffix}")
+        if suffix == "keras":
+            config = json.loads(zipfile.ZipFile(tmp_path / "model.keras").read("config.json"))
+            named.append(named_in(config["compile_config"]))
+        else:
+            with h5py.File(tmp_path / "model.h5") as file:
+                named.append(named_in(json.loads(file.attrs["training_config"])))
+        named[-1] = named[-1], named_in(keras.saving.serialize_keras_object(model.optimizer))
+    assert named[0] == named[1]
+
+
+def test_an_optimizer_that_was_saved_by_a_private_name_loads(tmp_path):
+    """As an older ringreduce wrote it."""
+    model = trained("adam")
+    model.save(tmp_path / "new.keras")
+    old = tmp_path / "old.keras"
+    with zipfile.ZipFile(tmp_path / "new.keras") as new, zipfile.ZipFile(old, "w") as copy:
+        for name in new.namelist():
+            text = new.read(name)
+            if name == "config.json":
+                config = json.loads(text)
+                names = {"module": Adam.__module__, "registered_name": "Adam"}
+                config["compile_config"]["optimizer"] |= names
+                text = json.dumps(config)
+            copy.writestr(name, text)
+    loaded = rr.load_model(old)
+    assert type(loaded.optimizer)._inner_class is Adam
+    assert_equal_state(fit(model), fit(loaded))
+
+
+@pytest.mark.parametrize("is_zipped", [True, False])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_layers_are_replaced_in_files_of_ours_and_of_plain_keras(is_ours, is_zipped, tmp_path):
+    """A file is the same with our layers as with Keras's, which it names as Keras does."""
+    kinds = [keras.layers.Dense, keras.layers.BatchNormalization]
+    ours = [rr.ColumnParallelDense, rr.SyncBatchNormalization]
+    layers = [ours[0](2), ours[1]()] if is_ours else [kinds[0](2), kinds[1]()]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    optimizer = LossScaleOptimizer(Adam(0.1))
+    model.compile(DistributedOptimizer(optimizer) if is_ours else optimizer, "mse")
+    model.optimizer.build(model.trainable_variables)
+    path = tmp_path / ("model.keras" if is_zipped else "folder")
+    model.save(path, zipped=is_zipped)
+    text = zipfile.ZipFile(path).read("config.json") if is_zipped else path.joinpath("config.json")
+    config = json.loads(text if is_zipped else text.read_text())
+    assert [layer["module"] for layer in config["config"]["layers"]] == ["keras.layers"] * 3
+    assert {layer["registered_name"] for layer in config["config"]["layers"]} == {None}
+    loaded = rr.load_model(path, replace=dict(zip(kinds, ours, strict=True)))
+    assert [type(layer) for layer in loaded.layers] == ours
+    assert isinstance(loaded.optimizer, DistributedOptimizer)
+    assert_equal_state(model, loaded)
+    assert [type(layer) for layer in rr.load_model(path).layers] == kinds
 
 
 def checkpoint(model):

@@ -152,7 +152,8 @@ def test_attention_is_drawn_trained_gathered_and_saved_as_the_unsplit_one(tmp_pa
     assert apart(model, after) < 1e-6
     path = str(tmp_path / "attention.keras")
     rr.on_rank_zero(lambda: model.save(path))
-    names = {type(layer).__name__: layer.name for layer in model.layers}
+    # Of rank 0, whose file it is: it has made more layers, which Keras numbers.
+    names = rr.init().broadcast_object({type(layer).__name__: layer.name for layer in model.layers})
     replace = {
         names["MultiHeadAttention"]: Attention,
         names["GroupedQueryAttention"]: ParallelGroupQueryAttention,
