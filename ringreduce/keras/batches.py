@@ -145,6 +145,14 @@ class _DatasetFeed(Feed):
         self.can_repeat = count >= 0 and plan.steps is None and is_fixed
         fed = global_batches, count if count >= 0 else None, tf.data.AUTOTUNE
         self.dataset = plan.fed(*fed, self.is_counted, self.note_first)
+        # Keras's evaluation makes one more where it has read to a known end.
+        is_read_out = count > 0 and (plan.steps is None or plan.run_steps >= count)
+        self._more_at_end = plan.deal and is_read_out and self.source is not None
+
+    def end(self) -> None:
+        # An iterator of a dealt part takes no seed by itself, since ranks may have no batch.
+        if self._more_at_end:
+            iter(self.source)
 
 
 class _PyDatasetFeed(Feed):

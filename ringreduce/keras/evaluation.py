@@ -21,7 +21,7 @@ from ringreduce.keras import metric_states
 from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.averages import averages_of
 from ringreduce.keras.batches import feed_of
-from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of
+from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of, passing
 from ringreduce.keras.mistakes import warn_of_last_batches, warn_of_metrics
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import training_ranks
@@ -85,7 +85,7 @@ def evaluate(
     require_model(model, "evaluate")
     ring = communicator or default_communicator()
     settle(model)
-    share = _Share((x, y, sample_weight), batch_size, steps, ring, check)
+    share = _Share(model, (x, y, sample_weight), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
     inputs = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
@@ -93,20 +93,26 @@ def evaluate(
         return run(**inputs, steps=steps, verbose=shown, return_dict=return_dict)
     logs: dict[str, Any] = {}
     states = metric_states.MetricStates()
-    if share.is_empty:
-        # Keras cannot evaluate an empty share; the metrics may not even be built.
-        model.reset_metrics()
     answering = Answering(model, ring, share.example)
     with _averages_of_rank_0(model, ring), share.being_read():
-        if not share.is_empty:
-            logs = run(**inputs, verbose=shown, return_dict=True)
+        # Keras cannot evaluate an empty share; the metrics may not even be built.
+        results = {} if share.is_empty else run(**inputs, verbose=shown, return_dict=True)
+        if share.was_empty():
+            model.reset_metrics()
+        else:
+            logs = results
             # It matters only that the number of batches is not 0.
             states = metric_states.states_of(model, 1)
             try_own(model, share.feed.first, ring, with_losses=False)
         answering.finish(with_losses=True)
     names = [] if share.is_empty else in_order(model, logs)
     entries = metric_states.entries_of(logs, states.results)
-    gathered = ring.all_gather_object([entries, names, names_apart(model)])
+    gathered = ring.all_gather_object([entries, names, names_apart(model), share.is_empty])
+    if all(is_empty for *_, is_empty in gathered):
+        # Of data whose length was not known; what Keras gives for that.
+        values = [results[name] for name in in_order(model, results)]
+        return results if return_dict else values[0] if len(values) == 1 else values
+    gathered = [row[:3] for row in gathered]
     apart = {name for *_, names_there in gathered for name in names_there}
     warn_of_metrics(apart, ring)
     every = [names_there for names_there, *_ in gathered]
@@ -150,7 +156,7 @@ def predict(
     require_model(model, "predict")
     ring = communicator or default_communicator()
     settle(model)
-    share = _Share((x, None, None), batch_size, steps, ring, check)
+    share = _Share(model, (x, None, None), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     if share.is_whole:
         return model.predict(x, batch_size=batch_size, verbose=shown, steps=steps)
@@ -168,14 +174,16 @@ def predict(
 def _predicted(model: Any, share: _Share, batch_size: int | None, verbose: Any) -> list[Any]:
     """The outputs for this rank's share: for each batch of a dataset, or for all rows."""
     own_x = share.parts[0]
-    if share.is_empty:
-        # Predict anyway, for the outputs' structure, dtypes and shapes.
-        outputs = model.predict_on_batch(share.example())
-        return [keras.tree.map_structure(_none_of, outputs)]
-    if isinstance(own_x, tf.data.Dataset):
+    if not share.is_empty:
+        if not isinstance(own_x, tf.data.Dataset):
+            return [model.predict(own_x, batch_size=batch_size, verbose=verbose)]
         # Batch by batch, to know which rows belong to which batch.
-        return [model.predict_on_batch(_inputs_of(element)) for element in own_x]
-    return [model.predict(own_x, batch_size=batch_size, verbose=verbose)]
+        outputs = [model.predict_on_batch(_inputs_of(element)) for element in own_x]
+        if not share.was_empty():
+            return outputs
+    # Predict anyway, for the outputs' structure, dtypes and shapes.
+    outputs = model.predict_on_batch(share.example())
+    return [keras.tree.map_structure(_none_of, outputs)]
 
 
 def _none_of(output: Any) -> Any:
@@ -200,17 +208,24 @@ class OutputsError(ConfigError):
 class _Share:
     """This rank's part of the data to evaluate or predict, of which all pass as much. Collective.
 
-    `parts` are its x, y and sample_weight, of which there may be none (`is_empty`). With `is_whole`
-    leave all to Keras: with one rank or no data on any.
+    `parts` are its x, y and sample_weight, of which there may be none (`is_empty`; of data of
+    unknown length that is known after it was read). With `is_whole` leave all to Keras: with one
+    rank or no data on any. All ranks make as many iterators of the data as Keras.
     """
 
     def __init__(
-        self, data: Any, rows: int | None, steps: int | None, ring: Communicator, check: bool
+        self,
+        model: Any,
+        data: Any,
+        rows: int | None,
+        steps: int | None,
+        ring: Communicator,
+        check: bool,
     ) -> None:
-        x = self._x = data[0]
+        x = data[0]
         self.parts, self.is_empty, self.is_whole = data, False, True
         self.feed = Feed()  # Which does nothing, for arrays.
-        self._ring = ring
+        self._ring, self._has_batch = ring, True
         self.rows: list[int] | None = None  # of each rank, of arrays
         self._reads = Reads() if check and not are_arrays(data) else None
         if ring.size == 1:
@@ -218,7 +233,8 @@ class _Share:
         if are_arrays(data):
             count = (arrays := Arrays(*data)).count
             if steps is not None:
-                count = min(count, steps * (rows or BATCH_SIZE))
+                at_once = model.steps_per_execution
+                count = min(count, -(-steps // at_once) * at_once * (rows or BATCH_SIZE))
             bounds = [count * r // ring.size for r in range(ring.size + 1)]
             self.rows = np.diff(bounds).tolist()
             first, end = bounds[ring.rank : ring.rank + 2]
@@ -226,12 +242,24 @@ class _Share:
             self.feed.first = arrays.first()
             size = {"rows": str(count)}
         else:
-            plan = Plan(ring, f"the {_WHAT}", steps=steps, deal=True, check=self._reads or False)
+            plan = Plan(
+                ring,
+                f"the {_WHAT}",
+                steps=steps,
+                at_once=model.steps_per_execution,
+                deal=True,
+                check=self._reads or False,
+            )
             feed = self.feed = feed_of(data, plan)
             is_dataset = isinstance(x, tf.data.Dataset)
             known = x.cardinality() if is_dataset else getattr(x, "num_batches", -1)
             self.parts = feed.dataset, None, None
-            self.is_empty = _is_empty(feed.dataset) if feed.is_empty is None else feed.is_empty
+            self.is_empty = bool(feed.is_empty)
+            if feed.is_empty is None:
+                count = int(feed.dataset.cardinality())
+                self.is_empty = count == 0
+                if count == tf.data.UNKNOWN_CARDINALITY:
+                    self.parts = self._noting(feed.dataset), None, None
             size = {"batches": str(steps or int(known))}
         remedy = "Pass the same whole data on every rank; each takes its own share."
         require_same_settings([Settings("data", size, remedy)], ring)
@@ -242,11 +270,28 @@ class _Share:
             compare_reads((1, *numbers), _WHAT, _REMEDY, ring)
         self.is_whole = all(ring.all_gather_object(self.is_empty))
 
+    def _noting(self, dataset: Any) -> Any:
+        """`dataset`, of which is noted whether it has any batch."""
+        self._has_batch = False
+
+        def note(_: Any) -> None:
+            self._has_batch = True
+
+        return passing(dataset, lambda _, batch: batch, None, note)
+
+    def was_empty(self) -> bool:
+        """Whether it is empty, which is known for sure after it was read."""
+        self.is_empty = self.is_empty or not self._has_batch
+        return self.is_empty
+
     @contextmanager
     def being_read(self) -> Iterator[None]:
         """Raises MismatchError at the end if ranks have read different batches. Collective."""
         self.feed.begin(0)
         try:
+            if self.is_empty and isinstance(self.parts[0], tf.data.Dataset):
+                # The batches of others, of which the first is an example.
+                list(self.parts[0])
             yield
         finally:
             self.feed.end()
@@ -255,15 +300,11 @@ class _Share:
 
     def example(self) -> Any:
         """Some inputs, for a rank that has no share."""
-        first = self.feed.first
-        return _inputs_of(next(iter(self._x.take(1))) if first is None else first)
-
-
-def _is_empty(dataset: Any) -> bool:
-    cardinality = int(dataset.cardinality())
-    if cardinality == tf.data.UNKNOWN_CARDINALITY:
-        return next(iter(dataset.take(1)), None) is None
-    return cardinality == 0
+        if self.feed.first is None:
+            raise ConfigError(
+                f"got a dataset without any batch as {_WHAT}", **self._ring.config.who
+            )
+        return _inputs_of(self.feed.first)
 
 
 def _inputs_of(element: Any) -> Any:

@@ -296,6 +296,8 @@ def _validate(model: keras.Model, validation: Feed) -> dict[str, Any]:
     logs: dict[str, Any] = {}
     if int(validation.dataset.cardinality()):
         logs = model.evaluate(validation.dataset, verbose=0, return_dict=True)
+    else:
+        list(validation.dataset)  # It takes a seed of data that is shuffled, as on other ranks.
     validation.end()
     return logs
 

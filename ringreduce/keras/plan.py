@@ -34,6 +34,7 @@ class Feed:
     # Whether passes are the same by one iterator over `dataset.repeat()` as by one for each.
     can_repeat = False
     # A tf.data.Dataset as it was given, if it may be shuffled: each iterator takes a seed of it.
+    # All ranks must make as many as Keras does, since other data may come from the same shuffle.
     source: Any = None
     # The exception of the user's generator or PyDataset; TensorFlow shows only its text.
     failure: Exception | None = None
@@ -95,6 +96,8 @@ class Plan:
         """
         ring, readers = self.ring, self.readers or self.ring
         if isinstance(self.check, Reads):
+            if first is not None:
+                batches = passing(batches, lambda _, batch: batch, None, first)
             part = self.check.noted(batches).shard(ring.size, ring.rank)
             # With one ahead, so that a rank whose batches end has read those of others too.
             return part.window(2, shift=1).flat_map(partial(element_of, 0))
@@ -126,7 +129,8 @@ class Plan:
         if self.deal and self.steps is not None:
             batches = batches.take(self.run_steps)
             count = min(self.run_steps, count or self.run_steps)
-        part = self.divide(batches, *options).prefetch(ahead)
+        part = self.divide(batches, *options)
+        part = (begun_when_read(part) if self.deal else part).prefetch(ahead)
         return part if count is None else counted(part, partial(self.own_steps, count))
 
     @property
@@ -151,6 +155,11 @@ class Plan:
             text = f"got a global batch of {rows} samples, fewer than the {ring.size} ranks"
             remedy = f"Raise the {name}: batches are those of all ranks together."
             raise ConfigError(text, **ring.config.who, remedy=remedy)
+
+
+def begun_when_read(dataset: tf.data.Dataset) -> Any:
+    """`dataset`, which begins a pass, and draws its seeds, when the first element is asked for."""
+    return dataset.take(0).concatenate(dataset)
 
 
 def counted(dataset: tf.data.Dataset, count: Callable[[], int]) -> Any:

@@ -185,7 +185,8 @@ class Loop:
                 is_stopping or self._is_watched or self._who.everyone.size == 1
             ):
                 break
-        passes.finish()
+        else:
+            passes.finish()
         return self._logs
 
     def _suitable(self) -> int:
