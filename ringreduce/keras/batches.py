@@ -21,7 +21,7 @@ import tensorflow as tf
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
 from ringreduce.keras.data_fingerprint import FingerprintedPasses
-from ringreduce.keras.plan import BATCH_SIZE, REMEDY, Feed, Plan, counted
+from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, counted, remedy_of_unlike_data
 from ringreduce.keras.rows import count_of, tensor_of
 from ringreduce.tensorflow.private import ops_in
 from ringreduce.vocabulary.errors import ConfigError
@@ -174,7 +174,7 @@ class _PyDatasetFeed(Feed):
         if not plan.deal:
             divided = plan.divide(divided, plan.counts)
         elif plan.check is True and (readers := plan.readers or plan.ring).size > 1:
-            FingerprintedPasses(plan.what, REMEDY, readers).claim_batch(self.first)
+            FingerprintedPasses(plan.what, remedy_of_unlike_data(), readers).claim_batch(self.first)
         if plan.deal:
             self.dataset = counted(divided, lambda: self._ordered.num_batches)
         else:  # As Keras does, which asks before the first epoch alone.

@@ -25,16 +25,17 @@ from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of, 
 from ringreduce.keras.mistakes import warn_of_last_batches, warn_of_metrics
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import training_ranks
-from ringreduce.keras.plan import BATCH_SIZE, REMEDY, Feed, Plan
+from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, remedy_of_unlike_data
 from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.wrappable import require_model, settle
 from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import for_rr
 
 _WHAT = "data to evaluate or predict"
-_REMEDY = f"{REMEDY[:-1]}, for x that is random on purpose."
+_IF_RANDOM = ", for x that is random on purpose"
 
 
 def evaluate(
@@ -264,10 +265,10 @@ class _Share:
         remedy = "Pass the same whole data on every rank; each takes its own share."
         require_same_settings([Settings("data", size, remedy)], ring)
         if check and are_arrays(data):
-            compare_reads((*arrays.digest(), 0, 0), _WHAT, _REMEDY, ring)
+            compare_reads((*arrays.digest(), 0, 0), _WHAT, remedy_of_unlike_data(_IF_RANDOM), ring)
         elif check and isinstance(x, keras.utils.PyDataset):
             numbers = map(int, numbers_of(feed.first))
-            compare_reads((1, *numbers), _WHAT, _REMEDY, ring)
+            compare_reads((1, *numbers), _WHAT, remedy_of_unlike_data(_IF_RANDOM), ring)
         self.is_whole = all(ring.all_gather_object(self.is_empty))
 
     def _noting(self, dataset: Any) -> Any:
@@ -296,7 +297,7 @@ class _Share:
         finally:
             self.feed.end()
         if self._reads is not None:
-            compare_reads(self._reads.last(), _WHAT, _REMEDY, self._ring)
+            compare_reads(self._reads.last(), _WHAT, remedy_of_unlike_data(_IF_RANDOM), self._ring)
 
     def example(self) -> Any:
         """Some inputs, for a rank that has no share."""
@@ -333,8 +334,9 @@ def _gathered(batches: Sequence[Any], ring: Communicator, rows: list[int] | None
         raise OutputsError(
             f"cannot join outputs of type {type(batches[0]).__name__}",
             **ring.config.who,
-            remedy="Ragged and sparse outputs, and numbers that are not one per sample, are "
-            "not supported: use model.predict.",
+            remedy="Ragged and sparse outputs, and numbers that are not one per sample, are not "
+            "supported: "
+            + for_rr("use model.predict.", "pass what can be read twice, such as arrays."),
         )
     rest, dtype = batches[0].shape[1:], batches[0].dtype
     width = math.prod(rest) * dtype.itemsize

@@ -30,7 +30,7 @@ from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.settings import saved_beside_weights
 from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import differing, path_of
-from ringreduce.vocabulary.words import named
+from ringreduce.vocabulary.words import for_rr, named
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,14 @@ class _Local(threading.local):
 _in_fit = _Local()
 _FRAMEWORKS = [str(Path(str(module.__file__)).parent) for module in (keras, tf)]
 _PACKAGES = (*_FRAMEWORKS, str(Path(__file__).parents[1]))
+_MADE_EQUAL = (
+    "Call rr.broadcast_variables(model.variables) after building the model (and after "
+    "Normalization.adapt, which sees only its rank's data), or seed all ranks alike with "
+    "keras.utils.set_random_seed."
+)
+_SAME = "Adapt layers to the same data on every rank, and give what draws them the same seed."
+_BY_KERAS = "save after fit, or by keras.callbacks.ModelCheckpoint, in place of another callback."
+_SYNC = "rr.SyncBatchNormalization"
 # Reductions of losses that give no mean over samples.
 NO_MEANS = ("mean_with_sample_weight", "sum")
 
@@ -144,10 +152,7 @@ def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communic
         return
     warn_at_users_line(
         f"the ranks have different values of {_first_of(unequal)}, which training does "
-        "not change or make equal: each rank goes on with its own. Call "
-        "rr.broadcast_variables(model.variables) after building the model (and after "
-        "Normalization.adapt, which sees only its rank's data), or seed all ranks alike with "
-        "keras.utils.set_random_seed.",
+        f"not change or make equal: each rank goes on with its own. {for_rr(_MADE_EQUAL, _SAME)}",
         ParityWarning,
     )
 
@@ -195,7 +200,7 @@ def differences(model: Any) -> list[str]:
     texts = []
     plain = [part for part in layers if isinstance(part, keras.layers.BatchNormalization)]
     if names := _named(part for part in plain if not isinstance(part, SyncBatchNormalization)):
-        texts.append(f"{names}: each rank normalizes its rows (use rr.SyncBatchNormalization)")
+        texts.append(f"{names}: each rank normalizes its rows (use {for_rr(_SYNC)})")
     if names := _named(filter(_is_random, [model, *layers])):
         texts.append(f"{names}: each rank draws other random numbers")
     for loss in keras.tree.flatten(getattr(model, "loss", None) or []):
@@ -273,10 +278,13 @@ class _Saving:
             return save(model, filepath, *arguments, **options)
         if self._warns and (rank := self._ring.rank) > 0:
             self._warns = False
+            once = (
+                f"rr.on_rank_zero(lambda: model.{self._name}(...)) on all ranks; around a callback "
+                "of your own that saves, rr.callbacks.OnRankZero(callback)."
+            )
             warn_at_users_line(
-                f"rank {rank} saves {path} too. If the ranks share that file, let rank 0 "
-                f"alone write it: rr.on_rank_zero(lambda: model.{self._name}(...)), or callbacks "
-                "within rr.fit or rr.callbacks.Together.",
+                f"rank {rank} saves {path} too. If the ranks share that file, let rank 0 alone "
+                f"write it: {for_rr(once, _BY_KERAS)}",
                 UserWarning,
             )
         overwrite = arguments[0] if arguments else options.get("overwrite", True)

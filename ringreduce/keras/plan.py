@@ -14,12 +14,19 @@ from ringreduce.keras.rows import element_of
 from ringreduce.keras.shares import Shares
 from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import for_rr
 
 BATCH_SIZE = 32
-REMEDY = (
+_ALIKE = (
     "Give every rank the same data in the same order: pass a seed to shuffle, seed other random "
-    "numbers alike, and sort lists of files. check=False leaves this check out."
+    "numbers alike, and sort lists of files."
 )
+_NO_CHECK = "check=False leaves this check out"
+
+
+def remedy_of_unlike_data(when: str = "") -> str:
+    """What to do where ranks read other data than they should; `when` to leave the check out."""
+    return f"{_ALIKE} {for_rr(_NO_CHECK)}{when}."
 
 
 class Feed:
@@ -103,7 +110,9 @@ class Plan:
             return part.window(2, shift=1).flat_map(partial(element_of, 0))
         if readers.size == 1:
             return batches
-        passes = FingerprintedPasses(self.what, REMEDY, readers) if self.check else None
+        passes = (
+            FingerprintedPasses(self.what, remedy_of_unlike_data(), readers) if self.check else None
+        )
         if passes is not None and not passes.can_compare(batches.element_spec):
             passes = None
         if ring.size == 1 or self.deal or self.is_elastic:

@@ -16,7 +16,7 @@ from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.words import brief
+from ringreduce.vocabulary.words import brief, for_rr
 
 _log = logging.getLogger(__name__)
 # Each element's step depends on that element's gradients alone.
@@ -38,8 +38,12 @@ def refuse_unusable(inner: Any, compression: Any) -> None:
             raise ConfigError(
                 f"got {held.name} with gradient_accumulation_steps={steps}: all ranks would "
                 "reduce in every step what it then adds up",
-                remedy="Leave that out and pass accumulate_steps to DistributedOptimizer: it adds "
-                "up first and reduces once.",
+                remedy="Leave that out and "
+                + for_rr(
+                    "pass accumulate_steps to DistributedOptimizer: it adds up first and reduces "
+                    "once.",
+                    "take a larger batch_size, of which each rank computes its part only.",
+                ),
             )
         is_lossy = compression == "int8" or isinstance(compression, PowerSGD)
         if isinstance(held, keras.optimizers.LossScaleOptimizer) and is_lossy:

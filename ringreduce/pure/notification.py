@@ -5,6 +5,7 @@ from typing import Any
 from ringreduce.pure.flight import cut
 from ringreduce.pure.watcher_messages import TEXT_MAX, Abort
 from ringreduce.vocabulary import errors
+from ringreduce.vocabulary.words import for_rr
 
 _MESSAGES = {"send": "recv", "recv": "send"}  # what the rank at the other end of a message calls
 
@@ -33,7 +34,8 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingRedu
     """
     where = {**where, "peer": peer}
     after = f" after {calls} call{'' if calls == 1 else 's'}"
-    less_data = "it had less data, for which ringreduce.keras has shard and joined"
+    less_data = "it had less data"
+    less_data += for_rr(", for which ringreduce.keras has shard and joined", "")
     if why:
         remedy = f"Read rank {peer}'s log first."
         if why.startswith("SystemExit"):

@@ -16,6 +16,7 @@ TensorFlow, Python and callbacks.
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -23,8 +24,11 @@ from typing import NamedTuple
 
 from ringreduce.pure.slowness import slow_link
 from ringreduce.pure.watcher_messages import SentToNext
+from ringreduce.vocabulary.words import for_rr
 
 _WIDTH = 75  # behind a launcher's ``[0] `` it fits 80 columns
+_OF_RR = re.compile(r"\brr\.|DistributedOptimizer|bucket_bytes|compression=")
+_NEEDS_RR = "These options need a program with rr.fit, started without --unchanged."
 _WAITED_S_MIN = 0.1  # less is chance
 _PART_MIN = 0.1  # of a step: less is not worth a change
 # To update a weight with Adam on each of two ranks of a host: half of 10 million take 17.7 ms less
@@ -142,6 +146,7 @@ def verdict(epochs: Mapping[int, Sequence[Measurement]], looking: Sequence[str] 
         *_table(mean, latest, slow),
         "  What would help most:",
         *(line for text in texts for line in wrapped.wrap(text)),
+        *wrapped.wrap(for_rr("", _NEEDS_RR) if any(map(_OF_RR.search, texts)) else ""),
     ]
 
 

@@ -21,6 +21,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import FORMED_ANEW
 from ringreduce.tensorflow import private
 from ringreduce.vocabulary.errors import ClosedError, ConfigError, RingReduceError
+from ringreduce.vocabulary.words import for_rr
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # Graphs, traced or being traced, whose functions end with our errors.
@@ -75,8 +76,11 @@ def _ours(text: str) -> RingReduceError | None:
         lock = text.partition(_CACHING)[2].partition("('")[2].partition("')")[0]
         return ConfigError(
             f"reads a dataset of .cache(file) whose file another rank writes: there is {lock}",
-            remedy='Give each rank its own: .cache(f"name-{rr.rank()}"). If no other rank has it, '
-            "a run that was killed has left the lockfile: delete it.",
+            remedy=for_rr(
+                'Give each rank its own: .cache(f"name-{rr.rank()}").',
+                "Cache in memory, by .cache() without a file.",
+            )
+            + " If no other rank has it, a run that was killed has left the lockfile: delete it.",
         )
     if _CLOSED in text or _AFTER in text:
         return ClosedError(_CLOSED, remedy="Train before shutdown() or close().")

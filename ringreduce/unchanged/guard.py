@@ -53,6 +53,7 @@ def warn_of_no_training() -> None:
     """At exit, unless by an exception: N ranks may have done the same work."""
     if job().size > 1 and job().rank == 0 and getattr(sys, "last_value", None) is None:
         _log.warning(
-            "[%d/%d] the program has not called Model.fit, so each rank has done all of its work.",
+            "[%d/%d] the program has not called Model.fit, so each rank has done all of its work. "
+            "Start it by itself, without ringreduce; or let it train by Model.fit.",
             *job().who.values(),
         )

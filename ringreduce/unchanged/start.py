@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 try:
     from wrapt import register_post_import_hook
@@ -20,10 +20,12 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.start import run_program
 from ringreduce.unchanged import draws, packages, written
 from ringreduce.unchanged.job import job
+from ringreduce.vocabulary.words import note_unchanged
 from ringreduce.vocabulary.worker_environment import choose_hash_seed
 
 
@@ -32,6 +34,9 @@ def main(arguments: list[str]) -> None:
     if not arguments:
         sys.exit("usage: python -m ringreduce.unchanged [-m] PROGRAM [ARGUMENTS]")
     check_program(arguments)
+    note_unchanged()
+    if sys.excepthook is sys.__excepthook__:  # Else the launcher shows it.
+        sys.excepthook = _show
     if job().size > 1:
         if choose_hash_seed():
             os.execv(sys.executable, sys.orig_argv)
@@ -46,6 +51,16 @@ def main(arguments: list[str]) -> None:
     for name in packages.PACKAGES:
         _after((name,), partial(packages.replace_in, name))
     run_program(arguments)
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception, without the frames between two of the program's."""
+    described = handover.described(error)
+    if not described.whole:
+        sys.__excepthook__(kind, error, trace)
+        return
+    hint = "(keras.config.disable_traceback_filtering() shows the frames that are left out)"
+    print(*described.traceback, hint, sep="\n", file=sys.stderr)
 
 
 def _after(names: Collection[str], function: Callable[[], object]) -> None:

@@ -10,12 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 from ringreduce.unchanged.job import job
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.own_folder import own_folder
+from ringreduce.vocabulary.words import for_rr
 
 _log = logging.getLogger(__name__)
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -130,16 +132,23 @@ def _try_to_lock(file: int) -> bool:
 
 def watch(is_left_out: Callable[[], bool]) -> None:
     """From now on note files that this process opens to write, unless `is_left_out`."""
-    places = ("/dev/", "/proc/", tempfile.gettempdir() + os.sep, os.path.expanduser("~/.keras/"))
+    temporary = tempfile.gettempdir() + os.sep
+    ours = os.path.join(temporary, "ringreduce-")
+    places = ("/dev/", "/proc/", os.path.expanduser("~/.keras/"), ours)
+    own: set[str] = set()  # what `tempfile` has made, under a name that no other rank has
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("tempfile.mkstemp", "tempfile.mkdtemp"):
+            own.add(os.path.abspath(os.fsdecode(arguments[0])))
         if event != "open":
             return
         path, _, flags = arguments
         if isinstance(path, str) and (flags & _WRITING) and not is_left_out():
             path = os.path.abspath(path)
+            is_own = not own.isdisjoint((path, *map(str, PurePath(path).parents)))
             # A folder too: for a nameless file in it.
-            if not f"{path}{os.sep}".startswith(places) and "__pycache__" not in path:
+            is_left = f"{path}{os.sep}".startswith(places) or f"{path}{os.sep}" == temporary
+            if not (is_own or is_left or "__pycache__" in path):
                 _names.setdefault(os.path.relpath(path))
 
     sys.addaudithook(look)
@@ -164,8 +173,12 @@ def warn() -> None:
         first, rest = list(_names)[:3], len(_names) - 3
         more = f" and {rest} more" if rest > 0 else ""
         _log.warning(
-            "[%d/%d] each rank has written %s%s: only what is saved through Keras is written once.",
+            "[%d/%d] each rank has written %s%s: what is appended is there %d times. Only what is "
+            "saved through Keras, such as by CSVLogger, is written once. Write by that; or once, "
+            "with %s.",
             *job().who.values(),
             ", ".join(first),
             more,
+            job().size,
+            for_rr("rr.on_rank_zero"),
         )

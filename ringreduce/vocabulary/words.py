@@ -5,6 +5,7 @@ from typing import Any
 
 _NAMED_MAX = 16
 _SHOWN_MAX = 80
+_is_unchanged = False
 
 
 def named(kind: str, numbers: Iterable[int]) -> str:
@@ -12,6 +13,26 @@ def named(kind: str, numbers: Iterable[int]) -> str:
     texts = list(map(str, numbers))
     more = ", ..." if len(texts) > _NAMED_MAX else ""
     return f"{kind}{'' if len(texts) == 1 else 's'} {', '.join(texts[:_NAMED_MAX])}{more}"
+
+
+def note_unchanged() -> None:
+    """From now on advice is for a program that nobody has changed, and that imports no `rr`."""
+    global _is_unchanged
+    _is_unchanged = True
+
+
+def for_rr(advice: str, unchanged: str | None = None) -> str:
+    """`advice` that names what only a program with `rr` has; to another one `unchanged` instead.
+
+    By default the same, and what it takes to follow it.
+    """
+    if not _is_unchanged:
+        return advice
+    return (
+        f"{advice} in a program with rr.fit, without --unchanged"
+        if unchanged is None
+        else unchanged
+    )
 
 
 def brief(value: Any) -> str:

@@ -1,7 +1,13 @@
 """What the launcher says at the end: the cause in full, one line for every other rank."""
 
-from ringreduce.commands.launch.conclusion import conclude, others
+from types import SimpleNamespace
+
+import msgspec
+
+from ringreduce.commands.launch.conclusion import APART, conclude, others
 from ringreduce.commands.launch.failure import Cause, Failure
+from ringreduce.commands.launch.job import Job
+from ringreduce.commands.launch.program import as_unchanged
 from ringreduce.commands.launch.worker_records import Raised
 
 BAD = Raised("ValueError", None, None, "ValueError: bad data", ["Traceback:", "", "  x"])
@@ -20,6 +26,24 @@ def test_the_cause_is_shown_in_full_and_a_consequence_in_one_line():
     ]
     kept = conclude(CAUSE, [CONSEQUENCE, FIRST], log_dir="logs")
     assert kept == [*shown[:-1], "logs has the tracebacks of all ranks"]
+
+
+def test_where_the_frames_that_were_left_out_are_is_said():
+    cut = FIRST._replace(raised=msgspec.structs.replace(BAD, whole=["Traceback:", "", "", "  x"]))
+    left_out = "the tracebacks of all ranks, with the frames that are left out"
+    assert conclude(Cause(cut), [cut])[-1] == f"--log-dir DIR keeps {left_out}"
+    assert conclude(Cause(cut), [cut], log_dir="logs")[-1] == f"logs has {left_out}"
+
+
+def test_an_unchanged_program_is_not_told_to_call_what_it_cannot():
+    said = []
+    workers = {rank: SimpleNamespace(rank=rank, rings={}, keras_s=0.0) for rank in range(2)}
+    screen = SimpleNamespace(say=said.append)
+    for arguments in (as_unchanged(["train.py"], {}), ["train.py"]):
+        plan = SimpleNamespace(size=2, arguments=arguments)
+        job = SimpleNamespace(_workers=workers, _plan=plan, _screen=screen, _has_warned=False)
+        Job._warn_of_ranks_apart(job, APART)
+    assert said == [APART.format("ranks 0, 1")]
 
 
 def test_ranks_that_say_the_same_get_one_line():

@@ -1,10 +1,12 @@
 """What a worker says of the exception that ends it, and how it reaches the launcher."""
 
 import argparse
+import importlib
 import inspect
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,8 @@ from ringreduce.commands.launch import handover, start
 from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.handover import described
 from ringreduce.commands.launch.worker_records import Joins, WorkerRecord
+from ringreduce.communicator import rank_zero
+from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeoutError
 
@@ -81,13 +85,39 @@ def test_our_frames_are_left_out_where_the_error_is_ours():
     assert [line for line in ours.traceback if line.startswith(f'  File "{__file__}')]
 
 
+def test_between_two_frames_of_the_program_are_none_of_ours_or_of_keras(monkeypatch, tmp_path):
+    def fails():
+        raise ValueError("bad width")
+
+    (tmp_path / "layers.py").write_text("def call(function):\n    function()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    layers = importlib.import_module("layers")
+    keras = SimpleNamespace(__file__=f"{tmp_path}/keras.py", config=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    alone = SimpleNamespace(size=1)
+    for is_filtering in (True, False):
+        keras.config.is_traceback_filtering_enabled = lambda is_on=is_filtering: is_on
+        raised = raised_by(lambda: on_rank_zero(layers.call, fails, communicator=alone))
+        files = [line.split('"')[1] for line in raised.traceback if line.startswith("  File")]
+        theirs = [] if is_filtering else [f"{tmp_path}/layers.py"]
+        assert files == [__file__, __file__, *theirs, __file__]
+        whole = [line for line in raised.whole if line.startswith("  File")]
+        assert len(whole) == 5
+    # What has raised it is not left out.
+    raised = raised_by(lambda: on_rank_zero(sys.intern, 3, communicator=alone))
+    files = [line.split('"')[1] for line in raised.traceback if line.startswith("  File")]
+    assert files[-1] == rank_zero.__file__
+
+
 GRAPH_ERROR = "Graph execution error:\n\nDetected at (most recent):\nKeyError: no file\n x"
 
 
 def test_the_exception_is_one_line():
+    lines, first = inspect.getsourcelines(raised_by)
+    line = first + lines.index("            raise error\n")
     for error, exception in (
         (SystemExit("no data"), "SystemExit: no data"),
-        (SystemExit(3), "SystemExit: 3 in test_handover.py:30"),
+        (SystemExit(3), f"SystemExit: 3 in test_handover.py:{line}"),
         (ValueError("in user code:\n\n  here"), "ValueError: in user code: here"),
         (RuntimeError(GRAPH_ERROR), "RuntimeError: Graph execution error: KeyError: no file"),
         (ValueError("In Dense.call().\n\nbad width"), "ValueError: In Dense.call()."),

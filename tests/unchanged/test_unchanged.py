@@ -5,6 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +22,11 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.commands.verify import _copied
+from ringreduce.keras.mistakes import differences
+from ringreduce.keras.plan import remedy_of_unlike_data
+from ringreduce.pure.notification import left_error
 from ringreduce.unchanged import draws, guard, packages, table, written
+from ringreduce.vocabulary import words
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import _ROOT as ROOT
 from tests.jobs import run_job
@@ -102,7 +107,10 @@ print([int(n) for n in tf.data.Dataset.range(9).shuffle(9)])
     assert len({*one.splitlines()}) == 6  # A forked process draws other numbers than its sibling.
     numbers = one.splitlines()[3].split()
     assert numbers[0] != numbers[1]  # Each generator has another seed.
-    warning = "[0/2] the program has not called Model.fit, so each rank has done all of its work."
+    warning = (
+        "[0/2] the program has not called Model.fit, so each rank has done all of its work. "
+        "Start it by itself, without ringreduce; or let it train by Model.fit."
+    )
     assert [warning in said for said in errors] == [True, False]
 
 
@@ -240,6 +248,47 @@ model.fit(data, verbose=0)
     assert result.exit_code == 0, result.errors
     warning = "the ranks have read other values in x of the first batch: on rank 1 not those of"
     assert result.errors.count(warning) == 1
+
+
+def test_files_of_all_ranks_are_named_below_the_temporary_folder_too(tmp_path):
+    """But not those that `tempfile` makes, which each rank has for itself."""
+    (folder := tmp_path / "run").mkdir()
+    text = """
+import tempfile
+from ringreduce.unchanged import written
+written.watch(lambda: False)
+open("log.csv", "a").close()
+open("../beside.csv", "w").close()
+with tempfile.NamedTemporaryFile("w"), tempfile.TemporaryDirectory() as made:
+    open(f"{made}/x", "w").close()
+    tempfile.TemporaryFile().close()
+print(written.found(1))
+written.warn()
+"""
+    own = clean_environment(TMPDIR=str(tmp_path), RINGREDUCE_RANK="0", RINGREDUCE_SIZE="2", **AT)
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(
+        command, cwd=folder, env=own, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "['log.csv', '../beside.csv']\n"
+    told = "[0/2] each rank has written log.csv, ../beside.csv: what is appended is there 2 times."
+    assert done.stderr.startswith(told)
+
+
+@pytest.fixture
+def unchanged_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_is_unchanged", True)
+
+
+def test_advice_is_what_an_unchanged_program_can_follow(unchanged_program):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+    elsewhere = "in a program with rr.fit, without --unchanged"
+    assert differences(model)[0].endswith(f"(use rr.SyncBatchNormalization {elsewhere})")
+    remedy = "sort lists of files. check=False leaves this check out"
+    assert remedy_of_unlike_data().endswith(f"{remedy} {elsewhere}.")
+    with pytest.raises(ConfigError, match=r"Leave that out and take a larger batch_size"):
+        rr.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))
+    assert "shard" not in str(left_error(1, 3, "", rank=0, size=2))
 
 
 def test_a_loop_of_its_own_is_named_at_its_line(tmp_path):

@@ -9,8 +9,8 @@ from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
 
 _LEFT = (
-    "  every rank must call init() before any can go on: look for what ends the program of {} "
-    "early, such as a return, an exit, or `if rank == 0:` around it"
+    "  every rank must call init(), or fit with --unchanged, before any can go on: look for what "
+    "ends the program of {} early, such as a return, an exit, or `if rank == 0:` around it"
 )
 # How an error names the rank that has it, which differs.
 _WHO = re.compile(r"rank \d+ of \d+( was told by rank \d+: rank \d+ of \d+)?")
@@ -49,9 +49,11 @@ def conclude(
         how = ", ".join(dict.fromkeys(ended.values()))
         lines.append(f"{named('rank', ended)} had ended by {itself}, exit code 0: {how}")
     lines += others(first, failures)
-    if any(failure.traceback for failure in failures if failure.rank != first.rank):
+    is_cut = first.raised is not None and bool(first.raised.whole)
+    if is_cut or any(failure.traceback for failure in failures if failure.rank != first.rank):
         has = f"{log_dir} has" if log_dir else "--log-dir DIR keeps"
-        lines.append(f"{has} the tracebacks of all ranks")
+        frames = ", with the frames that are left out" if is_cut else ""
+        lines.append(f"{has} the tracebacks of all ranks{frames}")
     return lines
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import sys
 import sysconfig
 import threading
 from collections import deque
@@ -74,10 +75,21 @@ def described(error: BaseException) -> Raised:
             named = f"SystemExit: {error.code} in {place}" if place else ""
             return Raised(**fields, exception=named, code=error.code & 255)
         return Raised(**fields, exception=_named(error))
-    fields |= {"exception": _named(error), "traceback": _lines(error)}
-    if isinstance(error, RingReduceError):
-        fields |= {"traceback": _lines(error, hides=_PACKAGE), "whole": fields["traceback"]}
-    return Raised(**fields)
+    whole, shown = _lines(error), _lines(error, hides=(_PACKAGE, *_frameworks()))
+    whole = whole if whole != shown else []
+    return Raised(**fields, exception=_named(error), traceback=shown, whole=whole)
+
+
+def _frameworks() -> list[str]:
+    """The folders of Keras and TensorFlow, if their frames are left out of tracebacks."""
+    modules = [sys.modules.get(name) for name in ("keras", "tensorflow")]
+    is_filtering = getattr(
+        getattr(modules[0], "config", None), "is_traceback_filtering_enabled", None
+    )
+    if is_filtering is None or not is_filtering():
+        return []
+    files = [getattr(module, "__file__", None) for module in modules]
+    return [f"{Path(file).parent}{os.sep}" for file in files if file]
 
 
 def place_of(error: BaseException) -> str:
@@ -96,8 +108,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _lines(error: BaseException, hides: str = "") -> list[str]:
-    """The traceback, from the program's first frame on, without frames of files below `hides`."""
+def _lines(error: BaseException, hides: tuple[str, ...] = ()) -> list[str]:
+    """The traceback, from the program's first frame on, without frames of files below `hides`.
+
+    The last one stays, which raised it, unless that is an error of ours, whose text says all.
+    """
     start = error.__traceback__
     while start and start.tb_frame.f_code.co_filename.startswith(_CALLERS):
         start = start.tb_next
@@ -105,10 +120,16 @@ def _lines(error: BaseException, hides: str = "") -> list[str]:
     if hides and isinstance(error.__cause__, RingReduceError):
         described.__cause__ = None  # The same error, as it was raised first.
     link: TracebackException | None = described
-    while hides and link is not None:
+    raised: BaseException | None = error
+    while hides and link is not None and raised is not None:
+        last = None if isinstance(raised, RingReduceError) else link.stack[-1:]
         frames = [frame for frame in link.stack if not frame.filename.startswith(hides)]
+        if last and last != frames[-1:]:
+            frames += last
         link.stack = StackSummary.from_list(frames)
-        link = link.__cause__ or link.__context__
+        is_caused = link.__cause__ is not None
+        link = link.__cause__ if is_caused else link.__context__
+        raised = raised.__cause__ if is_caused else raised.__context__
     return _text(described.format())
 
 

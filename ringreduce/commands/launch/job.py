@@ -21,6 +21,7 @@ from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.meeting import Meeting
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Guard
+from ringreduce.commands.launch.program import is_unchanged
 from ringreduce.commands.launch.remote import LOST_CODE, RemoteHost
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
@@ -373,7 +374,9 @@ class Job:
     def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
         """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""
         workers, now_s = self._workers.values(), time.monotonic()
-        if self._plan.size == 1 or any(worker.rings for worker in workers):
+        # An unchanged program joins when it calls `fit`, and says at its end if it never has.
+        is_apart = not (any(w.rings for w in workers) or is_unchanged(self._plan.arguments))
+        if self._plan.size == 1 or not is_apart:
             return
         apart = [w.rank for w in workers if w.keras_s is not None and now_s - w.keras_s >= after_s]
         if apart and (not after_s or not self._has_warned):

@@ -6,11 +6,18 @@ from pathlib import Path
 
 from ringreduce.vocabulary.errors import ConfigError
 
+_UNCHANGED = ["-m", "ringreduce.unchanged"]
+
+
+def is_unchanged(arguments: Sequence[str]) -> bool:
+    """Whether workers with these arguments run a program that does not know ringreduce."""
+    return list(arguments[:2]) == _UNCHANGED
+
 
 def as_unchanged(arguments: Sequence[str], variables: MutableMapping[str, str]) -> list[str]:
     """Make the command for a program that does not know ringreduce; add to `variables`."""
     variables.setdefault("PYTHONHASHSEED", "0")
-    return ["-m", "ringreduce.unchanged", *arguments]
+    return [*_UNCHANGED, *arguments]
 
 
 def check_program(arguments: Sequence[str]) -> None:
