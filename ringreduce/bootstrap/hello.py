@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from ringreduce.pure.decoding import UNREADABLE
 from ringreduce.pure.networks import are_networks
 
 FAILED_MAX = 512  # addresses that a rank reports; it sends to few ranks, at a few addresses each
@@ -90,8 +91,7 @@ def read(data: bytes) -> Message | None:
     """The message in `data`; None if it is something else."""
     try:
         return _DECODER.decode(data)
-    # ValueError for text that is not UTF-8, RecursionError for endless depth.
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except UNREADABLE:
         return None
 
 

@@ -364,7 +364,8 @@ class MovingCalls:
         """
         peer, number = self._checked(source, tag)
         nothing = np.empty(0, np.uint8)
-        return decode(self._session.messages.object(False, peer, number, nothing))
+        payload = self._session.messages.object(False, peer, number, nothing)
+        return decode(payload, self._config.who)
 
     def _checked(self, peer: int, tag: int) -> tuple[int, int]:
         who = self._config.who

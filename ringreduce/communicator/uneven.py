@@ -108,7 +108,7 @@ class Uneven:
     ) -> ndarray:
         """This rank's part of the array of `root`, which cuts it into `counts` rows."""
         described = encode([array.dtype.name, array.shape[1:], counts])
-        name, rest, rows = decode(self.broadcast(Kind.SCATTER, described, root, call))
+        name, rest, rows = decode(self.broadcast(Kind.SCATTER, described, root, call), self._who)
         result = self._new((rows[self._rank], *rest), dtype_named(name))
         elements = np.zeros((self._size, self._size), np.int64)
         elements[root] = np.array(rows) * math.prod(rest)

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from ringreduce.pure.buckets import ALIGNMENT
-from ringreduce.vocabulary.errors import ArrayError, MismatchError
+from ringreduce.pure.decoding import UNREADABLE
+from ringreduce.vocabulary.errors import ArrayError, MismatchError, ProtocolError
 from ringreduce.vocabulary.types import dtype_code
 
 # Objects are settings, file names, metrics; larger data travels as arrays.
@@ -160,8 +161,16 @@ def encode_or_refuse(value: Any, who: dict[str, Any]) -> tuple[np.ndarray, Array
 
 
 def decode(payload: np.ndarray, who: dict[str, Any] | None = None) -> Any:
-    """Decode what `encode` encoded, into plain types; ArrayError for a refusal, on rank `who`."""
-    value = msgspec.msgpack.decode(payload.tobytes())
+    """Decode what `encode` encoded, into plain types, on rank `who`.
+
+    Raises ArrayError for a refusal, ProtocolError for bytes that are no object.
+    """
+    try:
+        value = msgspec.msgpack.decode(payload.tobytes())
+    except UNREADABLE as error:
+        text = f"received {payload.size} bytes that are no object of ringreduce: {error}"
+        remedy = "All ranks must run the same ringreduce."
+        raise ProtocolError(text, **(who or {}), remedy=remedy) from error
     if isinstance(value, msgspec.msgpack.Ext) and value.code == _REFUSAL:
         text = bytes(value.data).decode(errors="replace")
         raise ArrayError(f"got no object, since {text}", **(who or {}))

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from ringreduce.pure.decoding import UNREADABLE
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import SPAN_BYTES, Span, SpanKind, decode_spans
 
@@ -49,7 +50,7 @@ def decode_trace(data: bytes) -> Stream:
     line, _, records = data.partition(b"\n")
     try:
         head = msgspec.json.decode(line, type=Head)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ValueError(f"it is no trace: {error}") from error
     spans = list(decode_spans(records[: len(records) // SPAN_BYTES * SPAN_BYTES]))
     lost = sum(span.number for span in spans if span.kind == SpanKind.LOST)

@@ -118,7 +118,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes, size: int) -> Message:
-    """Decode a message; ValueError if it is none, or names ranks beyond a job of `size`."""
+    """Decode a message; `UNREADABLE` if it is none, or names ranks beyond a job of `size`."""
     message: Message = _decoder.decode(payload)
     if isinstance(message, Heartbeats):
         if len(message.heartbeats) > size:

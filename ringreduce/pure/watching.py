@@ -7,10 +7,9 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ringreduce.pure import watcher_messages as messages
 from ringreduce.pure.claims import Claim, Claims
+from ringreduce.pure.decoding import UNREADABLE
 from ringreduce.pure.liveness import Flow, PeerTable
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import abort_error, abort_for, left_error
@@ -115,7 +114,7 @@ class Watch:
     def receive(self, neighbour: int, payload: bytes, now_s: float) -> list[Action]:
         try:
             message = messages.decode(payload, self._size)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except UNREADABLE as error:
             self._complaints += 1
             text = f"ignored a message of rank {neighbour} that cannot be read: {error}"
             return [text] if self._complaints <= _COMPLAINTS_MAX else []

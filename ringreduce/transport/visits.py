@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 import zmq
 
+from ringreduce.pure.decoding import UNREADABLE
 from ringreduce.pure.views import Agreement, Message, Verb, View, receive
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.channel import Monitor
@@ -88,7 +89,7 @@ class Visits:
         wait_ms = milliseconds(wait_s)
         while self._incoming.poll(wait_ms):
             wait_ms = 0
-            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            with contextlib.suppress(*UNREADABLE):
                 job, message = _DECODER.decode(self._incoming.recv())
                 known = message.sender in self._ways
                 if known and (job, message.receiver) == (self._job, self._rank):

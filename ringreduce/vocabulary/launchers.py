@@ -263,7 +263,7 @@ def _tf_config(variables: Variables) -> Variables | None:
     """
     try:
         config = json.loads(variables["TF_CONFIG"])
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise _unusable("it is no JSON object")

@@ -1,5 +1,6 @@
 """Prints what ``ringreduce doctor`` has found: what the ranks have, links, what to change."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from statistics import mean
 
@@ -9,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringreduce.commands.doctor.findings import SIZES, HostFacts, Link, by_ranks, find, in_gib
+from ringreduce.pure.decoding import UNREADABLE
 from ringreduce.vocabulary.config import color_wanted
 from ringreduce.vocabulary.words import named
 
@@ -26,11 +28,21 @@ _ROWS: dict[str, Callable[[HostFacts], str]] = {
 }
 
 
+def records_in(printed: str) -> list[HostFacts | Link]:
+    """The records among the lines that the ranks have printed, each after a label.
+
+    Programs that Python starts by itself may have printed, too, also what looks like a record.
+    """
+    records = list[HostFacts | Link]()
+    for line in printed.splitlines():
+        with contextlib.suppress(*UNREADABLE):
+            records.append(_RECORD.decode(line.partition("] ")[2]))
+    return records
+
+
 def show(printed: str, *, as_json: bool) -> int:
     """Print the report on the records in what the ranks have printed; return the exit code."""
-    # Each line begins with a label; programs that Python starts by itself may have printed, too.
-    lines = [line.partition("] ")[2] for line in printed.splitlines()]
-    records = [_RECORD.decode(line) for line in lines if line.startswith('{"type":')]
+    records = records_in(printed)
     facts = [record for record in records if isinstance(record, HostFacts)]
     links = [record for record in records if isinstance(record, Link)]
     findings = find(facts, links)

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from ringreduce.pure.decoding import UNREADABLE
 from ringreduce.vocabulary.errors import ConfigError
 
 _LENGTH_BYTES = 4
@@ -57,7 +58,7 @@ class Records(Generic[_Record]):
             del self._data[:end]
             try:
                 records.append(self._decoder.decode(data))
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            except UNREADABLE as error:
                 text = f"got a record that this version of ringreduce does not send: {error}"
                 raise ConfigError(text) from None
         return records
