@@ -42,19 +42,26 @@ def library() -> ctypes.CDLL | None:
     """
     if not native_wanted():
         return None
-    # An editable installation has sources and built files in different folders.
-    for folder in sys.modules["ringreduce"].__path__:
-        for name in _NAMES:
-            if (path := Path(folder, name)).exists():
-                return load(path)
+    if (path := _path()) is not None:
+        return load(path)
     _log.warning("%s", why_missing())
     return None
 
 
+def _path() -> Path | None:
+    """Where the library is; None if it was not built."""
+    # An editable installation has sources and built files in different folders.
+    folders = sys.modules["ringreduce"].__path__
+    paths = (Path(folder, name) for folder in folders for name in _NAMES)
+    return next(filter(Path.exists, paths), None)
+
+
 def why_missing() -> str:
-    """Why `library()` is None, in a sentence for users."""
+    """Why `library()` is None, in a sentence for users; empty where there is one to load."""
     if not native_wanted():
         return "The native library is hidden by RINGREDUCE_NATIVE=0."
+    if _path() is not None:
+        return ""
     for folder in (Path(place).parent for place in sys.modules["ringreduce"].__path__):
         if (folder / "native").is_dir():
             return (

@@ -55,6 +55,18 @@ def test_a_checkout_without_a_library_says_so_and_blames_no_compiler(tmp_path, m
     assert "compiler" not in said
 
 
+def test_a_library_that_is_there_is_not_said_to_be_missing(tmp_path, monkeypatch):
+    """Also in a checkout, whose sources are in another folder than what was built of them."""
+    (tmp_path / "native").mkdir()
+    built = tmp_path / "built"
+    built.mkdir()
+    (built / "libringreduce_native.so").touch()
+    monkeypatch.setattr(native, "native_wanted", lambda: True)
+    folders = [str(tmp_path / "ringreduce"), str(built)]
+    monkeypatch.setattr(sys.modules["ringreduce"], "__path__", folders)
+    assert native.why_missing() == ""
+
+
 def test_hidden_library_is_not_loaded() -> None:
     program = "from ringreduce.effects import native; print(native.library(), native.why_missing())"
     done = subprocess.run(
