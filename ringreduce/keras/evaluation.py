@@ -29,7 +29,7 @@ from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, remedy_of_unlike_data
 from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.wrappable import require_model, settle
+from ringreduce.keras.wrappable import refuse_strategy, require_model, settle
 from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import for_rr
@@ -85,6 +85,8 @@ def evaluate(
     """
     require_model(model, "evaluate")
     ring = communicator or default_communicator()
+    if ring.size > 1:
+        refuse_strategy(model)
     settle(model)
     share = _Share(model, (x, y, sample_weight), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
@@ -156,6 +158,8 @@ def predict(
     """
     require_model(model, "predict")
     ring = communicator or default_communicator()
+    if ring.size > 1:
+        refuse_strategy(model)
     settle(model)
     share = _Share(model, (x, None, None), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0

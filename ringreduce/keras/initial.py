@@ -30,7 +30,7 @@ from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use, states_in
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Averaging, weighted
-from ringreduce.keras.wrappable import refuse_scales
+from ringreduce.keras.wrappable import refuse_scales, refuse_strategy
 from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
@@ -78,6 +78,7 @@ def prepare(
     `optimizer` is a `DistributedOptimizer`. Raises ConfigError for what it cannot train,
     MismatchError where ranks differ in settings.
     """
+    refuse_strategy()
     ring, inner, initial = optimizer._ring(), optimizer._inner, optimizer._initial
     optimizer._local.check(inner)
     # All variables that it may ever train, those frozen now included.

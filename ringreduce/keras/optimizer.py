@@ -102,7 +102,7 @@ class DistributedOptimizer(Wrapper):
     Raises:
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
             itself; another argument is out of range, or does not go with `sharded`; or a
-            `tf.distribute` strategy of several replicas is active.
+            `tf.distribute` strategy is active.
         TypeError: there is no such argument; for one of Horovod's, it names the one to use.
     """
 

@@ -139,8 +139,12 @@ def has_plain_fit(model: keras.Model) -> bool:
     names = "fit", "evaluate", "make_train_function"
     methods = [getattr(model, name) for name in names]
     codes = [getattr(getattr(method, "replaces", method), "__code__", None) for method in methods]
-    are_own = all(code is not None and code.co_filename.startswith(_FOLDER) for code in codes)
-    return are_own and getattr(model, "_distribute_strategy", None) is None
+    return all(code is not None and code.co_filename.startswith(_FOLDER) for code in codes)
+
+
+def strategy_of(model: keras.Model) -> Any:
+    """The strategy of tf.distribute in whose scope `model` was made; None: in no scope."""
+    return getattr(model, "_distribute_strategy", None)
 
 
 def is_of_keras(what: Any) -> bool:

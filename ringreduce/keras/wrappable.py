@@ -52,10 +52,28 @@ def refuse_unusable(inner: Any, compression: Any) -> None:
                 "another scale in the next",
                 remedy="Use mixed_bfloat16, which needs no scale, or compression='fp16'.",
             )
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas > 1:
-        text = f"is used inside a tf.distribute strategy of {replicas} replicas"
-        raise ConfigError(text, remedy="Use one or the other; a ringreduce worker is one replica.")
+    refuse_strategy()
+
+
+def refuse_strategy(model: Any = None) -> None:
+    """ConfigError within a scope of tf.distribute, or for a `model` that was made in one.
+
+    Variables made there can be used and changed only within it, though it has one replica.
+    """
+    what, strategy = "is used", None
+    if model is not None and (strategy := private.strategy_of(model)) is not None:
+        what = f"got the model {model.name}, which was made"
+    elif tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+    if strategy is None:
+        return
+    count = strategy.num_replicas_in_sync
+    raise ConfigError(
+        f"{what} inside a tf.distribute strategy of {count} replica{'s' * (count != 1)} "
+        f"({type(strategy).__name__})",
+        remedy="Use one or the other; a ringreduce worker is one replica: make model and optimizer "
+        "outside of strategy.scope().",
+    )
 
 
 def refuse_wrapped(inner: keras.Optimizer) -> None:
@@ -209,11 +227,12 @@ def warn_of_plain_optimizer(model: keras.Model, where: str, ring: Communicator) 
 
 
 def require_compiled(model: keras.Model) -> None:
-    """ConfigError if `model` is no model that was compiled."""
+    """ConfigError if `model` is no model that was compiled, or is in a scope of tf.distribute."""
     require_model(model, "fit")
     if not model.compiled:
         remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first."
         raise ConfigError(f"got {brief(model)}, which is not compiled", remedy=remedy)
+    refuse_strategy(model)
 
 
 def require_model(model: Any, method: str) -> None:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import init
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.keras import data_fingerprint
+from ringreduce.keras import data_fingerprint, private
 from ringreduce.keras.evaluation import OutputsError, evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
@@ -124,6 +124,8 @@ def _fit(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> 
     bound = inspect.signature(original).bind(model, *arguments, **options).arguments
     ring = _meet("Model.fit")
     guard.has_trained = True
+    if ring.size == 1 and private.strategy_of(model) is not None:
+        return original(model, *arguments, **options)  # On several ranks its scope was refused.
     _distribute(model)
     sums.note_steps(model, ring)
     with _own_method(bound.pop("self"), "fit", original):
