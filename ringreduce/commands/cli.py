@@ -236,7 +236,8 @@ def trace(folder: Path = options.TRACED) -> None:
     "alike, if not why, and which number is fastest. It uses rr.fit, or with --unchanged Keras "
     "alone.\n\n"
     "The program ends after these steps, and callbacks that write files are left out. The exit "
-    "code is 0 if the numbers agree, 1 if they differ, else that of the failure or 2.",
+    "code is 0 if the numbers agree, 1 if they differ, 3 if nothing differs but gradients were not "
+    "seen or numbers are not finite, else that of the failure or 2.",
 )
 def verify(
     script: str = options.SCRIPT,

@@ -15,11 +15,23 @@ import numpy as np
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.program import as_unchanged
 from ringreduce.commands.launch.supervisor import supervise
-from ringreduce.pure.verification import HEADER, Comparison, Recorded, Run, compare, row, verdict
+from ringreduce.pure.verification import (
+    HEADER,
+    Arrays,
+    Comparison,
+    Recorded,
+    Run,
+    compare,
+    row,
+    verdict,
+)
 from ringreduce.vocabulary.errors import ConfigError
 
 # Larger files are not copied but linked: a program's data, seldom what it writes.
 _COPIED_BYTES, _FILES_MAX = 16 << 20, 20_000
+# Exit codes, beside 2 for what could not be compared: numbers differ; something that matters was
+# not seen or is not finite, while nothing that was seen differs.
+_DIFFERS, _NOT_SEEN = 1, 3
 
 
 def verify(
@@ -55,12 +67,14 @@ def verify(
     again = compared.pop() if len(compared) == len(counts) else None
     runs = [record.run for record in recorded[: len(counts)]]
     lines = list(verdict(runs, compared, again))
+    is_open = any(comparison.is_open for comparison in compared)
+    code = _DIFFERS if again is not None else _NOT_SEEN if is_open else 0
     if as_json:
-        report = {"agree": again is None, "verdict": lines, "runs": runs, "differences": compared}
+        report = {"agree": code == 0, "verdict": lines, "runs": runs, "differences": compared}
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         print("", *(textwrap.fill(line, 80, subsequent_indent="     ") for line in lines), sep="\n")
-    return int(again is not None)
+    return code
 
 
 @contextlib.contextmanager
@@ -95,7 +109,7 @@ def _copied(folder: Path) -> Iterator[None]:
 
 
 def _run(program: Sequence[str], count: int, steps: int, folder: Path, unchanged: bool) -> int:
-    """Record a job; return 0, or if it fails, an exit code that is not 1."""
+    """Record a job; return 0, or if it fails, an exit code that is none of ours but 2."""
     folder.mkdir()
     variables = {"RINGREDUCE_VERIFY": f"{steps} {folder}"}
     program = as_unchanged(program, variables) if unchanged else program
@@ -103,7 +117,7 @@ def _run(program: Sequence[str], count: int, steps: int, folder: Path, unchanged
     code = supervise(JobPlan(program, count, output="failed", variables=variables)).conclude()
     if code:
         print(f"ringreduce: that was with -n {count}", file=sys.stderr)
-    return 2 if code == 1 else code
+    return 2 if code in (_DIFFERS, _NOT_SEEN) else code
 
 
 def read(folder: Path, program: str, count: int, unchanged: bool = False) -> Recorded:
@@ -119,6 +133,5 @@ def read(folder: Path, program: str, count: int, unchanged: bool = False) -> Rec
             else "Call rr.fit(model, ...) instead of model.fit(...), with the same data on every "
             "rank and batches of all ranks together, and without rr.shard.",
         ) from None
-    before, after = (np.load(folder / f"{name}.npz") for name in ("before", "after"))
-    # Read when they are compared, one by one: there may be gigabytes.
-    return Recorded(run, lambda n: before[f"arr_{n}"], lambda n: after[f"arr_{n}"])
+    with np.load(folder / "arrays.npz") as arrays:
+        return Recorded(run, Arrays(**arrays))

@@ -167,7 +167,7 @@ def fit(
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
         around = _around(options, who, training, validation, shares, own_callbacks)
         if recording is not None:
-            around.append(Record(*recording, arguments.found, who.everyone))
+            around.append(Record(*recording, arguments.found, who.everyone, training, model))
         if steps is not None and verbose:
             # Another rank could not go on with Keras's own bar.
             around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))

@@ -29,7 +29,14 @@ from ringreduce.keras.initial import InitialValues, make_equal, prepare
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit
 from ringreduce.keras.optimizer_state import StrategyState, saved_options, state_of
-from ringreduce.keras.parts.part import is_own_piece, load_wholes, part_of, parts_in, save_wholes
+from ringreduce.keras.parts.part import (
+    Part,
+    is_own_piece,
+    load_wholes,
+    part_of,
+    parts_in,
+    save_wholes,
+)
 from ringreduce.keras.parts.training import joint, mark_state
 from ringreduce.keras.sharding import Sharding, refuse_divided, refuse_unshardable
 from ringreduce.keras.strategies import Strategy
@@ -110,6 +117,8 @@ class DistributedOptimizer(Wrapper):
     communicator: Communicator | None = None
     # Where all updates of a step begin; set by what repeats a step that a lost rank has broken.
     commit_point: CommitPoint | None = None
+    # What `ringreduce verify` wants to know of each step; a `GradientRecord`, or None.
+    recorder: Any = None
     # State of the strategy and of `PowerSGD`, for Keras to save; or None.
     strategy_state: StrategyState | None = None
 
@@ -218,12 +227,19 @@ class DistributedOptimizer(Wrapper):
             apply = partial(self._touched.apply, self._inner)
         weighting.refuse_local(kinds, self._ring())
         weight = weighting.current()
+        if self.recorder is not None:
+            self.recorder.note_own(grads, known)
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options, self._sharding)
         applied = partial(self._apply_means, apply)
         self._running.take(strategies.Step(grads, known, kinds, weight, reducer, applied))
 
     def _apply_means(self, apply: _Apply, gradients: Sequence[Any], variables: list[Any]) -> None:
+        if self.recorder is not None:
+            kinds = [self._kind_of(variable) for variable in variables]
+            parts = [self._part_in_update(variable) for variable in variables]
+            self.recorder.note_means(gradients, variables, kinds, parts)
+
         def update(means: Sequence[Any]) -> None:
             if self._sharding is None:
                 joint(self._inner, means, variables, apply)
@@ -356,6 +372,10 @@ class DistributedOptimizer(Wrapper):
         if variable in self._local:
             return Averaging.LOCAL
         return Averaging.PART if is_own_piece(variable) else Averaging.MEAN
+
+    def _part_in_update(self, variable: Any) -> Part | None:
+        """How its gradient is this rank's piece when it is applied; None: it is whole."""
+        return part_of(variable if self._sharding is None else self._sharding.stand_in(variable))
 
     def register_local_var(self, variable: Any) -> None:
         """Share neither values nor gradients of `variable`, one of those that are trained.

@@ -136,11 +136,11 @@ class Sharding:
         self._wholes = list(map(np.array, inner.variables)) if inner.built else None
         for one in all_within(inner) if inner.built else ():
             private.unbuild(one)
-        inner.build([self._stand_in(variable) for variable in originals])
+        inner.build([self.stand_in(variable) for variable in originals])
         for one in all_within(inner):
-            private.decay_alike(one, [(v, self._stand_in(v)) for v in self._sharded])
+            private.decay_alike(one, [(v, self.stand_in(v)) for v in self._sharded])
 
-    def _stand_in(self, variable: Any) -> Any:
+    def stand_in(self, variable: Any) -> Any:
         """Return what the inner optimizer has for `variable`: its stand-in, or itself."""
         return self._stand_ins.get(id(plain_variable(variable)), (0, variable))[1]
 
@@ -170,7 +170,7 @@ class Sharding:
         self, inner: Any, apply: _Apply, means: Sequence[Any], variables: Sequence[Any]
     ) -> None:
         """Have `apply` update stand-ins by `means` of their pieces; give all ranks the wholes."""
-        stand_ins = [self._stand_in(variable) for variable in variables]
+        stand_ins = [self.stand_in(variable) for variable in variables]
         for variable, stand_in in zip(variables, stand_ins, strict=True):
             if stand_in is not variable:
                 stand_in.assign(self._slice(variable, self._number(variable)))
@@ -180,7 +180,7 @@ class Sharding:
         given = {self._number(v): m for v, m in zip(variables, means, strict=True) if self.has(v)}
         present = [given.get(number) is not None for number in range(len(self._sharded))]
         own = [
-            tf.convert_to_tensor(self._stand_in(v)) if moved else self._slice(v, number)
+            tf.convert_to_tensor(self.stand_in(v)) if moved else self._slice(v, number)
             for number, (v, moved) in enumerate(zip(self._sharded, present, strict=True))
         ]
 

@@ -1,44 +1,70 @@
 """Whether N ranks train as one process does, and if not why, from records of the same steps. Pure.
 
-Sums in another order are rounded differently, and training makes more of that with every step. So
-weights are compared after the first, and by what it has changed of all of them: some optimizers
-make steps of one size from any gradients, also from those that are 0 but for rounding.
+    initial weights | step 1: returned -> gradients -> weights | step 2: ... | outputs
+                      ------- what differs first says why -------
+
+Gradients are those that the optimizer gets, after their reduction: some optimizers make steps of
+one size from any gradients, so that weights are nearly the same with half of them. Sums in another
+order are rounded differently, and training makes more of that with every step, so later steps are
+compared more coarsely. What was not seen, or is not finite, is said: it never counts as equal.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-# Larger relative differences are no rounding: of initial weights, of the first loss, of later ones,
-# and of what the first step has changed. With 16-bit floats so many times as large.
-_INITIAL_MAX, _FIRST_LOSS_MAX, _LOSS_MAX, _CHANGE_MAX, _HALF = 1e-5, 1e-3, 1e-2, 0.02, 10
-# A float32 that changes is rounded by this part of itself.
-_EPSILON, _TINY = 1e-7, 1e-30
+# Larger relative differences are no rounding; in the first step, and in later ones. With 16-bit
+# floats ten times as large. What a step returns beside losses may count rows, as an accuracy does.
+_INITIAL_MAX, _OUTPUT_MAX = 1e-5, 0.05
+_LOSS_MAX, _RETURNED_MAX, _GRADIENT_MAX, _CHANGE_MAX = (
+    *((1e-3, 0.01), (0.01, 0.1)),
+    *((2e-3, 0.1), (0.02, 0.1)),
+)
+_HALF, _MAX = 10, 0.5
+# A float32 that changes is rounded by this part of itself. What is this part of all gradients may
+# be 0 but for rounding, as that of a bias before a normalization is.
+_EPSILON, _SMALL, _TINY = 1e-7, 1e-3, 1e-30
+# Norms as far apart as this are equal. What is left of gradients that are a multiple of others is
+# less than this part: ranks whose rows differ by one have slightly other weights.
+_SAME_NORM, _SAME_FACTOR = 1e-5, 0.05
+_FEW = 3  # numbers, which may be a multiple of others by chance
 _SHOWN = 3
+
+WEIGHTS, GRADIENTS, UNTRAINED = "weights", "gradients", "untrained variables"
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The record of a job."""
+    """The record of a job, but for its `Arrays`."""
 
     ranks: int
-    losses: list[float]  # of each step, over the rows of all ranks; NaN if not known
+    # By its key what a step returns, of each step, over the rows of all ranks; and the loss's key.
+    returned: dict[str, list[float]]
+    loss: str  # empty: none
     rows: int  # of all ranks in the first step; 0 if not known
-    step_s: float  # the median, but for the first
+    step_s: float  # the median of those in which no gradients were recorded, but for the first
     # threads, memory: of each rank; memory is the peak.
     threads: int
     memory: list[int]
+    steps: int  # how many were recorded
     settings: dict[str, str]  # arguments, settings of optimizer and layers, by name
     # names: of the weights, with their shapes; and which are trained.
     names: list[str]
     trained: list[bool]
+    gradient_names: list[str]  # the optimizer's name, and the variable's
     is_half: bool  # whether some layers compute with 16 bits
+    skips: bool  # whether the optimizer skips a step whose gradients are not finite
+    own_step: str  # the name of a training step of the program's own; empty: Keras's
+    clips: str  # the function by which that may clip; empty: none is known
     # In words, what looks at a whole batch, and what changes gradients as one process does not.
     of_batches: list[str]
     of_gradients: list[str]
+    rows_of_outputs: str = ""  # a digest of the rows for which `Arrays.outputs` are
+    unseen: dict[str, str] = {}  # what that matters was not seen, and why
+    left_out: dict[str, str] = {}  # the same of what shows nothing that the rest does not show
 
     @property
     def who(self) -> str:
@@ -49,58 +75,270 @@ class Run(msgspec.Struct, frozen=True):
         """Samples in a second, or steps where they are not known."""
         return (self.rows or 1) / self.step_s
 
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step; empty where none is known."""
+        return self.returned.get(self.loss, [])
+
+
+class Arrays(NamedTuple):
+    """What was recorded of variables, as sketches: their last axis. float64, but for `calls`."""
+
+    before: np.ndarray  # of each weight
+    changes: np.ndarray  # since then, after each step: (steps, weights, _)
+    gradients: np.ndarray  # of each of the first steps: (steps, gradients, _)
+    calls: np.ndarray  # how often the optimizer got them in a step; 0: they are absent
+    # Before the reduction, on each rank in these steps: (ranks, steps, gradients, 2), the norm and
+    # the largest magnitude; 0 where a rank had no rows.
+    own: np.ndarray
+    outputs: np.ndarray  # of each output of the model after the last step
+
 
 class Recorded(NamedTuple):
-    """A run, and its weights before and after the first step, each by its place among the names."""
+    """A run, and what it has recorded of variables."""
 
     run: Run
-    before: Callable[[int], np.ndarray]
-    after: Callable[[int], np.ndarray]
+    arrays: Arrays
+
+
+class Compared(NamedTuple):
+    """How one kind of numbers differs between two runs."""
+
+    what: str
+    by: float  # the largest relative difference; infinite where only one is finite, or there
+    step: int | None = None  # the first that differs by more than rounding; 0 for initial values
+    name: str = ""  # what differs first in that step, if there are several, and by how much
+    at: float = 0.0
+    here: float = math.nan
+    there: float = math.nan
 
 
 class Comparison(NamedTuple):
     """How a run differs from the first."""
 
-    agrees: bool  # whether the differences are those of rounding
-    # The largest of a loss, and that of what the first step changes in trained weights; relative.
-    loss: float
-    change: float
-    step: int  # the first, from 1 on, whose loss differs by more than rounding; 0 for none
-    initial: str  # the first weight with another initial value; empty for none
-    # weight, by: the first that differs after the first step, and by how much.
-    weight: str
-    by: float
+    parts: list[Compared]  # in the order in which a step computes them
+    first: Compared | None  # what differs first; None: nothing does
+    # By what number the first run's gradients are those of the second, where they differ in
+    # nothing else: of the first step's, of so many among so many; None: by no number.
+    factor: float | None
+    scaled: tuple[int, int]
+    clip: str  # where each rank's own gradients are cut off, and at what; empty: nowhere
+    unseen: dict[str, str]  # what that matters was not compared, and why
+    left_out: dict[str, str]
+    infinite: dict[str, int]  # what is finite in neither, and since which step
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the differences are those of rounding: of what was seen."""
+        return self.first is None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing differs, but something that matters was not seen, or is not finite."""
+        return self.agrees and bool(self.unseen or self.infinite)
+
+    @property
+    def shown(self) -> float:
+        """The difference of losses, or of gradients where there are none; NaN: not known."""
+        for part in self.parts:
+            if part.what != "initial weights":
+                return math.nan if part.what in self.infinite else part.by
+        return math.nan
 
 
+@np.errstate(invalid="ignore", over="ignore")  # Of numbers that are not finite.
 def compare(one: Recorded, two: Recorded) -> Comparison:
     """How the second differs from the first."""
-    first, other, times = one.run, two.run, _HALF if one.run.is_half else 1
-    pairs = zip(first.losses, other.losses, strict=False)
-    losses = [_apart(*pair, abs(first.losses[0]) / 100) for pair in pairs]
-    limits = itertools.chain([_FIRST_LOSS_MAX], itertools.repeat(_LOSS_MAX))
-    are_far = [loss > times * limit for loss, limit in zip(losses, limits, strict=False)]
-    loss, step = max(losses), are_far.index(True) + 1 if any(are_far) else 0
-    names = list(itertools.zip_longest(first.names, other.names, fillvalue=""))
+    first, other = one.run, two.run
+    names = itertools.zip_longest(
+        [*first.names, *first.gradient_names], [*other.names, *other.gradient_names], fillvalue=""
+    )
+    times = _HALF if first.is_half or other.is_half else 1
+    unseen = {**first.unseen, **other.unseen}
+    left_out = {**first.left_out, **other.left_out}
+    infinite: dict[str, int] = {}
     if alien := next((one or two for one, two in names if one != two), ""):
-        return Comparison(False, loss, math.inf, step, "", alien, math.inf)
-    initial, weight, by, agrees = "", "", 0.0, not step
-    moved_all = apart_all = 0.0
-    for number, name in enumerate(first.names):
-        old, new = (one.before(number), two.before(number)), (one.after(number), two.after(number))
-        if not initial and _norm(old[0] - old[1]) > _INITIAL_MAX * _norm(old[0]):
-            initial = name
-        moved = max(_norm(now - then) for now, then in zip(new, old, strict=True))
-        apart = max(0.0, _norm(new[0] - new[1]) - _EPSILON * _norm(new[0]))
-        differs = not apart <= times * _CHANGE_MAX * moved
-        if differs and not weight:
-            weight, by = name, apart / max(moved, _TINY)
-        if first.trained[number]:
-            moved_all, apart_all = math.hypot(moved_all, moved), math.hypot(apart_all, apart)
-        elif differs:
-            agrees = False
-    change = apart_all / max(moved_all, _TINY)
-    agrees = agrees and not initial and change <= times * _CHANGE_MAX
-    return Comparison(agrees, loss, change, step, initial, weight, by)
+        parts = [*_returned(first, other, times, infinite)]
+        parts.append(Compared("the variables", math.inf, 0, alien, math.inf))
+    else:
+        parts = [*_parts(one, two, times, unseen, left_out, infinite)]
+    far = [(part.step, n) for n, part in enumerate(parts) if part.step is not None]
+    factor, scaled = None, (0, 0)
+    if not alien and GRADIENTS not in unseen:
+        factor, scaled = _factor(one.arrays, two.arrays, times)
+    clip = _clip([one, two])
+    found = parts[min(far)[1]] if far else None
+    return Comparison(parts, found, factor, scaled, clip, unseen, left_out, infinite)
+
+
+def _parts(
+    one: Recorded,
+    two: Recorded,
+    times: int,
+    unseen: dict[str, str],
+    left_out: dict[str, str],
+    infinite: dict[str, int],
+) -> Iterator[Compared]:
+    """All that two runs with the same variables have recorded."""
+    first, here, there = one.run, one.arrays, two.arrays
+    norms = _norms(here.before)
+    apart = np.maximum(0, _norms(here.before - there.before) - _EPSILON * norms)
+    initial = _ratio(apart, norms)[None]
+    yield _compared("initial weights", initial, (_INITIAL_MAX,), first.names, step=0)
+    yield from _returned(first, two.run, times, infinite)
+    if GRADIENTS not in unseen:
+        yield from _gradients(one, two, times, unseen, infinite)
+    yield from _changes(one, two, times, infinite)
+    if first.rows_of_outputs != two.run.rows_of_outputs:
+        left_out.setdefault("outputs", "the runs have not kept the same rows")
+    elif not (first.left_out.get("outputs") or two.run.left_out.get("outputs")):
+        yield from _outputs(here, there, times, infinite)
+
+
+def _returned(first: Run, other: Run, times: int, infinite: dict[str, int]) -> Iterator[Compared]:
+    """What steps return, the loss first."""
+    names = list(dict.fromkeys([*first.returned, *other.returned]))
+    for name in sorted(names, key=lambda name: name not in (first.loss, other.loss)):
+        is_loss = name in (first.loss, other.loss)
+        one, two = first.returned.get(name, []), other.returned.get(name, [])
+        if not (one and two):
+            who = (first if one else other).who
+            yield Compared(name, math.inf, 1, f"which a step returns with {who} alone", math.inf)
+            continue
+        steps = min(len(one), len(two))
+        values = np.array([one[:steps], two[:steps]], np.float64)
+        if bad := _infinite(*values[:, :, None, None]):
+            infinite[name] = bad
+            values = values[:, : bad - 1]
+        sizes = np.abs(values)
+        finite = sizes[np.isfinite(sizes)]
+        # Of numbers near 0 the difference is relative to larger ones.
+        least = (sizes[0, 0] / 100 if is_loss else finite.max()) if finite.size else 0.0
+        parts = _ratio(np.abs(values[0] - values[1]), np.maximum(sizes.max(0), least))
+        limits = _limits(_LOSS_MAX if is_loss else _RETURNED_MAX, times)
+        found = _compared(name, parts[:, None], limits, [""])
+        if found.step:
+            here, there = values[:, found.step - 1].tolist()
+            found = found._replace(here=here, there=there)
+        yield found
+
+
+def _gradients(
+    one: Recorded, two: Recorded, times: int, unseen: dict[str, str], infinite: dict[str, int]
+) -> Iterator[Compared]:
+    here, there, names = one.arrays, two.arrays, one.run.gradient_names
+    steps = min(len(here.gradients), len(there.gradients))
+    calls = here.calls[:steps], there.calls[:steps]
+    came = calls[0].any(1) | calls[1].any(1)
+    if not came.any():
+        unseen[GRADIENTS] = f"none came to a DistributedOptimizer in {steps} steps"
+        return
+    begin = int(came.argmax())  # Later than in the first step where they are accumulated.
+    mine, theirs = here.gradients[begin:steps], there.gradients[begin:steps]
+    if one.run.skips and two.run.skips:
+        # The loss scale was too large for both: such a step is skipped.
+        bad = ~(np.isfinite(mine).all((1, 2)) | np.isfinite(theirs).all((1, 2)))
+        mine, theirs = (np.where(bad[:, None, None], 0, g) for g in (mine, theirs))
+    elif bad_step := _infinite(mine, theirs):
+        infinite[GRADIENTS] = begin + bad_step
+        mine, theirs = mine[: bad_step - 1], theirs[: bad_step - 1]
+    norms = np.maximum(_norms(mine), _norms(theirs))
+    least = _SMALL * np.linalg.norm(norms, axis=1, keepdims=True)
+    parts = _ratio(_norms(mine - theirs), np.maximum(norms, least))
+    parts[(calls[0] != calls[1])[begin:][: len(parts)]] = math.inf
+    limits = _limits(_GRADIENT_MAX, times)
+    yield from _in_steps(GRADIENTS, "of", parts, limits, names, begin + 1)
+
+
+def _changes(
+    one: Recorded, two: Recorded, times: int, infinite: dict[str, int]
+) -> Iterator[Compared]:
+    """What steps have changed of weights; of the trained ones all count together."""
+    here, there = one.arrays, two.arrays
+    steps = min(len(here.changes), len(there.changes))
+    is_trained = np.array(one.run.trained, bool)
+    limits = _limits(_CHANGE_MAX, times)
+    for what, chosen in ((WEIGHTS, is_trained), (UNTRAINED, ~is_trained)):
+        if not chosen.any():
+            continue
+        mine, theirs = (each.changes[:steps, chosen] for each in (here, there))
+        if bad := _infinite(mine, theirs):
+            infinite[what] = bad
+            mine, theirs = mine[: bad - 1], theirs[: bad - 1]
+        moved = np.maximum(_norms(mine), _norms(theirs))
+        rounded = _EPSILON * (_norms(here.before[chosen]) + moved)
+        apart = np.maximum(0, _norms(mine - theirs) - rounded)
+        names = list(itertools.compress(one.run.names, chosen))
+        # Of some trained ones the gradient may be 0 but for rounding, of which Adam makes a step.
+        whole = (np.linalg.norm(norms, axis=1) for norms in (apart, moved))
+        together = _ratio(*whole) if what == WEIGHTS else None
+        yield from _in_steps(what, "after", _ratio(apart, moved), limits, names, 1, together)
+
+
+def _outputs(
+    here: Arrays, there: Arrays, times: int, infinite: dict[str, int]
+) -> Iterator[Compared]:
+    step = len(here.changes) + 1
+    one, two = here.outputs, there.outputs
+    if _infinite(one[None], two[None]):
+        infinite["outputs"] = step - 1
+        return
+    if len(one) != len(two):
+        yield Compared("outputs", math.inf, step, f"of which there are {len(one)} and {len(two)}")
+        return
+    parts = _ratio(_norms(one - two), np.maximum(_norms(one), _norms(two)))[None]
+    names = [f"output {number}" for number in range(1, len(one) + 1)]
+    yield _compared("outputs", parts, (min(_MAX, times * _OUTPUT_MAX),), names, step=step)
+
+
+def _factor(one: Arrays, two: Arrays, times: int) -> tuple[float | None, tuple[int, int]]:
+    """By what the first run's gradients are the second's, of the first step that has any."""
+    steps = min(len(one.gradients), len(two.gradients))
+    both = one.calls[:steps].any(1) & two.calls[:steps].any(1)
+    for each in (one, two):
+        both &= np.isfinite(each.gradients[:steps]).all((1, 2))
+    if not both.any():
+        return None, (0, 0)
+    step = int(both.argmax())
+    mine, theirs = one.gradients[step], two.gradients[step]
+    norms = np.maximum(_norms(mine), _norms(theirs))
+    apart = _norms(mine - theirs)
+    has_any = norms > _SMALL * np.linalg.norm(norms)
+    far = has_any & (apart > min(_MAX, times * _GRADIENT_MAX[0]) * norms)
+    if np.count_nonzero(mine[far]) <= _FEW:
+        return None, (0, 0)
+    square = float((mine[far] ** 2).sum())
+    factor = float((mine[far] * theirs[far]).sum()) / max(square, _TINY)
+    left = _norms(theirs[far] - factor * mine[far]) / np.maximum(_norms(theirs[far]), _TINY)
+    if not factor or left.max() > _SAME_FACTOR:
+        return None, (0, 0)
+    return factor, (int(far.sum()), int(has_any.sum()))
+
+
+def _clip(records: Sequence[Recorded]) -> str:
+    """Where each rank's own gradients are cut off: at the largest norm, which is met repeatedly."""
+    shapes = {record.arrays.own.shape[2] for record in records}
+    if len(shapes) != 1:
+        return ""
+    # One row for each step of each rank: all pooled, since the limit is the same everywhere.
+    rows = np.concatenate([r.arrays.own.reshape(-1, *r.arrays.own.shape[2:]) for r in records])
+    rows = rows[np.isfinite(rows).all((1, 2)) & (rows[:, :, 0] > 0).any(1)]
+    if len(rows) < 2:
+        return ""
+    every = {
+        "all gradients of a step have together": np.linalg.norm(rows[:, :, 0], axis=1)[:, None],
+        "a variable's gradient has": rows[:, :, 0],
+        "an element of a gradient has": rows[:, :, 1],
+    }
+    for what, values in every.items():
+        most = values.max(0)
+        met = (values >= most * (1 - _SAME_NORM)).sum(0)
+        # By chance one is the largest.
+        usual = np.flatnonzero((met > 1) & (met >= len(rows) / 4) & (most > 0))
+        # A variable's gradient may be constant, as that of a bias in a linear loss: no evidence.
+        if len(usual) > values.shape[1] / 2:
+            return f"the largest that {what}, {most[usual[0]]:.4g}, is met again and again"
+    return ""
 
 
 def reasons(first: Run, other: Run, difference: Comparison, again: Comparison) -> Iterator[str]:
@@ -108,19 +346,19 @@ def reasons(first: Run, other: Run, difference: Comparison, again: Comparison) -
 
     `again` compares the first with another one that has as many ranks.
     """
-    if not again.agrees and again.initial:
+    if again.first is not None and again.first.what == "initial weights":
         yield (
             "The initial weights differ in each run. Seed them: keras.utils.set_random_seed(1) "
             "before the model is made."
         )
-    elif not again.agrees:
+    elif again.first is not None:
         yield (
             f"Two runs with {first.who} differ too: something random has no seed, such as the "
             "order of data, dropout or augmentation. See keras.utils.set_random_seed(1) and "
             "shuffle(n, seed=1)."
         )
-    elif difference.initial:
-        yield ("The initial weights depend on the number of ranks. Seed them alike for any number.")
+    elif difference.first is not None and difference.first.what == "initial weights":
+        yield "The initial weights depend on the number of ranks. Seed them alike for any number."
     given = {**first.settings, **other.settings}
     texts = [(n, *(run.settings.get(n, "absent") for run in (first, other))) for n in given]
     for name, here, there in [text for text in texts if text[1] != text[2]][:_SHOWN]:
@@ -130,9 +368,62 @@ def reasons(first: Run, other: Run, difference: Comparison, again: Comparison) -
             f"A step has {first.rows} samples with {first.who} and {other.rows} with {other.who}: "
             "batches given to rr.fit are those of all ranks together."
         )
-    # Other gradients change a loss only after the first step.
-    kinds = (other.of_batches, other.of_gradients)[:: 1 if difference.step == 1 else -1]
+    if difference.factor is not None:
+        # Nothing else makes one gradient another times a number.
+        why = _of_factor(first, other, difference.factor)
+        yield from (f"{text}." for text in other.of_gradients or [why])
+        return
+    cause = difference.first
+    if cause is not None and cause.what.startswith(WEIGHTS) and GRADIENTS not in difference.unseen:
+        yield (
+            "The gradients are the same, and not what is made of them: the optimizer, a constraint "
+            "or the step itself changes weights by something else, such as random numbers."
+        )
+        return
+    of_gradients = [*_of_clip(other, difference.clip), *other.of_gradients]
+    # Other gradients change what is returned only after the first step.
+    is_before = cause is not None and cause.step == 1 and not cause.what.startswith(GRADIENTS)
+    kinds = (other.of_batches, of_gradients)[:: 1 if is_before else -1]
     yield from (f"{text}." for text in itertools.chain(*kinds))
+
+
+def _of_clip(run: Run, clip: str) -> Iterator[str]:
+    """What a step of the program's own does to gradients, if the records show it."""
+    if clip and run.own_step:
+        does = f"calls {run.clips}, which clips" if run.clips else "clips, or scales,"
+        yield (
+            f"{run.own_step} {does} each rank's gradients before the optimizer averages them: "
+            f"{clip} (leave it to the optimizer: clipnorm, clipvalue, global_clipnorm)"
+        )
+
+
+def _of_factor(first: Run, other: Run, factor: float) -> str:
+    """Why gradients are others times a number."""
+    step, ranks = other.own_step or "The loss", other.ranks / first.ranks
+    if _is_near(factor * ranks):
+        return (
+            f"{step} adds up over rows, and divides by a constant, by the rows of the whole batch, "
+            "or by nothing, while each rank has its part of the rows, and the optimizer averages "
+            "over the ranks. Divide by the rows at hand: tf.reduce_mean, or tf.shape(x)[0]"
+        )
+    if _is_near(factor / ranks):
+        return (
+            f"{step} adds up over the ranks, or multiplies by their number, what the optimizer "
+            "averages. Leave that to the optimizer"
+        )
+    return f"{step} multiplies gradients by what depends on the number of ranks or of their rows"
+
+
+def _is_near(ratio: float) -> bool:
+    return abs(ratio - 1) <= _SAME_FACTOR
+
+
+def _how_much(factor: float, ranks: float) -> str:
+    """``half of``, ``a third of``, ``2 times``, ``0.7 times``."""
+    if _is_near(factor * ranks) and ranks > 1:
+        names = {2: "half of", 3: "a third of", 4: "a quarter of"}
+        return names.get(round(ranks), f"one part in {ranks:g} of")
+    return f"{factor:.3g} times"
 
 
 def verdict(
@@ -142,35 +433,76 @@ def verdict(
 
     `again` compares it with one that has as many ranks, if any differs.
     """
-    first, different = runs[0], [n for n, each in enumerate(found, 1) if not each.agrees]
-    if again is None:
-        loss, change = max(each.loss for each in found), max(each.change for each in found)
-        yield (
-            f"The numbers agree: {len(first.losses)} losses to {_part(loss)}, and what the first "
-            f"step changes to {_part(change)}."
-        )
+    different = [n for n, each in enumerate(found, 1) if not each.agrees]
+    if again is not None:
+        yield from _of_difference(runs, found, different, again)
+        for name, why in _merged(each.unseen for each in found).items():
+            yield f"Not seen: {name}: {why}."
+    elif any(each.is_open for each in found):
+        yield "This does not show that the numbers agree:"
+        for name, step in _merged(each.infinite for each in found).items():
+            yield f"  not finite: {name}, from step {step} on, with any number of ranks"
+        for name, why in _merged(each.unseen for each in found).items():
+            yield f"  not seen: {name}: {why}"
+        yield "What was seen agrees, to these relative differences:"
     else:
-        other, own = runs[different[0]], found[different[0] - 1]
-        yield f"The numbers differ between {first.who} and {other.who}:"
-        if own.step:
-            here, there = (run.losses[own.step - 1] for run in (first, other))
-            yield f"  from step {own.step} on the loss, which is {here:.6g} and {there:.6g}"
-        if own.initial:
-            yield f"  the initial weights, first {own.initial}"
-        elif own.weight:
-            by = f" by {_part(own.by)} of what it changed" if math.isfinite(own.by) else ""
-            yield f"  after the first step the weights, first {own.weight}{by}"
-        texts = list(reasons(first, other, own, again)) or [
-            "Nothing in model and optimizer explains it. See what depends on rr.rank() or "
-            "rr.size(), such as the data."
-        ]
-        yield "The likely reason:" if len(texts) == 1 else "The likely reasons, likeliest first:"
-        yield from (f"  {n}. {text}" for n, text in enumerate(texts, 1))
-        for run in (runs[n] for n in different[1:]):
-            yield f"The numbers differ between {first.who} and {run.who}, too."
+        yield f"The numbers agree in {runs[0].steps} steps, to these relative differences:"
+    if again is None:
+        rows: dict[str, float] = {}
+        for part in (part for each in found for part in each.parts):
+            rows[part.what] = max(part.by, rows.get(part.what, 0.0))
+        yield from (f"  {what:<42}{_part(by):>6}" for what, by in rows.items())
+    for name, why in _merged(each.left_out for each in found).items():
+        yield f"Not compared: {name}: {why}."
     fastest, slowest = (choose(runs, key=lambda run: run.speed) for choose in (max, min))
     ratio = fastest.speed / slowest.speed
     yield f"Fastest on this machine: {fastest.who}, {ratio:.2f} times as fast as {slowest.who}."
+
+
+def _of_difference(
+    runs: Sequence[Run], found: Sequence[Comparison], different: Sequence[int], again: Comparison
+) -> Iterator[str]:
+    first, other, own = runs[0], runs[different[0]], found[different[0] - 1]
+    yield f"The numbers differ between {first.who} and {other.who}:"
+    assert own.first is not None
+    yield f"  first {_described(own.first)}"
+    if own.factor is not None:
+        count, total = own.scaled
+        which = "all gradients" if count == total else f"{count} of {total} gradients"
+        much = _how_much(own.factor, other.ranks / first.ranks)
+        yield f"  {which} with {other.who} are {much} those with {first.who}"
+    # Other gradients explain all that comes after them.
+    parts = own.parts if own.factor is None else []
+    later = [part for part in parts if part.step is not None and part is not own.first]
+    for part in sorted(later, key=lambda part: part.step or 0)[:_SHOWN]:
+        yield f"  then {_described(part)}"
+    texts = list(reasons(first, other, own, again)) or [_UNKNOWN]
+    yield "The likely reason:" if len(texts) == 1 else "The likely reasons, likeliest first:"
+    yield from (f"  {n}. {text}" for n, text in enumerate(texts, 1))
+    for run in (runs[n] for n in different[1:]):
+        yield f"The numbers differ between {first.who} and {run.who}, too."
+
+
+_UNKNOWN = (
+    "Nothing in model and optimizer explains it. See what is computed from several rows at once, "
+    "of which each rank has its part (rr.all_gather gives those of all), and what depends on "
+    "rr.rank() or rr.size(), such as the data."
+)
+
+
+def _described(part: Compared) -> str:
+    """What differs, and by how much."""
+    if math.isfinite(part.here) or math.isfinite(part.there):
+        return f"{part.what} of step {part.step}, which is {part.here:.6g} and {part.there:.6g}"
+    by = f", by {_part(part.at)}" if math.isfinite(part.at) else ""
+    return f"{part.what}{f': {part.name}' if part.name else ''}{by}"
+
+
+def _merged(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for each in found:
+        merged = {**each, **merged}
+    return merged
 
 
 HEADER = "ranks  threads  peak memory  ms/step  samples/s  first loss  last loss  differ"
@@ -179,8 +511,9 @@ HEADER = "ranks  threads  peak memory  ms/step  samples/s  first loss  last loss
 def row(run: Run, comparison: Comparison | None = None) -> str:
     """A line of the table: a run, and how its losses differ from the first run's."""
     samples = f"{run.speed:,.0f}" if run.rows else "-"
-    first, last = (f"{run.losses[n]:.5g}" for n in (0, -1))
-    differ = "-" if comparison is None else _part(comparison.loss)
+    losses = run.losses
+    first, last = (f"{losses[n]:.5g}" if losses else "-" for n in (0, -1))
+    differ = "-" if comparison is None else _part(comparison.shown)
     memory = f"{max(run.memory) / (1 << 30):.2f} GiB"
     return (
         f"{run.ranks:>5}{run.threads:>9}{memory:>13}{run.step_s * 1e3:>9,.1f}{samples:>11}"
@@ -188,20 +521,74 @@ def row(run: Run, comparison: Comparison | None = None) -> str:
     )
 
 
-def _apart(one: float, other: float, least: float) -> float:
-    """The relative difference; of numbers near 0, to `least`."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return 0.0
-    apart = abs(one - other) / max(abs(one), abs(other), least)
-    return math.inf if math.isnan(apart) else apart
+def _in_steps(
+    what: str,
+    when: str,
+    parts: np.ndarray,
+    limits: Sequence[float],
+    names: Sequence[str],
+    begin: int,
+    together: np.ndarray | None = None,
+) -> Iterator[Compared]:
+    """That of the first step, which is `begin`, and of later ones."""
+    for at, end in ((0, 1), (1, len(parts))):
+        some, whole = parts[at:end], None if together is None else together[at:end]
+        if len(some):
+            first, last = begin + at, begin + at + len(some) - 1
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            span = limits[min(at, 1) :]
+            yield _compared(f"{what} {when} {steps}", some, span, names, first, whole)
 
 
-def _norm(array: np.ndarray) -> float:
-    return float(np.linalg.norm(array.reshape(-1).astype(np.float64)))
+def _compared(
+    what: str,
+    parts: np.ndarray,
+    limits: Sequence[float],
+    names: Sequence[str],
+    step: int = 1,
+    together: np.ndarray | None = None,
+) -> Compared:
+    """Relative differences of these names in steps from `step` on; the last limit goes on.
+
+    Where all count `together`, those say whether a step differs.
+    """
+    decisive = parts.max(1, initial=0.0) if together is None else together
+    ends = np.array([limits[min(n, len(limits) - 1)] for n in range(len(parts))])
+    by, far = float(decisive.max(initial=0.0)), np.flatnonzero(~(decisive <= ends))
+    if not far.size:
+        return Compared(what, by)
+    row = parts[far[0]]
+    place = int((~(row <= ends[far[0]])).argmax())
+    return Compared(what, by, step + int(far[0]), names[place], float(row[place]))
+
+
+def _limits(limits: Sequence[float], times: int) -> list[float]:
+    return [limit if times == 1 else min(_MAX, times * limit) for limit in limits]
+
+
+def _infinite(one: np.ndarray, two: np.ndarray) -> int:
+    """The first step, from 1 on, in which both are not finite; 0: none."""
+    bad = [~np.isfinite(each).all((1, 2)) for each in (one, two)]
+    both = np.flatnonzero(bad[0] & bad[1])
+    return int(both[0]) + 1 if both.size else 0
+
+
+def _norms(sketches: np.ndarray) -> np.ndarray:
+    norms: np.ndarray = np.sqrt((sketches**2).sum(-1))
+    return norms
+
+
+def _ratio(apart: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """The relative difference; infinite where one is not finite."""
+    ratio = apart / np.maximum(size, _TINY)
+    found: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio)
+    return found
 
 
 def _part(ratio: float) -> str:
-    """``12%``, ``0.3%``, or ``3e-05`` where it is little."""
+    """``12%``, ``0.3%``, or ``3e-05`` where it is little; ``-`` where it is not known."""
+    if not math.isfinite(ratio):
+        return "inf" if ratio > 0 else "-"
     if ratio < 0.001:
         return f"{ratio:.0e}" if ratio else "0"
     return f"{ratio:.0%}" if ratio >= 0.1 else f"{ratio:.1%}"

@@ -6,6 +6,7 @@ What is said of which records is tested in tests/pure/test_verification.py.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ringreduce.commands.verify import read
@@ -37,11 +38,47 @@ def test_ranks_that_train_alike_agree(folders):
     one, two = recorded(folders, "alike")
     found = compare(one, two)
     assert found.agrees
-    assert found.loss < 1e-4
+    assert not found.is_open
+    assert found.shown < 1e-4
     assert one.run.settings == two.run.settings
     assert (len(one.run.losses), one.run.rows, two.run.rows) == (7, 16, 16)
     assert [memory > 1 << 26 for memory in two.run.memory] == [True] * 2
     assert not [path.name for folder in folders for path in folder.glob("*.keras")]
+    # All kinds were seen, and are no zeros.
+    assert [part.what.split()[0] for part in found.parts] == [
+        *("initial", "loss", "gradients", "gradients", "weights", "weights"),
+        *("untrained", "untrained", "outputs"),
+    ]
+    for array in (two.arrays.changes, two.arrays.gradients, two.arrays.outputs):
+        assert np.abs(array).reshape(len(array), -1).max(1).all()
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("case", "first_step", "loss"), [("silent", 1, ""), ("divided", 2, "loss")]
+)
+def test_gradients_are_seen_in_compiled_divided_and_accumulated_steps(
+    folders, case, first_step, loss
+):
+    one, two = recorded(folders, case)
+    found = compare(one, two)
+    assert found.agrees
+    assert not found.is_open
+    assert one.run.loss == two.run.loss == loss
+    seen = two.arrays.calls.any(1)
+    assert seen.argmax() + 1 == first_step
+    # Of a rank that has its share alone they are whole.
+    assert np.abs(two.arrays.gradients[seen]).max(-1).all()
+    # Half of them is a difference, though Adam makes nearly the same steps of it.
+    half = Recorded(two.run, two.arrays._replace(gradients=two.arrays.gradients / 2))
+    assert compare(one, half).factor == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.tensorflow
+def test_a_variable_that_is_not_keras_s_is_seen(folders):
+    one, two = recorded(folders, "silent")
+    assert one.run.names[-1].endswith(".steps_made ()")
+    assert two.arrays.changes[:, -1, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 UNLIKE = "adam: learning_rate is 0.01 with 1 rank and 0.02 with 2 ranks."
@@ -54,6 +91,8 @@ UNLIKE = "adam: learning_rate is 0.01 with 1 rank and 0.02 with 2 ranks."
         ("layers", ["norm: each rank normalizes its", "drop: each rank draws other random"]),
         ("clipping", ["Clips.train_step calls clip_by_global_norm, which clips each rank's"]),
         ("unseeded-0", ["The initial weights differ in each run.", UNLIKE]),
+        ("sums", ["Sums.train_step adds up over rows, and divides by a constant"]),
+        ("alone", ["strategy=LocalSGD"]),
     ],
 )
 def test_the_reason_for_a_difference_is_found(folders, case, texts):
@@ -61,9 +100,19 @@ def test_the_reason_for_a_difference_is_found(folders, case, texts):
     again = read(folders[0] / "unseeded-1", "verified.py", 1) if "seed" in case else one
     found = compare(one, two)
     assert not found.agrees
-    assert found.weight.startswith("dense")
+    assert (found.factor is not None) == (case == "sums")
+    assert ("gradients" in found.unseen) == (case == "alone")
     said = reasons(one.run, two.run, found, compare(one, again))
     assert [text[: len(start)] for text, start in zip(said, texts, strict=True)] == texts
+
+
+@pytest.mark.tensorflow
+def test_numbers_that_a_step_returns_are_those_of_all_ranks(folders):
+    one, two = recorded(folders, "sums")
+    # Without a metric behind it: half on each rank, whose mean it is.
+    ratios = np.divide(two.run.losses[:1], one.run.losses[:1])
+    assert ratios == pytest.approx(0.5, rel=1e-5)
+    assert (len(one.run.losses), one.run.rows, two.run.rows) == (7, 16, 16)
 
 
 PROGRAM = """
@@ -71,7 +120,8 @@ import sys
 from pathlib import Path
 import msgspec
 import numpy as np
-from ringreduce.pure.verification import Run
+from ringreduce.pure.sketch import LENGTH
+from ringreduce.pure.verification import Arrays, Run
 from ringreduce.vocabulary.config import Config, recording_wanted
 
 case, config = sys.argv[2], Config.from_environment()
@@ -79,25 +129,35 @@ ranks = config.size
 print("printed")
 if case == "fails" and config.rank == 1:
     raise ValueError("no such file")
+if case == "leaves" and config.rank == 1:
+    sys.exit(3)
 if case != "other":
     steps, folder = recording_wanted()
+    loss = {"differs": float(ranks), "infinite": np.nan}.get(case, 1.0)
     fields = {
-        "ranks": ranks, "losses": [float(ranks)] * steps, "rows": 8, "step_s": 0.001,
-        "threads": 1, "memory": [1 << 30] * ranks, "settings": {}, "names": ["kernel"],
-        "trained": [True], "is_half": False, "of_gradients": [],
-        "of_batches": ["dropout: each rank draws other random numbers " * 3],
+        "ranks": ranks, "returned": {"loss": [loss] * steps}, "loss": "loss", "rows": 8,
+        "step_s": 0.001, "threads": 1, "memory": [1 << 30] * ranks, "settings": {},
+        "names": ["kernel"], "trained": [True], "gradient_names": ["sgd: kernel"],
+        "is_half": False, "skips": False, "own_step": "", "clips": "", "of_gradients": [],
+        "of_batches": ["dropout: each rank draws other random numbers " * 3], "steps": steps,
+        "unseen": {"gradients": "a reason that is long " * 5} if case == "unseen" else {},
     }
     Path(folder, "run").write_bytes(msgspec.msgpack.encode(Run(**fields)))
-    np.savez(Path(folder, "before.npz"), np.zeros(2))
-    np.savez(Path(folder, "after.npz"), np.ones(2))
+    few = np.ones((steps, 1, LENGTH))
+    arrays = Arrays(few[0], few, few, np.ones((steps, 1)), np.ones((ranks, steps, 1, 2)), few[0])
+    np.savez(Path(folder, "arrays.npz"), **arrays._asdict())
 """
 
 
 @pytest.mark.parametrize(
     ("case", "code", "said", "rows"),
     [
-        ("differs", 1, "from step 1 on the loss, which is 1 and 2", "ranks 1 2"),
+        ("agrees", 0, "The numbers agree in 3 steps", "ranks 1 2"),
+        ("differs", 1, "first loss of step 1, which is 1 and 2", "ranks 1 2"),
+        ("infinite", 3, "not finite: loss, from step 1 on", "ranks 1 2"),
+        ("unseen", 3, "not seen: gradients: a reason", "ranks 1 2"),
         ("fails", 2, "ValueError: no such file", "ranks 1 [1]"),
+        ("leaves", 2, "that was with -n 2", "ranks 1"),
         ("other", 2, "has not trained by rr.fit", ""),
     ],
 )
@@ -112,9 +172,11 @@ def test_what_a_user_sees(tmp_path, case, code, said, rows):
         assert (done.exit_code, said in done.output) == (code, True)
     assert max(map(len, lines), default=0) <= 80
     # Only of a rank that fails.
-    assert ("printed" in done.stdout) == (case == "fails")
-    assert ("that was with -n 2" in done.stderr) == (case == "fails")
-    assert [line.split()[0] for line in lines[:3]] == rows.split()
+    assert ("printed" in done.stdout) == (case in ("fails", "leaves"))
+    assert ("that was with -n 2" in done.stderr) == (case in ("fails", "leaves"))
+    assert ("agree in" in done.stdout) == (case == "agrees")
+    if case != "leaves":
+        assert [line.split()[0] for line in lines[:3]] == rows.split()
 
 
 @pytest.mark.full
@@ -125,4 +187,5 @@ def test_the_example_trains_alike(tmp_path):
         assert process.wait(120) == 0, process.stderr
         report = json.loads(process.stdout)
     assert report["agree"]
-    assert [(run["ranks"], len(run["losses"])) for run in report["runs"]] == [(1, 20), (3, 20)]
+    found = [(run["ranks"], len(run["returned"]["loss"])) for run in report["runs"]]
+    assert found == [(1, 20), (3, 20)]

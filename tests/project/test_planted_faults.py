@@ -21,6 +21,8 @@ Another learning rate: rr.callbacks.Together: weights have gone apart: the learn
     test_what_one_rank_has_changed_is_told_at_the_end
 Clipping per rank: ringreduce verify: Clips.train_step calls clip_by_global_norm
     test_the_reason_for_a_difference_is_found
+A sum over rows, divided by a constant: ringreduce verify: Sums.train_step adds up over rows
+    test_the_reason_for_a_difference_is_found
 Unequal frozen weights: ParityWarning: rr.broadcast_variables(model.variables)
     test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line
 BatchNormalization, unsynchronised: ParityWarning: norm: each rank normalizes

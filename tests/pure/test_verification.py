@@ -5,83 +5,170 @@ import math
 import numpy as np
 import pytest
 
-from ringreduce.pure.verification import HEADER, Recorded, Run, compare, reasons, row, verdict
+from ringreduce.pure.sketch import LENGTH
+from ringreduce.pure.verification import (
+    HEADER,
+    Arrays,
+    Recorded,
+    Run,
+    compare,
+    reasons,
+    row,
+    verdict,
+)
 
 LOSSES = [2.3, 2.1, 1.9]
 NAMES = ["conv/kernel", "conv/bias", "norm/moving_mean"]
 RANDOM = np.random.default_rng(0)
-BEFORE = [RANDOM.normal(size=n) for n in (4000, 4, 4)]
-AFTER = [old + 0.001 * RANDOM.normal(size=len(old)) for old in BEFORE]
+SIZES = np.array([1.0, 0.03, 0.1])[:, None]
+BEFORE = SIZES * RANDOM.normal(size=(3, LENGTH))
+CHANGES = 0.001 * SIZES * np.cumsum(RANDOM.normal(size=(3, 3, LENGTH)), 0)
+GRADIENTS = SIZES[:2] * RANDOM.normal(size=(2, 2, LENGTH))
+OWN = 1 + RANDOM.random((17, 2, 2, 2))  # Of up to 17 ranks; no norm twice.
+OUTPUTS = RANDOM.normal(size=(1, LENGTH))
 
 
-def recorded(ranks=2, before=BEFORE, after=AFTER, **changes):
+def recorded(ranks=2, **changes):
     usual = {
-        **{"ranks": ranks, "losses": LOSSES, "rows": 64, "step_s": 0.008 / ranks, "threads": 2},
-        **{"memory": [800 << 20] * ranks, "names": NAMES, "trained": [True, True, False]},
-        **{"is_half": False, "of_batches": [], "of_gradients": []},
+        **{"ranks": ranks, "returned": {"loss": LOSSES}, "loss": "loss", "rows": 64},
+        **{"step_s": 0.008 / ranks, "threads": 2, "memory": [800 << 20] * ranks, "steps": 3},
+        **{"names": NAMES, "trained": [True, True, False], "gradient_names": NAMES[:2]},
+        **{"is_half": False, "skips": False, "own_step": "", "clips": ""},
+        **{"of_batches": [], "of_gradients": [], "rows_of_outputs": "1234"},
         "settings": {"batch_size": "64", "Adam: learning_rate": "0.001"},
     }
-    return Recorded(Run(**(usual | changes)), before.__getitem__, after.__getitem__)
+    arrays = {
+        **{"before": BEFORE, "changes": CHANGES, "gradients": GRADIENTS, "outputs": OUTPUTS},
+        **{"calls": np.ones((2, 2), int), "own": OWN[ranks % 16 :][:ranks]},
+    }
+    arrays |= {name: changes.pop(name) for name in list(changes) if name in arrays}
+    return Recorded(Run(**(usual | changes)), Arrays(**arrays))
 
 
 ONE = recorded(1)
 
 
-def changed(number, by):
-    """The weights after the first step, one of which differs by a part of what that changed."""
-    after = list(AFTER)
-    after[number] = AFTER[number] + by * (AFTER[number] - BEFORE[number])
-    return after
+def moved(array, place, by):
+    """A copy that differs at a place by a part of itself."""
+    changed = array.copy()
+    norm = np.linalg.norm(array[place])
+    changed[place] += by * norm / math.sqrt(LENGTH) * (-1) ** np.arange(LENGTH)
+    return changed
 
 
 def losses(*parts):
-    return [loss * (1 + part) for loss, part in zip(LOSSES, parts, strict=False)]
+    return {"loss": [loss * (1 + part) for loss, part in zip(LOSSES, parts, strict=False)]}
 
 
-SAME = (True, 0, "")
+def renamed(*names):
+    return {"names": list(names), "gradient_names": list(names[:2])}
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    "changes",
     [
-        ({}, SAME),
-        ({"losses": losses(1e-6, 1e-4, 5e-3)}, SAME),
+        {},
+        {"returned": losses(1e-6, 1e-4, 5e-3)},
         # Training ends sooner.
-        ({"losses": LOSSES[:2]}, SAME),
-        ({"after": changed(0, 0.01)}, SAME),
+        {"returned": {"loss": LOSSES[:2]}, "changes": CHANGES[:2]},
+        {"changes": moved(CHANGES, (0, 0), 0.01)},
+        {"gradients": moved(GRADIENTS, (0, 0), 1e-4)},
         # Of a bias before a normalization the gradient is 0, but for rounding.
-        ({"after": changed(1, 0.5)}, SAME),
-        ({"losses": losses(2e-3, 0, 0)}, (False, 1, "")),
-        ({"losses": losses(0, 0, 2e-2)}, (False, 3, "")),
-        ({"after": changed(0, 0.1)}, (False, 0, "conv/kernel")),
-        # It is not trained, and changes no loss.
-        ({"after": changed(2, 0.1)}, (False, 0, "norm/moving_mean")),
-        ({"names": ["other", *NAMES[1:]]}, (False, 0, "conv/kernel")),
-        ({"names": NAMES[:2]}, (False, 0, "norm/moving_mean")),
+        {"changes": moved(CHANGES, (0, 1), 0.5)},
     ],
 )
-def test_the_first_difference_is_named_that_rounding_does_not_explain(changes, found):
-    difference = compare(ONE, recorded(**changes))
-    weight = "" if difference.agrees else difference.weight
-    assert (difference.agrees, difference.step, weight) == found
+def test_rounding_is_no_difference(changes):
+    found = compare(ONE, recorded(**changes))
+    assert found.agrees
+    assert not found.is_open
 
 
-@pytest.mark.parametrize("one", [math.nan, 2.3])
-def test_losses_that_are_not_known_or_not_finite(one):
-    unknown = [one, math.nan, math.inf]
-    assert compare(recorded(losses=unknown), recorded(losses=unknown)).agrees
-    assert compare(recorded(losses=unknown), ONE).step == (1 if math.isnan(one) else 2)
+@pytest.mark.parametrize(
+    ("changes", "what", "step", "name"),
+    [
+        ({"returned": losses(2e-3, 0, 0)}, "loss", 1, ""),
+        ({"returned": losses(0, 0, 2e-2)}, "loss", 3, ""),
+        ({"returned": {}}, "loss", 1, "which a step returns with 1 rank alone"),
+        ({"returned": losses(0, math.nan, 0)}, "loss", 2, ""),
+        ({"before": moved(BEFORE, 1, 1e-3)}, "initial weights", 0, "conv/bias"),
+        ({"gradients": moved(GRADIENTS, (0, 1), 0.01)}, "gradients of step 1", 1, "conv/bias"),
+        ({"gradients": moved(GRADIENTS, (1, 0), 0.2)}, "gradients of step 2", 2, "conv/kernel"),
+        # The optimizer is called twice in a step, or gets no gradient of something.
+        ({"calls": np.array([[1, 2], [1, 1]])}, "gradients of step 1", 1, "conv/bias"),
+        ({"changes": moved(CHANGES, (0, 0), 0.1)}, "weights after step 1", 1, "conv/kernel"),
+        ({"changes": moved(CHANGES, (2, 0), 0.2)}, "weights after steps 2 to 3", 3, "conv/kernel"),
+        # It is not trained, and changes no loss.
+        ({"changes": moved(CHANGES, (0, 2), 0.1)}, "untrained variables after step 1", 1, NAMES[2]),
+        ({"outputs": moved(OUTPUTS, 0, 0.1)}, "outputs", 4, "output 1"),
+        (renamed("other", *NAMES[1:]), "the variables", 0, "conv/kernel"),
+        (renamed(*NAMES[:2]), "the variables", 0, "norm/moving_mean"),
+    ],
+)
+def test_what_differs_first_is_named(changes, what, step, name):
+    found = compare(ONE, recorded(**changes))
+    assert (found.agrees, found.first[0], found.first.step) == (False, what, step)
+    assert found.first.name == name
+
+
+def test_the_first_in_time_comes_first_and_not_what_is_listed_first():
+    late = recorded(returned=losses(0, 0.5, 0), changes=moved(CHANGES, (0, 0), 0.1))
+    assert compare(ONE, late).first.what == "weights after step 1"
+
+
+@pytest.mark.parametrize(
+    ("both", "said"),
+    [
+        ({"returned": {"loss": [2.3, math.nan, 1.0]}}, "not finite: loss, from step 2 on"),
+        ({"returned": {"loss": [math.inf] * 3}}, "not finite: loss, from step 1 on"),
+        ({"gradients": GRADIENTS * np.nan}, "not finite: gradients, from step 1 on"),
+        ({"changes": CHANGES * [[[1]], [[1]], [[np.nan]]]}, "not finite: weights, from step 3 on"),
+        ({"calls": np.zeros((2, 2), int)}, "not seen: gradients: none came to a Distributed"),
+        ({"unseen": {"gradients": "for a reason"}}, "not seen: gradients: for a reason"),
+    ],
+)
+def test_what_is_not_finite_or_not_seen_never_agrees(both, said):
+    one, two = recorded(1, **both), recorded(2, **both)
+    found = compare(one, two)
+    assert found.agrees
+    assert found.is_open
+    lines = list(verdict([one.run, two.run], [found], None))
+    assert lines[0] == "This does not show that the numbers agree:"
+    assert lines[1].strip().startswith(said)
+    # Of what is finite a difference is still found.
+    other = recorded(2, **{"before": moved(BEFORE, 0, 0.1), **both})
+    assert not compare(one, other).agrees
+
+
+def test_a_step_that_a_loss_scale_skips_is_not_seen_as_infinite():
+    bad = np.concatenate([GRADIENTS[:1] * np.inf, GRADIENTS[1:]])
+    skipped = [recorded(ranks, gradients=bad, skips=True) for ranks in (1, 2)]
+    assert not compare(*skipped).is_open
+    assert compare(*skipped).agrees
+
+
+def test_outputs_for_other_rows_are_left_out():
+    found = compare(ONE, recorded(outputs=-OUTPUTS, rows_of_outputs="5678"))
+    assert found.agrees
+    assert not found.is_open
+    assert "outputs" in found.left_out
 
 
 def test_of_16_bit_floats_more_is_rounding():
-    half = {"losses": losses(5e-3, 5e-3, 5e-2), "after": changed(0, 0.1), "is_half": True}
+    half = {"returned": losses(5e-3, 5e-3, 5e-2), "gradients": moved(GRADIENTS, (0, 0), 0.01)}
+    half |= {"changes": moved(CHANGES, (0, 0), 0.1), "is_half": True}
     assert compare(recorded(1, is_half=True), recorded(**half)).agrees
+    assert not compare(ONE, recorded(**half | {"is_half": False})).agrees
 
 
 LAYER = "drop: each rank draws other random numbers"
-STEP = "Own.train_step clips"
-OTHER = [old + 1 for old in BEFORE]
-FASTER = {"after": changed(0, 1), "settings": ONE.run.settings | {"Adam: learning_rate": "1"}}
+CLIPS = {"own_step": "Own.train_step", "clips": "clip_by_norm"}
+OTHER = BEFORE + 1
+FASTER = {
+    "changes": 2 * CHANGES,
+    "settings": ONE.run.settings | {"Adam: learning_rate": "1"},
+}
+TURNED = {"gradients": GRADIENTS[:, :, ::-1]}
+CUT = np.minimum(OWN[:1], 1.0)  # All have the same norm.
 
 
 @pytest.mark.parametrize(
@@ -89,25 +176,97 @@ FASTER = {"after": changed(0, 1), "settings": ONE.run.settings | {"Adam: learnin
     [
         ({"before": OTHER}, {"before": OTHER}, "The initial weights differ in each run."),
         ({"before": OTHER}, {}, "The initial weights depend on the number of ranks."),
-        ({"losses": losses(0.1)}, {"losses": losses(0.2)}, "Two runs with 1 rank differ too"),
+        (
+            {"returned": losses(0.1)},
+            {"returned": losses(0.2)},
+            "Two runs with 1 rank differ too",
+        ),
         (FASTER, {}, "Adam: learning_rate is 0.001 with 1 rank and 1 with 2 ranks."),
-        ({"losses": losses(0.1), "rows": 128}, {}, "A step has 64 samples with 1 rank and 128"),
-        ({"losses": losses(0.1)}, {}, LAYER),
-        ({"losses": losses(0, 0.1)}, {}, STEP),
+        ({"returned": losses(0.1), "rows": 128}, {}, "A step has 64 samples with 1 rank and 128"),
+        ({"returned": losses(0.1)}, {}, LAYER),
+        (TURNED | CLIPS, {}, LAYER),
+        (TURNED | CLIPS | {"own": np.repeat(CUT, 2, 0)}, {}, "Own.train_step calls clip_by_norm, "),
+        (TURNED | CLIPS | {"of_batches": []}, {}, None),
+        ({"gradients": GRADIENTS / 2} | CLIPS, {}, "Own.train_step adds up over rows"),
+        ({"gradients": GRADIENTS * 2}, {}, "The loss adds up over the ranks"),
+        ({"gradients": GRADIENTS * 2, "of_gradients": ["op"]}, {}, "op."),
+        ({"gradients": GRADIENTS * 0.7}, {}, "The loss multiplies gradients by what depends on"),
+        ({"changes": 2 * CHANGES}, {}, "The gradients are the same, and not what is made of them"),
     ],
 )
 def test_the_likeliest_reason_comes_first(changes, again, first):
-    other = recorded(**{"of_batches": [LAYER], "of_gradients": [STEP], **changes})
-    found = compare(ONE, other), compare(ONE, recorded(1, **again))
+    other = recorded(**{"of_batches": [LAYER], **changes})
+    one = recorded(1, own=CUT) if "own" in changes else ONE
+    found = compare(one, other), compare(one, recorded(1, **again))
     assert not found[0].agrees
-    assert next(reasons(ONE.run, other.run, *found)).startswith(first)
+    said = next(reasons(ONE.run, other.run, *found), None)
+    assert said == first if first is None else said.startswith(first)
+
+
+def test_clipping_that_was_not_active_is_not_blamed():
+    other = recorded(**TURNED, **CLIPS)
+    found = compare(ONE, other)
+    assert found.clip == ""
+    assert not [text for text in reasons(ONE.run, other.run, found, compare(ONE, ONE))]
+
+
+@pytest.mark.parametrize(
+    ("factor", "ranks", "said"),
+    [
+        (1 / 2, 2, "all gradients with 2 ranks are half of those with 1 rank"),
+        (1 / 3, 3, "all gradients with 3 ranks are a third of those with 1 rank"),
+        (1 / 16, 16, "all gradients with 16 ranks are one part in 16 of those with 1 rank"),
+        (3, 3, "all gradients with 3 ranks are 3 times those with 1 rank"),
+    ],
+)
+def test_gradients_that_are_a_multiple_are_said_to_be(factor, ranks, said):
+    other = recorded(ranks, gradients=GRADIENTS * factor, changes=CHANGES * factor)
+    found = compare(ONE, other)
+    lines = list(verdict([ONE.run, other.run], [found], compare(ONE, ONE)))
+    assert f"  {said}" in lines
+    assert len([line for line in lines if line.startswith("  1.")]) == 1
+    assert not [line for line in lines if "weights" in line]
+
+
+def test_a_multiple_of_some_gradients_or_of_one_number_is_none_of_all():
+    gradients = GRADIENTS.copy()
+    gradients[:, 1] /= 2
+    found = compare(ONE, recorded(gradients=gradients))
+    assert (found.factor, found.scaled) == (pytest.approx(0.5), (1, 2))
+    single = np.zeros((2, 2, LENGTH))
+    single[:, :, 0] = 1
+    found = compare(recorded(1, gradients=single), recorded(gradients=single / 2))
+    assert not found.agrees
+    assert found.factor is None
+
+
+def test_gradients_may_come_in_a_later_step_alone():
+    calls = np.array([[0, 0], [1, 1]])
+    gradients = GRADIENTS * [[[0]], [[1]]]
+    one = recorded(1, gradients=gradients, calls=calls)
+    found = compare(one, recorded(gradients=gradients / 2, calls=calls))
+    assert (found.first.what, found.first.step) == ("gradients of step 2", 2)
+    assert found.factor == pytest.approx(0.5)
 
 
 def test_all_of_it_fits_80_columns():
-    runs = [ONE, recorded(2, losses=losses(0.1, 0.1, 0.1), step_s=0.123456), recorded(16)]
+    runs = [
+        ONE,
+        recorded(2, returned=losses(0.1, 0.1, 0.1), step_s=0.123456),
+        recorded(16),
+        recorded(4, returned={}, loss=""),
+    ]
     found = [compare(ONE, each) for each in runs[1:]]
     rows = [row(ONE.run), *(row(each.run, own) for each, own in zip(runs[1:], found, strict=True))]
     assert {len(line) for line in rows} == {len(HEADER)}
     said = "\n".join(verdict([each.run for each in runs], found, compare(ONE, ONE)))
-    assert "from step 1 on the loss, which is 2.3 and 2.53\nThe likely reason:\n  1. " in said
+    assert "first loss of step 1, which is 2.3 and 2.53\n" in said
+    assert "The likely reason:\n  1. " in said
+    assert "The numbers differ between 1 rank and 4 ranks, too." in said
     assert "Fastest on this machine: 16 ranks, 246.91 times as fast as 2 ranks." in said
+    agreed = list(verdict([ONE.run, runs[2].run], [found[1]], None))
+    assert agreed[0] == "The numbers agree in 3 steps, to these relative differences:"
+    assert [line.split()[0] for line in agreed[1:-1]] == [
+        *("initial", "loss", "gradients", "gradients", "weights", "weights"),
+        *("untrained", "untrained", "outputs"),
+    ]
