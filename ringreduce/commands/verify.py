@@ -26,6 +26,7 @@ from ringreduce.pure.verification import (
     verdict,
 )
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import note_unchanged
 
 # Larger files are not copied but linked: a program's data, seldom what it writes.
 _COPIED_BYTES, _FILES_MAX = 16 << 20, 20_000
@@ -47,6 +48,8 @@ def verify(
     A program that is `unchanged` runs in a copy of the working folder, since it writes files as
     ever. Raises ConfigError if nothing is recorded, or that folder has too many files.
     """
+    if unchanged:
+        note_unchanged()
     with tempfile.TemporaryDirectory(prefix="ringreduce-verify-") as root:
         recorded, compared = list[Recorded](), list[Comparison]()
         # Again if any differs: are two runs with the same number equal?

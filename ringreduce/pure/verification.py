@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ringreduce.vocabulary.words import for_rr
+
 # Larger relative differences are no rounding; in the first step, and in later ones. With 16-bit
 # floats ten times as large. What a step returns beside losses may count rows, as an accuracy does.
 _INITIAL_MAX, _OUTPUT_MAX = 1e-5, 0.05
@@ -476,18 +478,20 @@ def _of_difference(
     later = [part for part in parts if part.step is not None and part is not own.first]
     for part in sorted(later, key=lambda part: part.step or 0)[:_SHOWN]:
         yield f"  then {_described(part)}"
-    texts = list(reasons(first, other, own, again)) or [_UNKNOWN]
+    texts = list(reasons(first, other, own, again)) or [_unknown()]
     yield "The likely reason:" if len(texts) == 1 else "The likely reasons, likeliest first:"
     yield from (f"  {n}. {text}" for n, text in enumerate(texts, 1))
     for run in (runs[n] for n in different[1:]):
         yield f"The numbers differ between {first.who} and {run.who}, too."
 
 
-_UNKNOWN = (
-    "Nothing in model and optimizer explains it. See what is computed from several rows at once, "
-    "of which each rank has its part (rr.all_gather gives those of all), and what depends on "
-    "rr.rank() or rr.size(), such as the data."
-)
+def _unknown() -> str:
+    gathered = for_rr(" (rr.all_gather gives those of all)", "")
+    return (
+        "Nothing in model and optimizer explains it. See what is computed from several rows at "
+        f"once, of which each rank has its part{gathered}, and what depends on the rank or on the "
+        "number of ranks, such as the data."
+    )
 
 
 def _described(part: Compared) -> str:
