@@ -152,12 +152,14 @@ def fit(
     own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
     if ring.size > 1:
         note_sharding(ring)
-    if ring.size > 1 or recording is not None:
+    # Also a rank that has the data alone may be one of several that have pieces of the model.
+    if ring.size > 1 or ring.parent is not None or recording is not None:
         build(model, training.spec)
     # Where ranks know no better, they tell each other how many rows they have.
     exchanges = ring.size > 1 and not (training.is_even or training.is_counted)
     exchanges = least is None and (sharded or exchanges)
-    who = Training.of(model, ring)
+    who, before = Training.of(model, ring), who
+    who.require_same(before, model)
     _make_ready(model, who, training, weighs=exchanges and not sharded)
     with contextlib.ExitStack() as elastic:
         steps = None

@@ -395,9 +395,74 @@ def other_rows():
     fit(split(pair, data), data, arrays=rows(8, rr.rank() % 2))
 
 
+def built_late(pair, data):
+    """It learns the shape of its input from the data."""
+    keras.utils.set_random_seed(rr.rank())  # The first rank's weights count.
+    layers = [Dense(4), Column(4, communicator=pair), Row(1, communicator=pair)]
+    model = keras.Sequential(layers)
+    model.compile(rr.DistributedOptimizer(SGD(0.1), data), "mse", run_eagerly=True)
+    return model
+
+
+def other_rows_late():
+    pair, data = groups(rr.init().split(0))
+    fit(built_late(pair, data), data, arrays=rows(8, rr.rank() % 2))
+
+
+def other_batches_late():
+    pair, data = groups(rr.init().split(0))
+    x, y = rows(8, rr.rank() % 2)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    rr.fit(built_late(pair, data), batches, verbose=0, communicator=data)
+
+
+@pytest.mark.parametrize("size", [2, in_full(4)])
+@on_ranks()
+def test_a_model_that_is_built_late_trains_as_one_that_was_built():
+    pair, data = groups()
+    model, late = built_late(pair, data), built_late(pair, data)
+    model.build((None, WIDTH))
+    losses = [fit(each, data, arrays=rows(8), epochs=2).history["loss"] for each in (model, late)]
+    assert losses[0] == losses[1]
+    assert apart(model, late) == 0.0
+    return losses
+
+
+class Inner(keras.layers.Layer):
+    """Makes a split layer only when it is built."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def build(self, shape):
+        self.column = Column(4, gather_output=True, communicator=self.group)
+        self.column.build(shape)
+
+    def call(self, inputs):
+        return self.column(inputs)
+
+
+@on_ranks(2)
+def test_split_layers_that_nobody_can_know_of_before_are_asked_for():
+    pair, data = groups()
+    model = keras.Sequential([Inner(pair), Dense(1)])
+    model.compile(rr.DistributedOptimizer(SGD(0.1), data), "mse", run_eagerly=True)
+    with pytest.raises(ConfigError, match=r"only when it is built.*Build it first"):
+        fit(model, data, arrays=rows(8))
+    # It is built now.
+    return fit(model, data, arrays=rows(8)).history
+
+
 @pytest.mark.parametrize(
     ("size", "train", "text"),
-    [(2, half, "verify_replicas"), (2, other_rows, "different arrays"), in_full(4, other_rows, "")],
+    [
+        (2, half, "verify_replicas"),
+        (2, other_rows, "different arrays"),
+        in_full(4, other_rows, ""),
+        (2, other_rows_late, "different arrays"),
+        in_full(2, other_batches_late, "read different data"),
+    ],
 )
 @on_ranks()
 def test_pieces_that_cannot_match_are_told(train, text):

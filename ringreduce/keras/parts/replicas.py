@@ -18,12 +18,17 @@ from ringreduce.tensorflow.variables import broadcast_variables
 from ringreduce.vocabulary.errors import ConfigError
 
 
-def model_group(variables: Iterable[Any]) -> Communicator | None:
-    """The group that holds the pieces of split layers among `variables`; None: there are none."""
+def model_group(
+    variables: Iterable[Any], of_layers: Iterable[Communicator] = ()
+) -> Communicator | None:
+    """The group that holds the pieces of split layers among `variables`; None: there are none.
+
+    `of_layers` are those of split layers that have no variables yet.
+    """
+    of_parts = [part.communicator for _, part in pieces_in(variables) if part.of_same_rows]
     groups: dict[tuple[int, ...], Communicator] = {}
-    for _, part in pieces_in(variables):
-        if part.of_same_rows:
-            groups.setdefault(part.communicator.members, part.communicator)
+    for group in (*of_parts, *of_layers):
+        groups.setdefault(group.members, group)
     if len(groups) > 1:
         first = next(iter(groups.values()))
         text = f"has split layers on different groups, of ranks {' and '.join(map(str, groups))}"
@@ -34,7 +39,11 @@ def model_group(variables: Iterable[Any]) -> Communicator | None:
 
 def training_ranks(variables: Iterable[Any], data: Communicator) -> Communicator:
     """All ranks that train a model with these `variables`: `data`, or with split layers more."""
-    group = model_group(variables)
+    return ranks_around(model_group(variables), data)
+
+
+def ranks_around(group: Communicator | None, data: Communicator) -> Communicator:
+    """All ranks that train a model whose pieces `group` holds; None: it has none."""
     if group is None:
         return data
     if data.size == 1:
