@@ -246,11 +246,12 @@ def warn_of_ranks_apart() -> None:
         return
     done = ring.statistics()
     # One barrier forms the ring.
-    has_exchanged = done.collectives > 1 or done.bytes_sent or done.bytes_received
-    # Keras keeps no list of optimizers.
+    if done.collectives > 1 or done.bytes_sent or done.bytes_received:
+        return
+    # Keras keeps no list of optimizers; to look for them takes long, so only where it is due.
     kind = keras.optimizers.Optimizer
-    optimizers = [thing for thing in gc.get_objects() if isinstance(thing, kind)]
-    if not has_exchanged and any(o.built and int(o.iterations) > 0 for o in optimizers):
+    optimizers = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+    if any(optimizer.built and int(optimizer.iterations) > 0 for optimizer in optimizers):
         _log.warning(
             "[%d/%d] the ranks have exchanged nothing, so each has trained by itself. Wrap the "
             "optimizer, rr.DistributedOptimizer(optimizer), or the tape.",

@@ -9,11 +9,12 @@ differs.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import isfunction
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 from keras.optimizers import LossScaleOptimizer
@@ -28,6 +29,8 @@ class Wrapper(keras.optimizers.Optimizer):
     around: Callable[[Any], Wrapper]  # which a subclass has
     # Set on classes that are made for one of optimizers: that.
     _inner_class: Any = None
+    # All that there are.
+    made: ClassVar[weakref.WeakSet[Wrapper]] = weakref.WeakSet()
 
     def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> Any:
         """An instance of a class that is saved under the inner optimizer's name."""
@@ -38,6 +41,7 @@ class Wrapper(keras.optimizers.Optimizer):
     def __init__(self, inner: keras.Optimizer) -> None:
         # Not the base's: variables and options are those of `inner`.
         self._inner = inner
+        Wrapper.made.add(self)
 
     @property
     def inner_optimizer(self) -> Any:
@@ -80,6 +84,7 @@ class Wrapper(keras.optimizers.Optimizer):
         # `outer` is what its maker gets, so it becomes the wrapper.
         object.__setattr__(outer, "__class__", type(wrapper))
         object.__setattr__(outer, "__dict__", vars(wrapper))
+        Wrapper.made.add(outer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor":

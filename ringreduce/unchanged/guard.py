@@ -1,6 +1,5 @@
 """Refuses what would train N models apart, or the same one N times, and names the line."""
 
-import gc
 import logging
 import sys
 import weakref
@@ -8,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.keras.mistakes import users_frame
-from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.wrappable import all_within
+from ringreduce.keras.wrapper import Wrapper
 from ringreduce.unchanged.job import job
 from ringreduce.unchanged.packages import WITHOUT, refuse
 
@@ -27,12 +26,11 @@ def place() -> str:
 
 def require_distributed(optimizer: Any) -> None:
     """ConfigError on several ranks for an optimizer that averages nothing, unless within one."""
-    if optimizer in _known:
+    if job().size == 1 or optimizer in _known:
         return
-    # Keras keeps no list of optimizers.
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedOptimizer):
-            _known.update(all_within(thing))
+    # A MultiOptimizer may have made those in it since.
+    for wrapper in list(Wrapper.made):
+        _known.update(all_within(wrapper))
     if optimizer not in _known:
         refuse(
             f"applies gradients by {optimizer.name} in {place()}, outside of Model.fit or in a "

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import multiprocessing
 import os
 import re
@@ -190,6 +191,25 @@ def test_a_plain_optimizer_is_refused_but_within_a_distributed_one(two_ranks):
     text = r"rank 1 of 2 applies gradients by adam in test_unchanged.py:\d+, outside of Model.fit"
     with pytest.raises(ConfigError, match=text):
         guard.require_distributed(plain)
+
+
+def test_no_step_looks_through_all_objects(two_ranks, monkeypatch):
+    """Nor is anything looked for on one rank, where nothing is refused."""
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("looked at all objects"))
+    late = keras.optimizers.Lion()
+    outer = rr.DistributedOptimizer(scaled := keras.optimizers.LossScaleOptimizer(late))
+    for optimizer in (outer, scaled, late):
+        guard.require_distributed(optimizer)
+    plain = keras.optimizers.SGD()
+    with pytest.raises(ConfigError, match="applies gradients by"):
+        guard.require_distributed(plain)
+    # As `compile` does for mixed_float16.
+    around = keras.optimizers.LossScaleOptimizer(rr.DistributedOptimizer(plain))
+    del outer
+    guard.require_distributed(around)
+    guard.require_distributed(plain)
+    monkeypatch.setattr(guard, "job", lambda: SimpleNamespace(size=1))
+    guard.require_distributed(keras.optimizers.SGD())
 
 
 def test_optimizers_in_lists_and_tables_are_distributed():
