@@ -21,6 +21,7 @@ from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.recovery import REPEATS_MAX, ending_together, go_on
 from ringreduce.keras.repeating import Repeating, is_repeating
+from ringreduce.keras.seeds import states_of_tensorflow
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import value_of
@@ -103,7 +104,8 @@ class KerasState(State):
         if not model.built:
             text = f"got a model ({model.name}) without weights as the state of a loop"
             raise ConfigError(text, remedy="Build it first, with model.build() or a keras.Input.")
-        weights, variables = list(model.weights), list(model.variables)
+        weights = list(model.weights)
+        variables = [*model.variables, *states_of_tensorflow(model)]
         if (optimizer := self.optimizer) is not None:
             if elastic_minimum() is not None:
                 ring = getattr(optimizer, "communicator", None) or default_communicator()

@@ -87,7 +87,8 @@ class Elastic:
         self._optimizer.commit_point = self._commit
         scalars = [variable for variable in self._optimizer.variables if not variable.shape]
         self._changed = [*changed_by_steps(model), *scalars]
-        self._begun = [tf.Variable(each.value, trainable=False) for each in self._changed]
+        values = map(tf.convert_to_tensor, self._changed)
+        self._begun = [tf.Variable(value, trainable=False) for value in values]
         # With equally many rows on each rank, gradients need no weights.
         self._even, self._uneven = map(self._keeping, (self._plain, model.train_step))
         model.train_function = self
@@ -115,7 +116,7 @@ class Elastic:
 
         def keeping(batch: Any, first: Any, end: Any) -> Any:
             pairs = zip(self._begun, self._changed, strict=True)
-            kept = [begun.assign(changed.value) for begun, changed in pairs]
+            kept = [begun.assign(tf.convert_to_tensor(changed)) for begun, changed in pairs]
             with tf.control_dependencies([] if tf.executing_eagerly() else kept):
                 return step(slice_rows(batch, first, end))
 

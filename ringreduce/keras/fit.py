@@ -29,7 +29,7 @@ from ringreduce.keras.plan import Feed
 from ringreduce.keras.probe import Probe
 from ringreduce.keras.recovery import ending_together
 from ringreduce.keras.repeating import is_repeating
-from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.seeds import draw_apart, fold_seeds
 from ringreduce.keras.settings import (
     Settings,
     require_same_settings,
@@ -286,6 +286,7 @@ def _make_ready(model: keras.Model, who: Training, training: Feed, *, weighs: bo
         # Else its optimizer compares that in the first step.
         require_same_settings(settings_of_model(model), ring)
     fold_seeds(model, ring)
+    draw_apart(model, ring)
     warn_of_parity(differences(model), who.everyone)
     if weighs:
         is_counted = int(training.dataset.cardinality()) >= 0

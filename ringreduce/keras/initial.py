@@ -5,6 +5,7 @@ whose values differed is left out of the mean of that step. Ranks agree on when,
 by the variables alone: those that it has not seen before.
 """
 
+import itertools
 import logging
 import sys
 import weakref
@@ -21,6 +22,7 @@ from ringreduce.keras.mistakes import (
     model_in_fit,
     save_whole_files,
     warn_of_different_weights,
+    warn_of_equal_draws,
     warn_of_whole_data,
 )
 from ringreduce.keras.parts.part import is_own_piece
@@ -31,6 +33,7 @@ from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Averaging, weighted
 from ringreduce.keras.wrappable import refuse_scales, refuse_strategy
+from ringreduce.tensorflow import draws
 from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
@@ -148,7 +151,9 @@ class InitialValues:
         if recording_wanted() is not None:
             # ``ringreduce verify`` need not wait for training of which `rr.fit` records nothing.
             sys.exit()
-        states, group = seed_states_in_use(), model_group(variables)
+        own = {id(plain_variable(variable)) for variable in state}
+        states = [v for v in seed_states_in_use() if id(plain_variable(v)) not in own]
+        drawn, group = draws.drawn() if ring.size > 1 else [], model_group(variables)
         with tf.init_scope():
             if not all(map(tf_variables.is_initialized, (*new_state, *new))):
                 # A tf.function that creates variables is traced twice, and they have values only
@@ -158,7 +163,8 @@ class InitialValues:
             if settings is not None and ring.size > 1:
                 require_same_settings(settings(), ring)
             make_alike(states, group)
-            make_different(states, ring)
+            are_alike = make_different(states, ring, [draw.seeds for draw in drawn])
+            warn_of_equal_draws(itertools.compress(drawn, are_alike), ring)
         plain_ones = map(plain_variable, (*new_state, *new))
         self._given.update((id(plain), plain) for plain in plain_ones)
         if not tf.executing_eagerly() or (ring.size == 1 and group is None):

@@ -22,7 +22,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private, weighting, wrappable
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
-from ringreduce.keras.seeds import is_seed_state
+from ringreduce.keras.seeds import is_seed_state, states_of_tensorflow
 from ringreduce.keras.step import WEIGHTED, Step, own_step, put_around
 from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import lasting
@@ -268,7 +268,8 @@ def _passing(model: keras.Model) -> list[Any]:
 
 def changed_by_steps(model: keras.Model) -> list[Any]:
     """List what a step changes on this rank besides weights and their optimizer's state."""
-    return [*_passing(model), *filter(is_seed_state, model.non_trainable_variables)]
+    states = [*filter(is_seed_state, model.non_trainable_variables), *states_of_tensorflow(model)]
+    return [*_passing(model), *states]
 
 
 def _restore(model: keras.Model, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:

@@ -28,6 +28,7 @@ from ringreduce.keras.metric_states import Entries
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.settings import saved_beside_weights
+from ringreduce.tensorflow.draws import Draw
 from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import differing, path_of
 from ringreduce.vocabulary.words import for_rr, named
@@ -157,6 +158,31 @@ def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communic
     )
 
 
+def warn_of_equal_draws(drawn: Iterable[Draw], ring: Communicator) -> None:
+    """Warn on rank 0 of random numbers that a step draws alike on several ranks."""
+    if ring.rank != 0 or not (names := list(dict.fromkeys(map(_place_of, drawn)))):
+        return
+    warn_at_users_line(
+        f"ranks draw the same random numbers for other rows, in {_first_of(names)}: what tf.random "
+        "draws follows from its seeds, which are the same on all ranks, or under XLA from none. "
+        "Draw by keras.random with seed=self.seed, where self.seed = keras.random.SeedGenerator(1) "
+        "is an attribute of the layer or model. Or call tf.random.set_seed and train by rr.fit, in "
+        "whose graphs these ops draw other numbers on each rank, unless XLA compiles them; but not "
+        "in a tf.function of yours.",
+        ParityWarning,
+    )
+
+
+def _place_of(draw: Draw) -> str:
+    """Where in the user's program an op is made, and its name."""
+    if draw.op is None:
+        return "a step that runs eagerly (run_eagerly=True)"
+    for frame in reversed(draw.op.traceback):
+        if _is_users(frame.filename):
+            return f"{draw.op.name} ({Path(frame.filename).name}:{frame.lineno})"
+    return str(draw.op.name)
+
+
 def warn_of_parity(
     texts: Sequence[str], ring: Communicator, who: str = "", what: str = "global batch, since "
 ) -> None:
@@ -225,7 +251,8 @@ def _is_random(layer: Any) -> bool:
         return False  # Their cells are layers too, and always have a generator.
     if hasattr(layer, "recurrent_dropout"):
         return bool(layer.dropout or layer.recurrent_dropout)
-    return any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
+    kinds = keras.random.SeedGenerator, tf.random.Generator
+    return any(isinstance(value, kinds) for value in vars(layer).values())
 
 
 def _named(layers: Iterable[Any]) -> str:
@@ -307,11 +334,15 @@ def users_frame() -> FrameType:
     """The innermost caller that is neither ours nor a framework's, nor AutoGraph's of a user's."""
     frame = sys._getframe()
     while (outer := frame.f_back) is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGES) and "__autograph_generated" not in name:
+        if _is_users(frame.f_code.co_filename):
             break
         frame = outer
     return frame
+
+
+def _is_users(name: str) -> bool:
+    """Whether a file of that name is neither ours nor a framework's, nor AutoGraph's."""
+    return not name.startswith(_PACKAGES) and "__autograph_generated" not in name
 
 
 def warn_at_users_line(text: str, category: type[Warning]) -> None:

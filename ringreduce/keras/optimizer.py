@@ -45,7 +45,7 @@ from ringreduce.keras.weighting import Averaging, gradient_op
 from ringreduce.keras.wrappable import refuse_unusable, refuse_wrapped, require_equal
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
-from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow import GradientBridge, draws
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
@@ -232,7 +232,8 @@ class DistributedOptimizer(Wrapper):
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options, self._sharding)
         applied = partial(self._apply_means, apply)
-        self._running.take(strategies.Step(grads, known, kinds, weight, reducer, applied))
+        with draws.alike():
+            self._running.take(strategies.Step(grads, known, kinds, weight, reducer, applied))
 
     def _apply_means(self, apply: _Apply, gradients: Sequence[Any], variables: list[Any]) -> None:
         if self.recorder is not None:

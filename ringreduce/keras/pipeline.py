@@ -33,6 +33,7 @@ from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.plan import BATCH_SIZE, Plan
 from ringreduce.keras.rows import rows_in
+from ringreduce.keras.seeds import draw_apart
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
 from ringreduce.keras.stage import Stage
 from ringreduce.keras.training.who import Training
@@ -200,6 +201,7 @@ class Pipeline:
             settings = Settings("arguments of Pipeline.fit", settings_in(arguments))
             require_same_settings([settings], among)
         note_sharding(replicas)
+        draw_apart(self.model, replicas)
         what = "batch, since each micro-batch is computed by itself: "
         warn_of_parity(differences(self.model), replicas, f"stage {self.stage}", what)
         self.model.optimizer.build(self.model.trainable_variables)

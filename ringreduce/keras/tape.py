@@ -19,7 +19,7 @@ from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.weighting import Averaging, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
-from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow import GradientBridge, draws
 from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
@@ -128,6 +128,7 @@ class DistributedGradientTape:
         weighting.refuse_local(kinds, ring)
         reducer = Reducer(bridge, ring, self._op, self._scale_local)
         reduced = reducer.reduce(gradients, flat, kinds, weighting.current())
+        draws.end_apart()  # Noise of the plain optimizer must be equal.
         return tf.nest.pack_sequence_as(nested, reduced)
 
     def _kind_of(self, source: Any) -> Averaging:

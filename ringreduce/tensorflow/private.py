@@ -4,6 +4,7 @@ This file replaces nothing in TensorFlow. It adds a rule to AutoGraph's, and cha
 that it is given.
 """
 
+import hashlib
 import importlib
 import itertools
 import weakref
@@ -54,6 +55,7 @@ _graph_stack = named("tensorflow.python.framework.ops", "_default_graph_stack")
 # Operations traced within such a context count as compiled by XLA.
 XLAControlFlowContext = named("tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext")
 is_compiled_by_xla = named("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
+is_op_of_xla = named("tensorflow.python.ops.control_flow_util", "IsInXLAContext")
 # Adds the op XlaCallModule, a module of StableHLO, to the graph that is being traced.
 call_module = named("tensorflow.compiler.tf2xla.python.xla", "call_module")
 # Adds an op by its name, including ops registered at run time.
@@ -62,6 +64,8 @@ apply_op = named("tensorflow.python.framework.op_def_library", "apply_op")
 # Whether the program has asked for `tf.config.experimental.enable_op_determinism`, which has some
 # operations fail.
 is_deterministic = named("tensorflow.python.framework.config", "is_op_determinism_enabled")
+_ops = named("tensorflow.python.framework.op_def_registry", "get")
+_context = named("tensorflow.python.eager.context", "context")
 
 _autograph = named("tensorflow.python.autograph.core", "config")
 
@@ -69,7 +73,7 @@ _graph = FuncGraph("ringreduce")
 _captures = getattr(_graph, "function_captures", None)
 for _owner, _owners, _names in (
     (_graph, "FuncGraph", ("_add_control_dependencies", "outer_graph", "function_captures")),
-    (_graph, "FuncGraph", ("_watched_variables",)),
+    (_graph, "FuncGraph", ("_watched_variables", "_functions", "seed")),
     (_graph_stack, "_default_graph_stack", ("stack",)),
     (_ConcreteFunction, "ConcreteFunction", ("_call_flat", "graph")),
     (_autograph, "config of AutoGraph", ("CONVERSION_RULES", "DoNotConvert")),
@@ -120,6 +124,26 @@ def function_around(graph: Any) -> Any:
     while isinstance(graph, ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph
+
+
+def graphs_in(graph: Any) -> list[Any]:
+    """The graphs of the functions, branches and loops that are called in `graph`."""
+    inner = (getattr(function, "graph", None) for function in graph._functions.values())
+    return [each for each in inner if isinstance(each, FuncGraph)]
+
+
+def attributes_of(kind: str) -> set[str]:
+    """The names of the attributes of ops of a type; none of a type that is not known."""
+    definition = _ops(kind)
+    return {attribute.name for attribute in definition.attr} if definition is not None else set()
+
+
+def eager_seeds() -> str | None:
+    """What changes when an op that runs eagerly draws a seed of its own; None: without a seed."""
+    numbers = getattr(_context(), "_rng", None)
+    if numbers is None:
+        return None
+    return hashlib.sha256(repr(numbers.getstate()).encode()).hexdigest()
 
 
 def orders_its_ops(graph: Any) -> bool:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.parts.part import Part, load_wholes, mark, parts_in, save_wholes
-from ringreduce.keras.seeds import folded
+from ringreduce.pure.seeds import folded
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.vocabulary.errors import ConfigError
 
