@@ -11,6 +11,10 @@ SOURCES := pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
+# Programs that build with ninja: under `make -j` it would look for job slots that make does not lend
+# them, and say "ninja: error", though it then builds.
+ALONE := MAKEFLAGS=
+
 .PHONY: demo test test-full lint types modules native native-sanitized check check-full check-without-native \
     check-lowest soak docs dist release-notes clean
 
@@ -44,7 +48,7 @@ modules: $(VENV)/.installed
 native: SANITIZERS := ""
 native-sanitized: SANITIZERS := address thread
 native native-sanitized: $(VENV)/.installed
-	@if ! command -v cc > /dev/null; then echo "no C compiler: the C tests are skipped"; exit 0; fi; \
+	@export $(ALONE); if ! command -v cc > /dev/null; then echo "no C compiler: the C tests are skipped"; exit 0; fi; \
 	for sanitizer in $(SANITIZERS); do \
 	    $(BIN)/cmake -S native -B build/native$$sanitizer -G Ninja -DRINGREDUCE_TESTS=ON \
 	        -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DRINGREDUCE_SANITIZE=$$sanitizer > /dev/null && \
@@ -54,12 +58,14 @@ native native-sanitized: $(VENV)/.installed
 
 # Many tests kill, stop and starve real processes, three tests at a time, since many wait; whole programs
 # in real time two at a time, since they do not. What fails is run once more by itself; both runs are
-# shown, since a race may pass the second time.
-PYTEST := $(BIN)/python -m pytest
+# shown, since a race may pass the second time, and `make test-full` fails for those of which
+# tests/run_again.txt has no cause. A JUnit file, if one is wanted, is another for each run.
+PYTEST := $(ALONE) $(BIN)/python -m pytest
 # A file's tests stay together: most share a ring that the first of them has started. Shared out by
 # tests/scheduling.py.
 SHARED_OUT := --dist loadfile --durations=10
 AGAIN := --last-failed --last-failed-no-failures none
+IF_LISTED := $(AGAIN) --listed tests/run_again.txt
 
 # XLA compiles at once rather than well, and TensorFlow leaves the graphs of tests/programs that ask
 # for it as they are; waits of faults pass in a fraction of their time.
@@ -77,9 +83,9 @@ REAL := tests/communicator tests/transport tests/bootstrap/test_hellos.py \
 
 check-full: $(VENV)/.installed
 	export RINGREDUCE_TEST_RANDOM=1 RINGREDUCE_TEST_REVERSED=1 RINGREDUCE_TEST_ALONE=1 $(GRAPHS); \
-	$(PYTEST) -n 3 $(SHARED_OUT) -m full || $(PYTEST) -m full $(AGAIN)
-	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(REAL) || \
-	    $(PYTEST) -m "not full" $(REAL) $(AGAIN)
+	$(PYTEST) -n 3 $(SHARED_OUT) --part full -m full || $(PYTEST) --part full -m full $(IF_LISTED)
+	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) -n 3 $(SHARED_OUT) --part real -m "not full" $(REAL) || \
+	    $(PYTEST) --part real -m "not full" $(REAL) $(IF_LISTED)
 
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
 FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py lending.py routes.py order.py tensors.py tf_api.py) \
@@ -95,12 +101,12 @@ check-lowest: export NUMBA_CACHE_DIR = $(abspath $(LOWEST))/numba
 check-lowest: $(LOWEST)/.installed
 	export $(QUICK); \
 	$(LOWEST)/bin/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
-	{ $(LOWEST)/bin/python -m pytest -n 3 $(SHARED_OUT) -m "not full" $(FRAMEWORK) || \
-	  $(LOWEST)/bin/python -m pytest -m "not full" $(FRAMEWORK) $(AGAIN); }
+	{ $(LOWEST)/bin/python -m pytest -n 3 $(SHARED_OUT) --part lowest -m "not full" $(FRAMEWORK) || \
+	  $(LOWEST)/bin/python -m pytest --part lowest -m "not full" $(FRAMEWORK) $(IF_LISTED); }
 
 $(LOWEST)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip $(INSTALL) --editable ".[test]" \
+	$(ALONE) $(LOWEST)/bin/python -m pip $(INSTALL) --editable ".[test]" \
 	    "keras==3.12.*" $(LOWEST_VERSIONS)
 	touch $@
 
@@ -111,8 +117,9 @@ PYTHON_ALONE := tests/tensorflow/test_bridge.py tests/tensorflow/test_bridge_fai
     tests/keras/test_steps.py tests/keras/test_strategies.py
 
 check-without-native: $(VENV)/.installed
-	export RINGREDUCE_NATIVE=0 $(QUICK); $(PYTEST) -n 3 $(SHARED_OUT) -m "not full" $(PYTHON_ALONE) || \
-	    $(PYTEST) -m "not full" $(PYTHON_ALONE) $(AGAIN)
+	export RINGREDUCE_NATIVE=0 $(QUICK); \
+	$(PYTEST) -n 3 $(SHARED_OUT) --part without-native -m "not full" $(PYTHON_ALONE) || \
+	    $(PYTEST) --part without-native -m "not full" $(PYTHON_ALONE) $(IF_LISTED)
 
 # The site, in build/docs. A link to a page, heading or name that does not exist is an error.
 docs: $(VENV)/.installed
@@ -125,7 +132,7 @@ BUILD := build/dist
 
 dist: $(VENV)/.installed
 	rm -rf $(DIST) $(BUILD)
-	$(BIN)/python -m build --outdir $(BUILD) .
+	$(ALONE) $(BIN)/python -m build --outdir $(BUILD) .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir $(DIST) $(BUILD)/*.whl
 	mv $(BUILD)/*.tar.gz $(DIST)
 	$(PYTHON) -m venv $(BUILD)/installed
@@ -149,7 +156,7 @@ $(VENV)/.examples: EXTRA := examples
 $(VENV)/.installed: EXTRA := dev
 $(VENV)/.examples $(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip $(INSTALL) --editable ".[$(EXTRA)]"
+	$(ALONE) $(BIN)/python -m pip $(INSTALL) --editable ".[$(EXTRA)]"
 	touch $(VENV)/.examples $@
 
 clean:

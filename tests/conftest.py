@@ -19,7 +19,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import forkserver
+from tests import again, forkserver
 from tests.ranks import Ranks
 from tests.scheduling import Scheduling
 
@@ -36,10 +36,13 @@ _LOOKS = 5000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    again.pytest_addoption(parser)
     parser.addoption("--renew", action="store_true", help="write the pages under golden/ anew")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    again.pytest_configure(config)
     if config.getoption("--renew") and os.environ.get("CI"):
         raise pytest.UsageError("--renew writes the pages that tests compare with; CI compares")
 
@@ -55,23 +58,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out of later collections what is imported: TensorFlow's objects take half a second."""
     gc.collect()
     gc.freeze()
-    if session.config.getoption("--last-failed", False):
-        _run_again.extend(item.nodeid for item in session.items)
-
-
-# The tests that had failed. They are appended to a file that `.ci/run` shows at its end.
-_run_again: list[str] = []
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _run_again:
-        terminalreporter.section("failed, and run again by themselves")
-        file = Path(__file__).resolve().parents[1] / "build" / "run_again"
-        file.parent.mkdir(exist_ok=True)
-        with file.open("a", encoding="utf-8") as listed:
-            for nodeid in _run_again:
-                terminalreporter.line(nodeid)
-                listed.write(f"{nodeid}\n")
 
 
 def pytest_unconfigure() -> None:
