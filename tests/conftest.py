@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 from tests import again, forkserver
+from tests.naming import name_of
 from tests.ranks import Ranks
 from tests.scheduling import Scheduling
 
@@ -58,6 +59,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out of later collections what is imported: TensorFlow's objects take half a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a test by the values of its parameters, where pytest would number them: ``layout4``."""
+    try:
+        return name_of(val)
+    except ValueError as error:
+        text = f"for a test's parameter {argname!r}, {error}: pass ids=, or pytest.param(..., id=)"
+        raise pytest.Collector.CollectError(text) from None
 
 
 def pytest_unconfigure() -> None:
