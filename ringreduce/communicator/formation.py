@@ -20,7 +20,8 @@ from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joins
+from ringreduce.commands.launch.standings import Standings, newest
+from ringreduce.commands.launch.worker_records import Joins, Stands
 from ringreduce.communicator import reaching
 from ringreduce.communicator.opened_sockets import (
     Announced,
@@ -33,14 +34,16 @@ from ringreduce.communicator.reaching import Layout
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.placement import place
-from ringreduce.pure.views import Agreement, View
+from ringreduce.pure.views import Agreement, Standing, View
 from ringreduce.transport.control import Control
 from ringreduce.transport.interfaces import await_name, own_networks
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import MATERIAL_BYTES, Security
+from ringreduce.transport.shm import Neighbour
 from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.standby import Standby
+from ringreduce.transport.unix import has_ended
 from ringreduce.transport.visits import Visits
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
@@ -67,18 +70,43 @@ class Job:
     routes: Routes
     # This rank's state in choosing the next ring's ranks; kept by attempts that fail.
     agreement: Agreement
+    # How far this rank has come: in memory that outlives it, for those of its host.
+    left_behind: Standings | None = None
+    standing: Standing = field(default_factory=Standing)
     has_left_out: bool = False  # ranks that may be alive, and are told so when they wake
+    training: int = 0  # the number of that which its ring is formed anew for; 0: none
     # Whether the training that its ring is formed anew for has ended here; None: there was none.
     has_ended: bool | None = None
     highest_group: int = 0  # of the groups that this rank has taken part in forming
-    # The processes of ranks that share this host's memory: number and start.
-    processes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # The ranks that share this host's memory, but this one.
+    neighbours: dict[int, Neighbour] = field(default_factory=dict)
     # This rank's flight record; None until the job's session has it.
     flight: FlightFile | None = None
 
     @property
     def ranks_here(self) -> int:
         return self.hosts.count(self.hosts[self.config.rank])
+
+    def stand(self, **changes: Any) -> None:
+        """Leave behind how far this rank has come, before it goes on; see `Standing`."""
+        self.standing = self.standing._replace(**changes)
+        if self.left_behind is not None:
+            self.left_behind.write(self.standing)
+        # Programs that are not elastic have nothing to say.
+        if self.has_ended is not None or self.standing.ring:
+            handover.tell(Stands(*self.standing))
+
+    def standing_of(self, rank: int) -> Standing:
+        """What is known of how far another rank has come, whether or not it is still there."""
+        neighbour, known = self.neighbours.get(rank), [Standing()]
+        if neighbour is not None:
+            # First whether it is gone: what it has left behind is whole then.
+            process = neighbour.process
+            known.append(Standing(is_gone=process is not None and has_ended(process)))
+            known.append(neighbour.standing.read())
+        if (word := handover.word_of(rank)) is not None:
+            known.append(word)
+        return newest(*known)
 
     def visits(self) -> Visits:
         """Open this rank's standby port, for all ranks that there were at the beginning."""
@@ -166,6 +194,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
             bind=bind,
             routes=Routes(config.rank, config.size, networks_of),
             agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
+            left_behind=Standings.create(1) if opened.shared is not None else None,
         )
         layout = job.layout(membership)
         placement = layout.placement
@@ -295,8 +324,16 @@ def _collectives(
     if len(together) > 1:
         assert shared is not None
         names = {member: announced[member].memory for member in together}
-        here = shared.connect(names, rank=rank, size=job.config.size, job=job.number, check=check)
-        job.processes.update(here)
+        assert job.left_behind is not None
+        here = shared.connect(
+            names,
+            rank=rank,
+            size=job.config.size,
+            job=job.number,
+            standing=job.left_behind.descriptor,
+            check=check,
+        )
+        job.neighbours.update(here)
         place, count = together.index(rank), len(together)
         host = SharedMemoryCollectives(shared, rank=place, size=count, **whose)
     elif shared is not None:

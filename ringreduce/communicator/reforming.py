@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import os
@@ -27,9 +26,20 @@ from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.views import Agreement, Message, Step, Verb, View, may_choose, propose, receive
+from ringreduce.pure.views import (
+    Agreement,
+    Fate,
+    Message,
+    Step,
+    Verb,
+    View,
+    fate,
+    may_choose,
+    propose,
+    receive,
+)
 from ringreduce.transport.routes import Routes
-from ringreduce.transport.unix import end_process, is_stopped
+from ringreduce.transport.unix import end_process, has_ended, is_stopped
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     ClosedError,
@@ -71,7 +81,7 @@ def reform(
         ConfigError: this system cannot shut a port, so that no rank waits for others.
         EndedError: as said.
         RendezvousError: the others have left this rank out; or those that are left are too few, so
-            that the rest may go on. It can be called again.
+            that the rest may go on, or may have gone on and ended. It can be called again.
         PeerError: others were lost time and again while the ring formed.
     """
     old = communicator._session
@@ -105,6 +115,7 @@ def reform(
                 raise
         if session.job is not None:
             session.job.agreement = job.agreement  # Votes may have been given while it formed.
+            session.job.stand(ring=view.number)  # Before anything is done with it.
         communicator._use(session)
         tell_children(config, view.members, session.local_rank, session.local_size)
         text = "[%d/%d] ring formed anew, epoch %d, of ranks %s"
@@ -112,16 +123,19 @@ def reform(
         return
 
 
-def answer_others(communicator: Communicator, *, has_ended: bool) -> None:
+def answer_others(communicator: Communicator, *, has_ended: bool, training: int = 0) -> None:
     """Choose what others hear that form the ring anew: that it has ended on this rank, or nothing.
 
-    They may go on without it then, if it has come to an end that all have come to. A thread
-    answers, until this is called again, `reform` is, the communicator is closed, or the time for it
-    is over. If the ring fails while this rank is in user code, it answers as well.
+    `training` is the number of what begins or has ended, equal on all ranks; 0 for none. They may
+    go on without it then, if it has come to an end that all have come to. A thread answers, until
+    this is called again, `reform` is, the communicator is closed, or the time for it is over. If
+    the ring fails while this rank is in user code, it answers as well.
     """
     job = communicator._session.job
     if job is not None and all(job.standbys):
-        job.has_ended = has_ended
+        job.has_ended, job.training = has_ended, training
+        if has_ended:
+            job.stand(ended=training)
         job.answer()
 
 
@@ -142,6 +156,8 @@ class Survivors:
         self._visits = job.visits()
         self._deadline = math.inf  # until the ranks are agreed on
         self._dead: frozenset[int] = frozenset()
+        self._refused: set[int] = set()  # whose ports are refused, which proves nothing
+        self._went_on: set[int] = set()  # without this rank
         # By rank: when it last took part, or said that it is in user code; its last values. The
         # values that this one passes on; when.
         self._heard: dict[int, float] = {}
@@ -173,9 +189,11 @@ class Survivors:
         # If others have proven it dead, they do not listen to it any more.
         while (chosen := job.agreement.successor) is None and self._rank not in job.agreement.dead:
             self._receive(TIMES.poll_s)
+            self._find_dead(members)
             if self._is_told:
                 raise EndedError("was told that the ring has ended", **self._who)
-            self._find_dead(members)
+            if self._went_on:
+                break
             now = time.monotonic()
             here = set(members) - self._dead - self._silent(members, TIMES.silent_s)
             unknown = set(members) - self._dead - here
@@ -187,12 +205,7 @@ class Survivors:
                 missing = named("rank", sorted(unknown)), "in user code" if busy else "silent"
                 text = "[%d/%d] waits for %s, %s, to form the ring anew"
                 _log.warning(text, self._rank, self._config.size, *missing)
-            limit_s = self._config.join_timeout_s
-            if unknown <= {*self._without, *busy}:
-                limit_s = TIMES.silent_s
-            elif all(map(self._is_stopped, unknown - {*self._without})):
-                limit_s = self._config.timeout_s
-            if unknown and now - busy_s < limit_s:
+            if unknown and now - busy_s < self._limit_s(members, here, busy):
                 continue
             if unknown and not kills_s:
                 killed = [peer for peer in unknown if self._kill(peer)]
@@ -209,7 +222,8 @@ class Survivors:
                 proposes_s = now + TIMES.answer_s + delay_s
                 self._take(propose(job.agreement, here, self._dead))
         if chosen is None or self._rank not in chosen.members:
-            others = "the others" if chosen is None else named("rank", chosen.members)
+            went_on = self._went_on if chosen is None else chosen.members
+            others = named("rank", sorted(went_on)) if went_on else "the others"
             raise RendezvousError(
                 f"was left out of the ring: {others} went on without it, since it did not answer "
                 "them in time",
@@ -217,9 +231,11 @@ class Survivors:
                 remedy="It was stopped, or cut off from them: end its process.",
             )
         if left := set(members) - set(chosen.members):
+            self._find_dead(members)  # Another rank may have proposed who goes on.
+            self._end_left_out(left)
             where = self._rank, self._config.size
             _log.info("[%d/%d] goes on without %s", *where, self._described(left))
-            job.has_left_out |= not left <= self._dead
+            job.has_left_out |= not left <= self._dead | self._refused
         job.agreement = Agreement(self._rank, chosen)
         self._told.clear()  # Of an attempt before this one, which others may still be in.
         self._deadline = time.monotonic() + self._config.join_timeout_s
@@ -231,24 +247,68 @@ class Survivors:
         others = {*members} - {self._rank, *self._dead}
         return {peer for peer in others if self._heard.get(peer, -1.0) < since_s}
 
+    def _limit_s(
+        self, members: Collection[int], here: Collection[int], busy: Collection[int]
+    ) -> float:
+        """How long to wait for those of `members` that are not `here`, nor proven dead."""
+        unknown, config = {*members} - {*here} - self._dead, self._config
+        missing = unknown - self._refused
+        if not missing and not any(map(self._job.neighbours.get, unknown)):
+            # They will not come; but a launcher may still tell that they have died.
+            if may_choose(members, here, self._dead):
+                return 0.0
+            has_launcher = handover.word_of(self._rank) is not None
+            return config.timeout_s if has_launcher else TIMES.silent_s
+        if missing <= {*self._without, *busy}:
+            return TIMES.silent_s
+        if all(map(self._is_stopped, missing - {*self._without})):
+            return config.timeout_s
+        return config.join_timeout_s
+
     def _find_dead(self, members: Collection[int]) -> None:
+        """Find out what has become of the others, but of those proven dead already."""
+        others = {*members} - {self._rank, *self._dead}
+        number, training = self._job.agreement.view.number, self._job.training
+        fates = {peer: fate(self._job.standing_of(peer), number, training) for peer in others}
+        self._dead |= {peer for peer, found in fates.items() if found is Fate.DEAD}
+        self._went_on |= {peer for peer, found in fates.items() if found is Fate.WENT_ON}
+        self._is_told |= self._at_end and Fate.ENDED in fates.values()
         silent = self._silent(members, 2 * TIMES.poll_s)
-        self._dead |= self._visits.refused({*itertools.filterfalse(self._is_busy, silent)})
+        silent = {peer for peer in silent if not self._is_busy(peer)}
+        self._refused = self._refused & silent | self._visits.refused(silent)
 
     def _is_busy(self, rank: int) -> bool:
         return time.monotonic() - self._busy.get(rank, -math.inf) < TIMES.silent_s
 
+    def _process(self, rank: int) -> tuple[int, int] | None:
+        """The process of another rank, if it is known to be one of this host."""
+        neighbour = self._job.neighbours.get(rank)
+        process = None if neighbour is None else neighbour.process
+        return None if process is None or process[0] == os.getpid() else process
+
     def _is_stopped(self, rank: int) -> bool:
         """Whether it is known to be a process of this host that is stopped now."""
-        process = self._job.processes.get(rank)
+        process = self._process(rank)
         return process is not None and is_stopped(process)
+
+    def _end_left_out(self, ranks: Collection[int]) -> None:
+        """End those of this host that may still go on, before the ring goes on without them."""
+        number, training = self._job.agreement.view.number, self._job.training
+        until_s = time.monotonic() + TIMES.silent_s
+        killed = [
+            process
+            for rank in ranks
+            if fate(self._job.standing_of(rank), number, training) is Fate.UNKNOWN
+            and (process := self._process(rank)) is not None
+            and self._kill(rank)
+        ]
+        while not all(map(has_ended, killed)) and time.monotonic() < until_s:
+            time.sleep(TIMES.shared_memory_poll_s)
 
     def _kill(self, rank: int) -> bool:
         """End the process of a rank of this host, so that it is proven dead; whether it did."""
-        process = self._job.processes.get(rank)
-        # At the end it may have ended, and tell nobody any more.
-        has_ended = self._at_end and not self._is_stopped(rank)
-        if process is None or process[0] == os.getpid() or has_ended or not end_process(process):
+        process = self._process(rank)
+        if process is None or not end_process(process):
             return False
         _log.warning(
             "[%d/%d] killed rank %d, process %d of this host, which did not answer",
@@ -258,21 +318,25 @@ class Survivors:
         return True
 
     def _described(self, gone: Collection[int]) -> str:
-        dead, silent = sorted({*gone} & self._dead), sorted({*gone} - self._dead)
-        parts = [f"{named('rank', dead)}, dead"] if dead else []
-        return "; ".join([*parts, f"{named('rank', silent)}, silent"] if silent else parts)
+        refused = {*gone} & self._refused - self._dead
+        silent = {*gone} - self._dead - self._refused
+        states = {"dead": {*gone} & self._dead, "no longer there": refused, "silent": silent}
+        return "; ".join(
+            f"{named('rank', sorted(who))}, {how}" for how, who in states.items() if who
+        )
 
     def _too_few(
         self, members: Collection[int], here: Collection[int], unknown: Collection[int]
     ) -> RendezvousError:
         return RendezvousError(
             f"cannot form the ring anew of {named('rank', sorted(here))} alone: gone are "
-            f"{self._described({*members} - {*here})}, which may be alive and go on by itself. "
+            f"{self._described({*members} - {*here})}. They were lost, or rank {self._rank} was "
+            "stopped or cut off; the others may have gone on without it. "
             f"More than half of {named('rank', members)} are needed, or half with the lowest",
             **self._who,
             peer=min(unknown),
-            remedy=f"See whether {named('rank', sorted(unknown))} runs, and is reached from here; "
-            "else start the job again from its last checkpoint.",
+            remedy=f"See how {named('rank', sorted(unknown))} ended: with exit code 0, it has "
+            "finished the job; else start the job again from its last checkpoint.",
         )
 
     def _receive(self, wait_s: float) -> None:
@@ -322,8 +386,8 @@ class Survivors:
         """Take what comes in that time; raise PeerError if the ring cannot form any more."""
         self._receive(wait_s)
         self._find_dead(self._job.agreement.view.members)
-        if lost := self._dead & {*self._job.agreement.view.members}:
-            text = f"lost rank {min(lost)} while the ring was formed anew: it died"
+        if lost := (self._dead | self._refused) & {*self._job.agreement.view.members}:
+            text = f"lost rank {min(lost)} while the ring was formed anew: it is no longer there"
             raise PeerLostError(text, **self._who, peer=min(lost))
         if self._job.agreement.successor is not None or self._is_told:
             raise PeerError("gave up to form the ring anew, as others did", **self._who)

@@ -377,6 +377,10 @@ class Session:
     def _close_standby(self) -> None:
         if (job := self._own_job) is not None:
             job.standby.close()
+            if not self.is_inherited:  # Else the parent goes on.
+                job.stand(is_gone=True)
+                job.left_behind = None
+                job.neighbours.clear()
 
     def leave(self, why: str, *, gives_way: bool = False) -> None:
         """Close; `why` describes the exception that makes this rank leave, empty for none.

@@ -39,10 +39,10 @@ def ending_together(ring: Communicator) -> Iterator[int]:
     Gives the number of such trainings of this ring.
     """
     (trainings := kept(ring, _Trainings)).begun += 1
-    answer_others(ring, has_ended=False)
+    answer_others(ring, has_ended=False, training=trainings.begun)
     with contextlib.suppress(EndedError):
         yield trainings.begun
-    answer_others(ring, has_ended=True)
+    answer_others(ring, has_ended=True, training=trainings.begun)
 
 
 def go_on(

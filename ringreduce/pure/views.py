@@ -11,6 +11,10 @@ choose themselves, and 1 die; were it not counted, 0 and 2 would both be half, a
 
 Those proven dead are told to all with a ballot's first message. From then on nobody listens to
 them: a message of theirs may still be on its way, from a choice that no living rank knows of.
+
+A rank that has gone is not dead for that: it may have gone on with a ring of others, and ended
+well. So each leaves behind how far it has come (`Standing`), before it goes on or ends; of one that
+has left nothing, as on another host without a launcher, nothing is proven (`fate`).
 """
 
 import enum
@@ -84,6 +88,33 @@ class Agreement(NamedTuple):
 
 
 Step = tuple[Agreement, tuple[Message, ...]]
+
+
+class Standing(NamedTuple):
+    """What a rank leaves behind; it only grows, and is written before what it says is done."""
+
+    ring: int = 0  # the number of the last view that it has gone on with, once all formed its ring
+    ended: int = 0  # of its trainings, the last that has ended with the others
+    # It does nothing more: its process has ended, or it has closed its communicator for good.
+    is_gone: bool = False
+
+
+class Fate(enum.Enum):
+    """What has become of another rank, for one that chooses its view's successor."""
+
+    UNKNOWN = enum.auto()
+    DEAD = enum.auto()  # proven: it has gone on with no successor, and never will
+    ENDED = enum.auto()  # the training is over for it, and so for all
+    WENT_ON = enum.auto()  # with a later ring, whose ranks have left out the one that asks
+
+
+def fate(standing: Standing, view: int, training: int = 0) -> Fate:
+    """The fate of a rank, seen from the view of that number, in that training; 0: in none."""
+    if standing.ring > view:
+        return Fate.WENT_ON
+    if 0 < training <= standing.ended:
+        return Fate.ENDED
+    return Fate.DEAD if standing.is_gone else Fate.UNKNOWN
 
 
 def may_choose(members: Collection[int], those: Collection[int], dead: Collection[int]) -> bool:

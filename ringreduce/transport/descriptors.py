@@ -13,8 +13,8 @@ from ringreduce.vocabulary.errors import ConfigError
 # Descriptors of a pair of sockets: the two, two monitors with two ends each, two connections, an
 # attempt at each address before; and listeners.
 _PER_CHANNEL = 8 + OFFERED_MAX
-# A connection at the rendezvous; two connections and a segment within the host.
-_PER_RANK = 4
+# A connection at the rendezvous; two connections, a segment and a standing within the host.
+_PER_RANK = 5
 # Contexts, their threads, the authenticator, the rendezvous, silent strangers at the Unix socket,
 # and what the program opens meanwhile.
 _ALWAYS = 80

@@ -10,10 +10,11 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce.commands.launch.standings import Standings
 from ringreduce.effects.native import fields, pointer, u32, u64
 from ringreduce.pure import wire
 from ringreduce.pure.schedule import Action
@@ -45,6 +46,13 @@ class _Facts(ctypes.Structure):
         *fields(sequence=u64, peer=u32, step=u32, steps=u32, theirs=u64 * 8),
         *fields(progress=u64, bytes_sent=u64, bytes_received=u64),
     )
+
+
+class Neighbour(NamedTuple):
+    """Another rank of this host, as seen without an answer from it."""
+
+    standing: Standings  # how far it has come; that can be read when it has ended
+    process: tuple[int, int] | None  # as `unix.end_process` takes it; None: not seen from here
 
 
 class HostCall:
@@ -101,12 +109,19 @@ class ShmLink(StalledCall):
         self._traffic = Traffic(0, 0, 0)
 
     def connect(
-        self, names: Mapping[int, str], *, rank: int, size: int, job: int, check: Callable[[], None]
-    ) -> dict[int, tuple[int, int]]:
+        self,
+        names: Mapping[int, str],
+        *,
+        rank: int,
+        size: int,
+        job: int,
+        standing: int,
+        check: Callable[[], None],
+    ) -> dict[int, Neighbour]:
         """Map the segments of this host's ranks, whose `names`, by rank, they have announced.
 
-        Returns which processes they are, as `unix.end_process` takes them. `size` is the job's,
-        `job` the random number of this ring. While it waits it calls `check`, which may raise.
+        Returns who they are. `size` is the job's, `job` the random number of this ring, `standing`
+        the file of this rank's standing. While it waits it calls `check`, which may raise.
         Raises RendezvousError if one of them cannot be reached, ProtocolError if one passed
         something that is no segment of ours.
         """
@@ -120,19 +135,24 @@ class ShmLink(StalledCall):
             size=size,
             job=job,
             descriptor=own.descriptor,
+            standing=standing,
             timeout_s=self._waiting.timeouts.timeout_s,
             check=check,
         )
         # Of this rank one mapping only, so that registered arrays are recognised by address.
         segments, peer = dict.fromkeys(names, own), None
+        standings, left = self._mesh.take_standings(), dict[int, Standings]()
         try:
+            for peer in sorted(standings):
+                left[peer] = Standings(standings.pop(peer))
+                left[peer].read()
             for peer in sorted(descriptors):
                 segments[peer] = Segment(descriptors.pop(peer))
             peer = None
             ranks = HostRanks(segments, rank, size, self._mesh, self._waiting)
             self._connected = ranks
         except OSError as error:
-            for rest in descriptors.values():
+            for rest in (*descriptors.values(), *standings.values()):
                 os.close(rest)
             whose = "this host's ranks" if peer is None else f"rank {peer}"
             text = f"cannot use the memory of {whose}: {error.strerror}"
@@ -141,7 +161,8 @@ class ShmLink(StalledCall):
         self.small = ranks.small_calls(SmallKind.COLLECTIVE, ranks.group)
         if self.small is not None:
             self.small.record(self._waiting.events, Kind.ALL_REDUCE.label)
-        return self._mesh.processes
+        processes = self._mesh.processes
+        return {each: Neighbour(left[each], processes.get(each)) for each in left}
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         heap = self._heap

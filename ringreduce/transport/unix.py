@@ -10,6 +10,7 @@ accepts while it tries to connect, turns other users away unread, and keeps few 
 """
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -31,7 +32,7 @@ from ringreduce.vocabulary.times import milliseconds
 _log = logging.getLogger(__name__)
 
 _HELLO = struct.Struct("<8sQQ")  # magic, job, sender's rank
-_DESCRIPTOR, _CREDENTIALS = struct.Struct("i"), struct.Struct("3i")
+_DESCRIPTORS, _CREDENTIALS = struct.Struct("2i"), struct.Struct("3i")
 _MAGIC = b"RRR-UNIX"
 _QUEUE = 1024  # connections that wait to be accepted
 # Accepted in a row, before the clock, and what else may end the wait, are looked at again.
@@ -76,6 +77,8 @@ class Mesh:
         self._silent: dict[int, socket.socket] = {}
         self._turned_away = 0  # connections of other users
         self.processes: dict[int, tuple[int, int]] = {}  # of the others, by rank, once connected
+        # Files in which they say how far they have come, until `take_standings`.
+        self._standings: dict[int, int] = {}
         self._poll = select.poll()
         # Several threads may wait for other ranks, and a signal handler may close this.
         self._lock = threading.RLock()
@@ -89,14 +92,15 @@ class Mesh:
         size: int,
         job: int,
         descriptor: int,
+        standing: int,
         timeout_s: float,
         check: Callable[[], None],
     ) -> dict[int, int]:
         """Send this rank's segment to all others; return the descriptors of theirs, by rank.
 
         Each rank connects to every other one; `names` are by rank where all listen. All must know
-        `job`. `descriptor` is this rank's own segment, `size` the job's. While it waits it calls
-        `check`, which may raise.
+        `job`. `descriptor` is this rank's own segment, `standing` the file of its standing, `size`
+        the job's. While it waits it calls `check`, which may raise.
 
         Raises RendezvousError if a rank did not connect within `timeout_s`, or cannot be reached.
         """
@@ -105,7 +109,7 @@ class Mesh:
         others = [other for other in names if other != rank]
         unreached, missing = list(others), list(others)
         descriptors: dict[int, int] = {}
-        remedy = _REMEDY
+        files, remedy = (descriptor, standing), _REMEDY
         self._listener.setblocking(False)
         arriving = select.poll()
         arriving.register(self._listener, select.POLLIN)
@@ -114,7 +118,7 @@ class Mesh:
                 check()
                 for other in list(unreached):
                     missing = [other]
-                    if self._reach(other, names[other], _HELLO.pack(_MAGIC, job, rank), descriptor):
+                    if self._reach(other, names[other], _HELLO.pack(_MAGIC, job, rank), files):
                         unreached.remove(other)
                         arriving.register(self._outgoing[other], select.POLLIN)
                 missing = unreached or [other for other in others if other not in descriptors]
@@ -137,7 +141,7 @@ class Mesh:
                     missing = ended
                     raise ConnectionError("it has ended, or has another job")
         except BaseException as error:
-            for received in descriptors.values():
+            for received in (*descriptors.values(), *self.take_standings().values()):
                 os.close(received)
             if not isinstance(error, OSError) or isinstance(error, RingReduceError):
                 raise
@@ -156,7 +160,7 @@ class Mesh:
             self._poll.register(connection, select.POLLIN)
         return descriptors
 
-    def _reach(self, other: int, name: str, hello: bytes, descriptor: int) -> bool:
+    def _reach(self, other: int, name: str, hello: bytes, files: Sequence[int]) -> bool:
         """Connect to a rank and send it this one's segment; return False if its queue is full."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._outgoing[other] = connection
@@ -171,7 +175,7 @@ class Mesh:
             raise ConnectionError("it has ended, or has closed its socket") from None
         if not _is_ours(connection):  # Before it gets our memory.
             raise ConnectionError("another user's process listens in its place")
-        socket.send_fds(connection, [hello], [descriptor])
+        socket.send_fds(connection, [hello], files)
         return True
 
     def _accept(
@@ -224,11 +228,18 @@ class Mesh:
         if answer is not None:
             rank, received = answer
             if rank in others and rank not in descriptors:
-                self._incoming[rank], descriptors[rank] = connection, received
+                self._incoming[rank] = connection
+                descriptors[rank], self._standings[rank] = received
                 return True
-            os.close(received)
+            for each in received:
+                os.close(each)
         connection.close()
         return True
+
+    def take_standings(self) -> dict[int, int]:
+        """The files of the others' standings, once; the caller closes them."""
+        taken, self._standings = self._standings, {}
+        return taken
 
     def gone(self) -> frozenset[int]:
         """Each rank whose connection has ended: it has closed it, or died."""
@@ -249,17 +260,34 @@ class Mesh:
 
 
 def end_process(process: tuple[int, int]) -> bool:
-    """Kill the process with that number and start; return whether it was still there."""
+    """Kill the process with that number and start; return whether it was there, and not ending."""
     with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(process[0])
         try:
             # Another one that has got its number meanwhile has begun later.
-            if _identified(process[0]) == process:
+            if _identified(process[0]) == process and not _is_ending(process[0]):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 return True
         finally:
             os.close(descriptor)
     return False
+
+
+def has_ended(process: tuple[int, int]) -> bool:
+    """Whether the process is seen to have ended, all of it; False where that cannot be seen."""
+    try:
+        descriptor = os.pidfd_open(process[0])
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    try:
+        now = _identified(process[0])
+        if now is not None and now != process:  # Its number is another one's.
+            return True
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        return bool(ended.poll(0))
+    finally:
+        os.close(descriptor)
 
 
 def is_stopped(process: tuple[int, int]) -> bool:
@@ -271,6 +299,11 @@ def _identified(process: int) -> tuple[int, int] | None:
     """The process and when it began, in ticks; None if it is gone, or not seen from here."""
     facts = _facts(process)
     return (process, int(facts[19])) if facts else None
+
+
+def _is_ending(process: int) -> bool:
+    """Whether it does nothing more but give back what it has; PF_EXITING of the kernel."""
+    return len(facts := _facts(process)) > 6 and bool(int(facts[6]) & 4)
 
 
 def _facts(process: int) -> list[bytes]:
@@ -292,23 +325,23 @@ def _is_ours(connection: socket.socket) -> bool:
     return _credentials(connection)[1] == os.geteuid()
 
 
-def _receive(connection: socket.socket, job: int) -> tuple[int, int] | None:
-    """Rank and segment of the other end; None when it is not of this job."""
+def _receive(connection: socket.socket, job: int) -> tuple[int, tuple[int, int]] | None:
+    """Rank, and segment and standing, of the other end; None when it is not of this job."""
     # Not socket.recv_fds: it drops its flags, and without close-on-exec every program that
     # this process starts would keep the others' memory.
     data, ancillary, _, _ = connection.recvmsg(
-        _HELLO.size, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+        _HELLO.size, socket.CMSG_LEN(_DESCRIPTORS.size), socket.MSG_CMSG_CLOEXEC
     )
     received = [
         descriptor
         for level, kind, packed in ancillary
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-        for (descriptor,) in _DESCRIPTOR.iter_unpack(packed)
+        for (descriptor,) in struct.iter_unpack("i", packed)
     ]
-    if len(data) == _HELLO.size and len(received) == 1:
+    if len(data) == _HELLO.size and len(received) == 2:
         magic, their_job, rank = _HELLO.unpack(data)
         if (magic, their_job) == (_MAGIC, job):
-            return int(rank), received[0]
+            return int(rank), (received[0], received[1])
     for descriptor in received:
         os.close(descriptor)
     return None

@@ -1,8 +1,9 @@
-"""Messages among the ranks of a broken ring, at their standby ports, and proofs that one is dead.
+"""Messages among the ranks of a broken ring, at their standby ports.
 
-A port that its host refuses belongs to no process any more: that rank has died, or has closed its
-communicator for good. One that is silent proves nothing: its rank may be stopped, in user code, or
-beyond a network that is cut; and neither does one that accepts, but whose rank does not answer.
+A port that its host refuses belongs to no process any more: that rank will not come. But it is not
+proven dead (`pure.views`): it may have gone on with others, without this one, and ended well. One
+that is silent may be stopped, in user code, or beyond a network that is cut; and so may one that
+accepts, but whose rank does not answer.
 """
 
 import contextlib
@@ -107,7 +108,7 @@ class Visits:
             (self._standby.shut if self._is_full else self._standby.open)()
 
     def refused(self, peers: Collection[int]) -> set[int]:
-        """Find the proven dead among `peers`: every way to their ports is refused."""
+        """Find those of `peers` that will not come: every way to their ports is refused."""
         ways = {peer: self._ways[peer] for peer in peers}
         _, failed = first_to_answer(self._rank, ways, TIMES.poll_s, lambda: None, 0.0)
         why = {peer: [way.why for way in failed if way.peer == peer] for peer in peers}

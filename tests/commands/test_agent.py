@@ -10,13 +10,16 @@ from pathlib import Path
 from ringreduce.commands.launch import exchange
 from ringreduce.commands.launch.exchange import MAGIC, Ended, Order, Report, Start
 from ringreduce.commands.launch.frames import Records, encode
+from ringreduce.commands.launch.worker_records import Stands
 from tests.launching import WAITS, script
 from tests.processes import DEADLINE_S, clean_environment
 
 
 @contextlib.contextmanager
-def agent(folder: Path, text: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An agent that has one rank to start, which runs `text`."""
+def agent(
+    folder: Path, text: str, size: int = 1, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """An agent that has one rank to start, of a job of `size`, which runs `text`."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-m", "ringreduce.commands.launch.agent"]
     environment = clean_environment(**environment)
@@ -24,7 +27,7 @@ def agent(folder: Path, text: str, **environment: str) -> Iterator[subprocess.Po
     with process:
         try:
             name, choices = script(folder, text), {"secret": "0123456789abcdef" * 2}
-            placed = exchange.Placed(0, 1, "job", 0, port=0)
+            placed = exchange.Placed(0, size, "job", 0, port=0)
             order(process, exchange.Assignment(placed, 1, [name], choices, {}, 1, None))
             yield process
         finally:
@@ -46,7 +49,22 @@ def test_a_signal_that_comes_with_the_start_reaches_the_rank(tmp_path):
             reports += records.feed(data)
         order(process, Start(0), exchange.Signal(0, signal.SIGKILL))
         reports += records.feed(process.stdout.read())
-        assert reports[-1] == Ended(0, -signal.SIGKILL)
+        assert reports[-1] == Ended(0, -signal.SIGKILL, is_seen=True)
+
+
+def test_ranks_hear_what_has_become_of_those_on_other_hosts(tmp_path):
+    text = """
+        import time
+        from ringreduce.commands.launch import handover
+        while not handover.word_of(1).is_gone:
+            time.sleep(0.01)
+        print(*handover.word_of(1), *handover.word_of(0), flush=True)
+        """
+    with agent(tmp_path, text, size=2, RINGREDUCE_ELASTIC="1") as process:
+        lost = Ended(1, 255, "its host was lost")  # That proves nothing.
+        told = exchange.Told(1, Stands(7, 2, is_gone=False))
+        order(process, Start(0), lost, told, Ended(1, 0, is_seen=True))
+        assert b"7 2 True 0 0 False" in process.stdout.read()
 
 
 def test_it_ends_when_nothing_comes_before_its_ranks_may_start(tmp_path):

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from ringreduce.commands.launch.conclusion import lost
+from ringreduce.commands.launch.exchange import Ended, Told
 from ringreduce.commands.launch.failure import Failure, find_repeated
-from ringreduce.commands.launch.worker_records import Raised
+from ringreduce.commands.launch.local import standing_of
+from ringreduce.commands.launch.worker_records import Raised, Stands
+from ringreduce.pure.views import Standing
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 from tests.commands.test_nodes import jobs
@@ -105,6 +108,66 @@ def test_others_go_on_without_ranks_that_are_lost(tmp_path):
     assert done.stderr.count("[2] ValueError: bad") == 1
     # The lowest rank that is left is shown in place of rank 0.
     assert "[1] ended with 1" in done.stdout
+
+
+def test_a_launcher_says_that_ranks_have_died_whose_end_is_not_seen_otherwise(tmp_path):
+    """Over sockets a refused port proves nothing, and rank 1 is the half without the lowest."""
+    variables = {"RINGREDUCE_TRANSPORT": "zmq"}
+    options = ("-n", "2", "--elastic", script(tmp_path, TRAINS), "5", "0@3:kill")
+    done = run(tmp_path, *options, **variables)
+    assert done.returncode == 0, done.stderr
+    assert said(done.stderr)[-1] == "ended well without rank 0"
+
+
+def test_launchers_tell_each_other_of_ranks_that_have_died(tmp_path):
+    script(tmp_path, TRAINS)
+    options = ("--elastic", "--env", "RINGREDUCE_TRANSPORT=zmq")
+    with jobs(tmp_path, *options, arguments=("5", "0@3:kill")) as launchers:
+        for each in launchers:
+            assert each.wait() == 0, each.stderr
+            assert said(each.stderr)[-1] == "ended well without rank 0"
+
+
+def test_a_ring_of_ranks_that_were_left_out_is_none(tmp_path):
+    """Though its number is higher: its ranks are none of the ring that has gone on."""
+    text = """
+        if rank < 2:
+            handover.tell(Reformed(4, (0, 1), "in step 3", 0.1))
+            beside(f"told{rank}").touch()
+            wait_for("tells")
+        else:
+            wait_for("told0")
+            handover.tell(Reformed(9, (2,), "in step 3", 0.1))
+            beside("tells").touch()
+            exit(1)
+        """
+    done = play(tmp_path, 3, text, "--elastic")
+    assert done.wait() == 0
+    assert said(done.stderr)[-1] == "ended well without rank 2"
+    assert "rank 2 went on" not in done.stderr
+
+
+def test_a_stopped_rank_that_the_others_have_left_out_is_killed_at_once(tmp_path):
+    """Before they end, as in a callback it could write over what they have written."""
+    text = """
+        if rank == 1:
+            os.kill(os.getpid(), 19)
+        while ") T " not in pathlib.Path(f"/proc/{pid_of(1)}/stat").read_text():
+            time.sleep(0.01)
+        handover.tell(Reformed(4, (0,), "in step 3", 0.1))
+        wait_for_end_of(1)
+        """
+    done = play(tmp_path, 2, text, "--elastic")
+    assert done.wait() == 0
+    why = "stopped, and killed since the others went on without it"
+    assert said(done.stderr)[0].startswith(f"rank 1 was lost in step 3 ({why}): rank 0 went on")
+
+
+def test_only_a_process_that_was_seen_to_end_counts_as_gone():
+    assert standing_of(Ended(1, 255, "its launcher is gone")) is None
+    assert standing_of(Ended(1, -9, is_seen=True)) == Standing(is_gone=True)
+    assert standing_of(Told(1, Stands(4, 1, is_gone=False))) == Standing(4, 1)
+    assert standing_of(Told(1, Raised("ValueError"))) is None
 
 
 def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path):

@@ -274,8 +274,13 @@ def test_nodes_that_do_not_come_and_a_rendezvous_that_is_taken_or_elsewhere_are_
 
 # --- Jobs -------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def jobs(directory: Path, *options: str, more: tuple[str, ...] = ()) -> Iterator[list[Process]]:
-    """Launchers of node 0, which has `more` options, and of node 1."""
+def jobs(
+    directory: Path,
+    *options: str,
+    more: tuple[str, ...] = (),
+    arguments: tuple[str, ...] = (),
+) -> Iterator[list[Process]]:
+    """Launchers of node 0, which has `more` options, and of node 1; `arguments` of the program."""
     variables, port = {"RINGREDUCE_SECRET": SECRET}, free_port()
     with contextlib.ExitStack() as stack:
         launched = []
@@ -283,7 +288,8 @@ def jobs(directory: Path, *options: str, more: tuple[str, ...] = ()) -> Iterator
             (folder := directory / f"node{number}").mkdir()
             command = ("run", "--nnodes", "2", "--node-rank", str(number))
             command += ("--rendezvous", f"127.0.0.1:{port}", *options, *more * (not number))
-            node = launcher(folder, *command, str(directory / "script.py"), **variables)
+            program = (str(directory / "script.py"), *arguments)
+            node = launcher(folder, *command, *program, **variables)
             launched.append(stack.enter_context(node))
         yield launched
 

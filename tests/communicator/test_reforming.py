@@ -187,6 +187,85 @@ def test_a_stopped_rank_of_this_host_is_killed(tmp_path):
         ring.assert_ended(1)
 
 
+# Rank 2 is stopped; the others go on without it, and end well.
+ENDS_WITHOUT_ONE = """
+from ringreduce.communicator.reforming import reform
+
+ring = join()
+ring.barrier()
+say("formed")
+attempt("failed", lambda: until_error(ring.barrier))
+if RANK == 2:
+    attempt("anew", lambda: reform(ring))
+    sys.exit(3)
+reform(ring, [2])
+say("anew", members=ring._session.membership.members)
+"""
+
+
+def test_a_rank_that_wakes_when_the_others_have_ended_well_does_not_go_on(tmp_path):
+    """On another host nobody kills it, and nothing that they left behind is seen from there."""
+    ways = {"transport": "auto", "hosts": ["a", "a", "b"]}
+    with Ring(tmp_path, 3, ENDS_WITHOUT_ONE, timeout_s=2.0, **ways) as ring:
+        ring.wait("formed")
+        ring.workers[2].signal(signal.SIGSTOP)
+        assert [each["members"] for each in ring.wait("anew", [0, 1])] == [[0, 1]] * 2
+        ring.assert_ended(0, 1)
+        ring.workers[2].signal(signal.SIGCONT)
+        (woken,) = ring.wait("anew", [2])
+        assert woken["kind"] == "RendezvousError"
+        assert "gone are ranks 0, 1, no longer there" in woken["text"]
+        assert "rank 2 was stopped or cut off; the others may have gone on" in woken["text"]
+        assert ring.workers[2].wait(10) == 3
+
+
+def test_a_rank_that_another_host_has_left_out_is_killed_on_its_own(tmp_path):
+    """Whichever rank has proposed who goes on."""
+    ways = {"transport": "auto", "hosts": ["a", "b", "b"]}
+    with Ring(tmp_path, 3, ENDS_WITHOUT_ONE, timeout_s=2.0, **ways) as ring:
+        ring.wait("formed")
+        ring.workers[2].signal(signal.SIGSTOP)
+        ring.wait("anew", [0, 1])
+        assert ring.workers[2].wait(10) == -signal.SIGKILL
+        assert "killed rank 2, process" in ring.workers[1].stderr
+        ring.assert_ended(0, 1)
+
+
+@on_each_rank(3, transport="shm", join_timeout_s=5.0)
+def test_what_others_of_the_host_have_left_behind_tells_one_that_wakes_later(comm, together):
+    if comm.rank < 2:
+        reform(comm, [2])
+        comm.close()
+    together.wait()
+    if comm.rank == 2:
+        with pytest.raises(rr.RendezvousError, match="ring: ranks 0, 1 went on without it"):
+            reform(comm)
+
+
+@on_each_rank(2, transport="shm", join_timeout_s=5.0)
+def test_one_that_has_left_after_the_end_has_ended_and_did_not_die(comm, together):
+    answer_others(comm, has_ended=False, training=1)
+    if comm.rank == 0:
+        answer_others(comm, has_ended=True, training=1)
+        comm.close()
+    together.wait()
+    if comm.rank == 1:
+        with pytest.raises(EndedError):
+            reform(comm, at_end=True)
+
+
+@on_each_rank(2, transport="shm", join_timeout_s=5.0)
+def test_one_that_leaves_before_the_end_of_a_later_training_is_gone(comm, together):
+    for has_ended, training in ((False, 1), (True, 1), (False, 2)):
+        answer_others(comm, has_ended=has_ended, training=training)
+    if comm.rank == 0:
+        comm.close()
+    together.wait()
+    if comm.rank == 1:
+        reform(comm, at_end=True)
+        assert comm.members == (1,)
+
+
 # Whether the others' training has ended, when it asks; None: there is none yet.
 @pytest.mark.parametrize("states", [(None, None), (False, True, False)])
 @on_each_rank(3, join_timeout_s=5.0)

@@ -9,10 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.pure.views import Agreement, Message, Step, Verb, View, may_choose, propose, receive
+from ringreduce.pure.views import (
+    Agreement,
+    Fate,
+    Message,
+    Standing,
+    Step,
+    Verb,
+    View,
+    fate,
+    may_choose,
+    propose,
+    receive,
+)
 
-# States by rank; which ranks are alive, and messages under way, as bits; ballots begun.
-World = tuple[tuple[int, ...], int, int, int]
+# States by rank; which ranks are alive, and messages under way, as bits; ballots begun; which ranks
+# have gone on with the successor.
+World = tuple[tuple[int, ...], int, int, int, int]
 
 
 def bits(of: int) -> Iterator[int]:
@@ -29,16 +42,23 @@ class Checker:
 
     A message under way may arrive at any time, or never: so messages are lost, late and in any
     order, between ranks that are stopped, cut off or suspected, as any set of ranks may be proposed
-    at any time. A rank that dies unseen is one that does nothing more. With `at_once` an answer
-    arrives at once or never.
+    at any time. A rank that dies unseen, stands still, or ends well is one that does nothing more:
+    the others may find its port refused, and prove its death only if it has not gone on before.
+    Not so if they trust `refusals`. With `at_once` an answer arrives at once or never.
     """
 
     def __init__(
-        self, size: int, ballots: Sequence[str], kills: int, *, at_once: bool = False
+        self,
+        size: int,
+        ballots: Sequence[str],
+        kills: int,
+        *,
+        at_once: bool = False,
+        refusals: bool = False,
     ) -> None:
         self.size, self.ballots, self.at_once = size, (*ballots, ""), at_once
         self.deaths = [each for each in range(1 << size) if each.bit_count() <= kills]
-        self.kills = kills
+        self.kills, self.refusals = kills, refusals
         self.states: list[Agreement] = []
         self.messages: list[Message] = []
         self.numbers: dict[Agreement | Message, int] = {}
@@ -79,16 +99,23 @@ class Checker:
         """What `world` becomes; of the messages that are `sent`, those that still matter."""
         states = tuple(moved.get(rank, state) for rank, state in enumerate(world[0]))
         alive, begun = changes.get("alive", world[1]), changes.get("begun", world[3])
+        went = changes.get("went", world[4])
         kept = [
             self.pending(state, sent & self.to[rank])
             for rank, state in enumerate(states)
             if alive >> rank & 1
         ]
-        return states, alive, sum(kept), begun
+        return states, alive, sum(kept), begun, went
 
     def after(self, world: World) -> Iterator[World]:
-        states, alive, sent, begun = world
+        states, alive, sent, begun, went = world
         for rank in bits(alive):
+            # A ring has formed once all its ranks know of it, and goes on one by one.
+            if (chosen := self.states[states[rank]].successor) is not None and not went >> rank & 1:
+                members = sum(1 << each for each in chosen.members)
+                knows = [self.states[states[each]].successor == chosen for each in chosen.members]
+                if members >> rank & 1 and not members & ~alive and all(knows):
+                    yield self.world(world, {}, sent, went=went | 1 << rank)
             for message in bits(sent & self.to[rank]):
                 left = sent & ~(1 << message)
                 state, answers = self.answered(states[rank], message)
@@ -104,6 +131,9 @@ class Checker:
                 continue
             for dead in self.deaths:
                 left = alive & ~dead
+                standings = [Standing(ring=went >> each & 1, is_gone=True) for each in bits(dead)]
+                if not self.refusals and {fate(each, 0) for each in standings} - {Fate.DEAD}:
+                    continue
                 if not dead >> rank & 1 and self.size - left.bit_count() <= self.kills:
                     state, more = self.proposed(states[rank], dead)
                     yield self.world(world, {rank: state}, sent | more, alive=left, begun=begun + 1)
@@ -111,11 +141,11 @@ class Checker:
     def run(self) -> None:
         view = View(0, tuple(range(self.size)))
         first = tuple(self.number(Agreement(rank, view)) for rank in view.members)
-        start: World = first, (1 << self.size) - 1, 0, 0
+        start: World = first, (1 << self.size) - 1, 0, 0, 0
         seen, pending = {start}, [start]
         while pending:
-            states, alive, *_ = world = pending.pop()
-            chosen = {self.states[states[rank]].successor for rank in bits(alive)} - {None}
+            states, alive, *_, went = world = pending.pop()
+            chosen = {self.states[states[rank]].successor for rank in bits(alive | went)} - {None}
             assert len(chosen) < 2, f"a fork: {chosen}"
             for each in self.after(world):
                 if each not in seen:
@@ -139,6 +169,33 @@ def test_every_view_has_one_successor(size, ballots, at_once):
     Checker(size, ballots, size - 1, at_once=at_once).run()
 
 
+def test_a_refused_port_proves_nothing():
+    """Ranks that went on without one, and ended well, are not there when it wakes."""
+    with pytest.raises(AssertionError, match="a fork"):
+        Checker(3, ("0", "2"), 2, at_once=True, refusals=True).run()
+
+
+@pytest.mark.parametrize(
+    ("standing", "found"),
+    [
+        (Standing(), Fate.UNKNOWN),
+        (Standing(ring=3, ended=1), Fate.UNKNOWN),
+        (Standing(ring=3, ended=1, is_gone=True), Fate.DEAD),
+        (Standing(is_gone=True), Fate.DEAD),
+        (Standing(ring=3, ended=2), Fate.ENDED),
+        (Standing(ring=3, ended=2, is_gone=True), Fate.ENDED),
+        (Standing(ring=4), Fate.WENT_ON),
+        (Standing(ring=4, ended=2, is_gone=True), Fate.WENT_ON),
+    ],
+)
+def test_what_a_rank_leaves_behind_says_what_has_become_of_it(standing, found):
+    assert fate(standing, view=3, training=2) is found
+
+
+def test_the_end_of_a_training_is_none_where_there_is_no_training():
+    assert fate(Standing(ended=0, is_gone=True), view=0) is Fate.DEAD
+
+
 class Ranks:
     """Ranks that choose one view after another, over a network that does as `chance` says."""
 
@@ -146,7 +203,8 @@ class Ranks:
         self.chance, view = chance, View(0, tuple(range(size)))
         self.states = {rank: Agreement(rank, view) for rank in range(size)}
         self.sent: list[Message] = []
-        self.dead: set[int] = set()
+        self.gone: set[int] = set()  # killed, or ended well
+        self.left_behind = dict.fromkeys(range(size), Standing())
         self.stopped: set[int] = set()
         self.side: set[int] = set()  # cut off from the others
         # What each has taken for the next view, by the number of the one before.
@@ -154,7 +212,7 @@ class Ranks:
 
     def step(self) -> None:
         chance = self.chance
-        able = [rank for rank in self.states if rank not in self.dead | self.stopped]
+        able = [rank for rank in self.states if rank not in self.gone | self.stopped]
         action = chance.random()
         if action < 0.8 and self.sent:
             # Old messages come too, but seldom.
@@ -170,15 +228,31 @@ class Ranks:
             if self.states[rank].successor is None:
                 members = self.states[rank].view.members
                 others = [each for each in members if chance.random() < 0.7]
-                seen = [each for each in self.dead if chance.random() < 0.8]
-                self.take(rank, propose(self.states[rank], {rank, *others}, seen))
+                seen = [each for each in self.gone if chance.random() < 0.8]
+                number = self.states[rank].view.number
+                fates = {each: fate(self.left_behind[each], number) for each in seen}
+                if Fate.WENT_ON in fates.values():
+                    self.end(rank)  # It was left out.
+                    return
+                dead = [each for each in seen if fates[each] is Fate.DEAD]
+                self.take(rank, propose(self.states[rank], {rank, *others}, dead))
         elif action < 0.93:
             self.stopped ^= {chance.choice(list(self.states))}
         elif action < 0.96:
             self.side = {rank for rank in self.states if chance.random() < 0.3}
-        elif action < 0.97 and len(able) > 1:
+        elif action < 0.98 and able:
+            # All ranks of a ring have formed it, and one goes on with it, stops or not, or ends.
+            rank = chance.choice(able)
+            view = self.states[rank].view
+            if all(self.states[each].view.number >= view.number for each in view.members):
+                self.left_behind[rank] = Standing(ring=view.number)
+        elif len(able) > 1:
             self.check()
-            self.dead.add(chance.choice(able))
+            self.end(chance.choice(able))
+
+    def end(self, rank: int) -> None:
+        self.gone.add(rank)
+        self.left_behind[rank] = self.left_behind[rank]._replace(is_gone=True)
 
     def take(self, rank: int, step: Step) -> None:
         state, sent = step
@@ -190,9 +264,19 @@ class Ranks:
         self.states[rank] = state
 
     def check(self) -> None:
-        """Of what two living ranks took for the next view, one is the other, or comes after it."""
-        alive = [self.taken[rank] for rank in self.states if rank not in self.dead]
-        for one, other in itertools.permutations(alive, 2):
+        """Of what two ranks took for the next view, one is the other, or comes after it.
+
+        Of those that have gone that counts with which they had gone on before.
+        """
+        counted = [
+            {
+                number: view
+                for number, view in self.taken[rank].items()
+                if rank not in self.gone or view.number <= self.left_behind[rank].ring
+            }
+            for rank in self.states
+        ]
+        for one, other in itertools.permutations(counted, 2):
             for number in one.keys() & other.keys():
                 if one[number].number <= other[number].number:
                     later = {one[number]}

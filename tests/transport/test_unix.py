@@ -55,6 +55,7 @@ class Meshes:
             size=len(self.made),
             job=7,
             descriptor=self.memory[index],
+            standing=self.memory[index],
             timeout_s=self._timeout_s,
             check=self.checked.set if index else lambda: None,
         )
@@ -111,7 +112,7 @@ def test_mesh_turns_a_stranger_away_and_goes_on(what):
     with Meshes(2) as meshes, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(f"\0{meshes.made[0].name}")
         if STRANGERS[what]:
-            socket.send_fds(stranger, [STRANGERS[what]], [meshes.memory[1]])
+            socket.send_fds(stranger, [STRANGERS[what]], [meshes.memory[1]] * 2)
         else:
             stranger.shutdown(socket.SHUT_WR)
         assert all(isinstance(result, dict) for result in meshes.connect(0, 1))

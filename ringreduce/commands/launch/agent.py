@@ -136,8 +136,11 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
         while connection.arrived:
             if isinstance(order := connection.arrived.popleft(), exchange.Signal):
                 host.send(order.rank, order.number)
+            elif isinstance(order, exchange.Told | exchange.Ended):
+                host.inform(order)
         events += host.poll()
         for event in events:
+            host.inform(event)
             if isinstance(event, exchange.Ended):
                 running.discard(event.rank)
             connection.send(event)

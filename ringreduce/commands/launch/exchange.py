@@ -1,6 +1,6 @@
 """Messages between launchers of one job, and between a launcher and its agents. Pure.
 
-    launcher -- ssh's standard input --> agent       Assignment, Start, Signal, Alive
+    launcher -- ssh's standard input --> agent       Assignment, Start, Signal, Alive; Told, Ended
     launcher <-- its standard output --- agent       Hello, Ready or Refused; Output, Told, Ended
 
     node 1, 2, ... -- Join ---------------> node 0
@@ -118,9 +118,12 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     returncode: int
     how: str = ""  # where more is known
     is_final: bool = False  # whether somebody has asked for the end of the job
+    # Whether its process was seen to have ended; else its launcher or host was lost, or ends it.
+    is_seen: bool = False
 
 
-Order = Assignment | Start | Signal | Alive
+# Of what ranks elsewhere do an agent is told that, which its own ranks may have to know.
+Order = Assignment | Start | Signal | Alive | Told | Ended
 Event = Output | Told | Ended  # what ranks do, on whichever host
 Report = Hello | Refused | Ready | Event
 NodeRecord = Join | Placed | Refused | Told | Ended | Alive

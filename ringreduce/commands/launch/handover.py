@@ -12,7 +12,9 @@ from pathlib import Path
 from traceback import StackSummary, TracebackException, walk_tb
 
 from ringreduce.commands.launch.frames import encode
+from ringreduce.commands.launch.standings import Standings
 from ringreduce.commands.launch.worker_records import Raised, WorkerRecord
+from ringreduce.pure.views import Standing
 from ringreduce.vocabulary.errors import RingReduceError, record_fields
 
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
@@ -34,6 +36,7 @@ _lock = threading.Lock()
 # The pipe, and the process that has it; a forked child must not speak for its parent.
 _pipe: tuple[int, int] | None = None
 _failures: deque[RingReduceError] = deque(maxlen=_KEPT_FAILURES)
+_standings: Standings | None = None  # what the launcher knows of all ranks
 exiting = ""  # the SystemExit that ends the program, which atexit does not see
 
 
@@ -42,6 +45,18 @@ def use_pipe(descriptor: int) -> None:
     global _pipe
     os.set_inheritable(descriptor, False)
     _pipe = descriptor, os.getpid()
+
+
+def use_standings(descriptor: int) -> None:
+    """From now on `word_of` reads what the launcher writes into that file."""
+    global _standings
+    os.set_inheritable(descriptor, False)
+    _standings = Standings(descriptor)
+
+
+def word_of(rank: int) -> Standing | None:
+    """What the launcher knows of a rank of the job, on whichever host; None without a launcher."""
+    return None if _standings is None else _standings.read(rank)
 
 
 def tell(record: WorkerRecord) -> bool:

@@ -27,7 +27,7 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import Killed, Reformed
+from ringreduce.commands.launch.worker_records import Killed, Reformed, Stands
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
@@ -249,13 +249,17 @@ class Job:
         if isinstance(event, Output):
             self._display.take(event)
             return
+        for host in self._hosts:
+            host.inform(event)
         # What follows from a signal, or from the end of others, is no news to other launchers.
         if meeting and worker.is_ours and not worker.is_stopped and self.ended_by is None:
             meeting.tell(event)
         if isinstance(event, Ended):
             worker.end(event.returncode, event.how, is_final=event.is_final)
+        elif isinstance(event.record, Stands):
+            pass  # It is for ranks.
         elif isinstance(event.record, Reformed):
-            self._note_ring(event.record)
+            self._note_ring(event.record, event.rank)
         elif isinstance(event.record, Killed):
             text = f"killed by rank {event.rank}, which it did not answer"
             self._workers[event.record.rank].how = text
@@ -264,16 +268,25 @@ class Job:
             if worker.raised is event.record:
                 self._display.keep(worker.rank, worker.raised.whole or worker.raised.traceback)
 
-    def _note_ring(self, ring: Reformed) -> None:
-        """Take a ring that was formed anew for the present one, once, though several tell of it."""
+    def _note_ring(self, ring: Reformed, teller: int) -> None:
+        """Take a ring that was formed anew for the present one, once, though several tell of it.
+
+        It comes after the present one if its number is higher and all its ranks are of that.
+        """
         # Ranks that are told to end do not do so at one moment.
         is_over = self._plan.elastic is None or self._stop_s is not None
-        if is_over or ring.number <= self._ring.number:
+        follows = ring.number > self._ring.number and {*ring.members} <= {*self._ring.members}
+        if is_over or not follows or teller not in ring.members:
             return
         if lost := [rank for rank in self._ring.members if rank not in ring.members]:
             self._unsaid.append((ring, lost))
         self._ring, self._ring_s = ring, time.monotonic()
         self._display.follow(ring.members)
+        for worker in [self._workers[rank] for rank in lost]:
+            # When it goes on, it could still write what the others have written since.
+            if worker.alive and worker.is_suspended:
+                worker.how = "stopped, and killed since the others went on without it"
+                worker.send(signal.SIGKILL)
 
     def _follow_ring(self) -> None:
         """Say which ranks were lost, once it is known why; they end with the last of the others."""

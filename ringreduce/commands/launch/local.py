@@ -13,8 +13,10 @@ from ringreduce.commands.launch import start
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Told
 from ringreduce.commands.launch.frames import Records
 from ringreduce.commands.launch.processes import Guard, Pipe, Process
-from ringreduce.commands.launch.worker_records import WorkerRecord
-from ringreduce.vocabulary.config import Config
+from ringreduce.commands.launch.standings import Standings
+from ringreduce.commands.launch.worker_records import Stands, WorkerRecord
+from ringreduce.pure.views import Standing
+from ringreduce.vocabulary.config import Config, elastic_minimum
 from ringreduce.vocabulary.cores import kernel_kills, memory_limit, usable_cores
 from ringreduce.vocabulary.endpoints import address, is_loopback
 from ringreduce.vocabulary.errors import ConfigError
@@ -33,6 +35,8 @@ class LocalHost:
         # Each rank's pipes: records first, which decide whether its failure is the cause.
         self._pipes: dict[int, list[Pipe]] = {}
         self._kernel_kills = kernel_kills()
+        # What became of the job's ranks, which those here can read; None where they have no use.
+        self._standings: Standings | None = None
 
     @property
     def started(self) -> list[int]:
@@ -53,6 +57,10 @@ class LocalHost:
         """
         job, placed = self._assignment, self._assignment.placed
         asking = (signal.SIGUSR1,) if "log_dir" in job.choices else ()
+        words: tuple[int, ...] = ()
+        if elastic_minimum(job.variables) and sys.platform == "linux":
+            self._standings = Standings.create(placed.size)
+            words = (self._standings.descriptor,)
         for rank in job.ranks:
             meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
             files = inherited[rank] if inherited else ()
@@ -68,11 +76,12 @@ class LocalHost:
                 **job.choices,
             )
             ours, theirs = os.pipe()
+            given = ",".join(map(str, (theirs, *words)))
             take = partial(_told, rank, Records[WorkerRecord](WorkerRecord))
             self._pipes[rank] = [Pipe(os.fdopen(ours, "rb", 0), self._selector, take)]
             try:
                 process = Process(
-                    [sys.executable, start.__file__, str(theirs), *job.arguments, *map(str, files)],
+                    [sys.executable, start.__file__, given, *job.arguments, *map(str, files)],
                     worker_environment(
                         config,
                         job.threads or default_threads(job.count),
@@ -82,7 +91,7 @@ class LocalHost:
                         skips_breakpoints=stdin_rank not in (None, rank),
                     ),
                     has_stdin=rank == stdin_rank,
-                    inherited=(*meeting, *files, theirs),
+                    inherited=(*meeting, *files, theirs, *words),
                     asking=asking,
                 )
             finally:
@@ -105,7 +114,7 @@ class LocalHost:
                 for pipe in self._pipes[rank]:
                     events += pipe.drain()
                 assert process.returncode is not None
-                events.append(Ended(rank, process.returncode, self._how(process)))
+                events.append(Ended(rank, process.returncode, self._how(process), is_seen=True))
                 self._guard.remove(process.pid)
         return events
 
@@ -123,6 +132,14 @@ class LocalHost:
             "take smaller batches, or start fewer ranks there"
         )
 
+    def inform(self, event: Event) -> None:
+        """Let the ranks here know, who may choose who goes on, how far one of the job has come.
+
+        Events of one rank are to come in their order: what it said of itself before its end.
+        """
+        if self._standings is not None and (standing := standing_of(event)) is not None:
+            self._standings.write(standing, event.rank)
+
     def send(self, rank: int, number: int) -> None:
         """Send a signal to a rank's processes; one that asks for its flight record to it alone."""
         if rank in self._processes:
@@ -132,6 +149,15 @@ class LocalHost:
         for pipes in self._pipes.values():
             for pipe in pipes:
                 pipe.close()
+
+
+def standing_of(event: Event) -> Standing | None:
+    """What an event says of how far its rank has come; None: nothing."""
+    if isinstance(event, Ended):
+        return Standing(is_gone=True) if event.is_seen else None
+    if isinstance(event, Told) and isinstance(event.record, Stands):
+        return Standing(event.record.ring, event.record.ended, event.record.is_gone)
+    return None
 
 
 def _told(rank: int, records: Records[WorkerRecord], data: bytes) -> list[Event]:

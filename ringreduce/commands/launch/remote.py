@@ -16,6 +16,7 @@ from ringreduce._version import __version__
 from ringreduce.commands.launch import exchange
 from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.hosts import Host
+from ringreduce.commands.launch.local import standing_of
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.processes import Guard, Pipe
 from ringreduce.commands.launch.screen import Screen
@@ -105,6 +106,13 @@ class RemoteHost:
             self._killed.add(rank)
             self._due_s = self._due_s or time.monotonic()
         self._send(exchange.Signal(rank, number))
+
+    def inform(self, event: exchange.Event) -> None:
+        """As `LocalHost.inform`; of its own ranks an agent knows before."""
+        is_news = event.rank not in self.ranks and standing_of(event) is not None
+        if is_news and self.has_started and not self._is_over:
+            assert not isinstance(event, exchange.Output)
+            self._send(event)
 
     def poll(self) -> list[exchange.Event]:
         """Keep the connection alive; what it brought last, and lost ranks, once it has ended."""

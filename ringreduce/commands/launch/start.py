@@ -1,7 +1,8 @@
 """Runs a worker's program as Python itself would, and hands its failure to the launcher.
 
-A script. Its arguments are the descriptor of the pipe to the launcher, then Python's: a program's
-path, or ``-m`` and a module's name, and the program's own. The program's exception goes on to
+A script. Its arguments are the descriptor of the pipe to the launcher, and after a comma that of
+the launcher's standings, if there are any; then Python's: a program's path, or ``-m`` and a
+module's name, and the program's own. The program's exception goes on to
 Python, which ends as ever; but its traceback is the launcher's to show.
 """
 
@@ -35,9 +36,11 @@ class _KerasNotice(MetaPathFinder):
             handover.tell(worker_records.ImportedKeras())
 
 
-def main(descriptor: int, program: list[str]) -> None:
+def main(program: list[str], descriptor: int, *standings: int) -> None:
     """Run `program`, which is `__main__` from now on."""
     handover.use_pipe(descriptor)
+    if standings:
+        handover.use_standings(*standings)
     notice = _KerasNotice()
     sys.meta_path.insert(0, notice)
     sys.excepthook = _show
@@ -100,4 +103,4 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 if __name__ == "__main__":
     # The folder inserted above, and that of this file, which Python has put there.
     del sys.path[: 1 if getattr(sys.flags, "safe_path", False) else 2]
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[2:], *map(int, sys.argv[1].split(",")))

@@ -31,6 +31,14 @@ class Killed(msgspec.Struct, tag=True, frozen=True):
     rank: int
 
 
+class Stands(msgspec.Struct, tag=True, frozen=True):
+    """How far the rank has come, as `pure.views.Standing`; said before it goes on from there."""
+
+    ring: int
+    ended: int
+    is_gone: bool
+
+
 class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
     """The program has imported Keras, as TensorFlow does too."""
 
@@ -52,4 +60,4 @@ class Raised(ErrorRecord, tag=True, frozen=True):
     code: int = 1  # the exit code that follows
 
 
-WorkerRecord = Joins | Reformed | Killed | ImportedKeras | Exits | Raised
+WorkerRecord = Joins | Reformed | Killed | Stands | ImportedKeras | Exits | Raised
