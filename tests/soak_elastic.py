@@ -1,37 +1,67 @@
 """Elastic jobs, one after the other, of which random ranks are lost at random moments.
 
-    python -m tests.soak_elastic --minutes 2 [--seed N] [--kinds kill,stop,exit,reset,write]
+    python -m tests.soak_elastic --minutes 2 [--seed N]
+        [--kinds kill,stop,exit,reset,write,late,suspended,cut]
 
 Each trains 10 MB of weights on 4 ranks; up to 3 are killed, stopped, or exit, at random moments or
 at once. In some, ranks also end their connections at random moments, or one writes a file in a
 callback, for longer than a lost rank is waited for. After each: exit code 0, every step made once,
 the ranks that are left all those that nothing was done to, with equal weights, and these those of a
 job that nothing has disturbed, but for rounding; of what was written, each epoch, the bytes of one
-rank. The first violation ends the soak with exit code 1 and all that was said. At the end: seconds
-from a kill, or from the time limit of a stopped rank, to the end of the next step, in jobs in which
-nothing else happens.
+rank.
+
+In every third job some ranks stand still and go on again: before the others have left them out,
+while those train on, or after they have ended. `late`: a rank is stopped, under no launcher;
+`suspended`: one of two launchers, with its ranks; `cut`: a host is cut off, and joined
+again (root only). One ring comes to the end; what has written is that ring, or one of all its
+ranks; the ranks that it has left out end with an error that says so, or are killed.
+
+The first violation ends the soak with exit code 1, its name and all that was said. At the end:
+seconds from a kill, or from the time limit of a stopped rank, to the end of the next step, in jobs
+in which nothing else happens.
 """
 
 import argparse
+import contextlib
 import os
 import random
+import secrets
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from tests import hosts
 from tests.jobs import facts_in
-from tests.processes import launcher, wait_until
+from tests.processes import Process, clean_environment, launcher, wait_until
 
 SIZE, EPOCHS, STEPS = 4, 6, 40
 PROGRAM = str(Path(__file__).parent / "programs" / "soaked.py")
 TIMEOUT_S, DEADLINE_S = 2.0, 240.0
 WRITES_S = 2.5
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGTERM}
+STANDING = ("late", "suspended", "cut")
+# Of jobs in which ranks stand still.
+SHORT_EPOCHS, SHORT_WRITES_S = 3, 0.1
+VARIABLES = {
+    **{"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+    **{"RINGREDUCE_TIMEOUT_S": str(TIMEOUT_S), "RINGREDUCE_JOIN_TIMEOUT_S": "60"},
+}
+
+
+class ViolationError(AssertionError):
+    """What a job did that none may do."""
+
+
+def demand(holds: object, name: str) -> None:
+    if not holds:
+        raise ViolationError(name)
 
 
 def run(
@@ -53,12 +83,7 @@ def run(
     transport = "auto" if "stop" in hows.values() else chosen.choice(["auto", "zmq"])
     done = ["writes"] * writes + [f"reset of {rank}" for rank in resets]
     options = ("-n", str(SIZE), "--elastic")
-    variables = {
-        **{"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        "RINGREDUCE_TIMEOUT_S": str(TIMEOUT_S),
-        "RINGREDUCE_JOIN_TIMEOUT_S": "60",
-        "RINGREDUCE_TRANSPORT": transport,
-    }
+    variables = {**VARIABLES, "RINGREDUCE_TRANSPORT": transport}
     struck: list[tuple[int, float]] = []
     command = ("run", *options, PROGRAM, str(EPOCHS), str(WRITES_S * writes), str(folder))
     with launcher(folder, *command, **variables) as job:
@@ -81,15 +106,16 @@ def run(
                 done += [how] * (how != "kill")
                 struck.append((rank, time.monotonic() + TIMEOUT_S * (how == "stop")))
                 os.kill(processes()[rank], KINDS[how])
-            assert job.wait(DEADLINE_S) == 0
+            demand(job.wait(DEADLINE_S) == 0, "the job has failed")
             found = {fact["rank"]: fact for fact in facts_in(job.stdout) if "digest" in fact}
-            assert sorted(found) == sorted({*range(SIZE)} - {*victims})
-            for fact in found.values():
-                assert fact["iterations"] == len(fact["ended"]) == EPOCHS * STEPS
-                assert fact["digest"] == found[min(found)]["digest"]
+            left = sorted({*range(SIZE)} - {*victims})
+            demand(sorted(found) == left, f"at the end {sorted(found)}, not {left}")
+            demand_once(found, EPOCHS)
             written = [fact for fact in facts_in(job.stdout) if "writes" in fact]
-            assert all(fact["found"] == [fact["writes"]] for fact in written)
-            assert {fact["epoch"] for fact in written} == set(range(EPOCHS * writes))
+            is_whole = all(fact["found"] == [fact["writes"]] for fact in written)
+            demand(is_whole, "two ranks have written one file")
+            epochs = {fact["epoch"] for fact in written}
+            demand(epochs == set(range(EPOCHS * writes)), f"epochs {epochs} were written")
         except (AssertionError, ProcessLookupError):
             what = f"lost {victims}, at once: {at_once}; {done}; {transport}"
             print(what, job.stdout, job.stderr, sep="\n")
@@ -97,12 +123,144 @@ def run(
     return struck, done, found
 
 
+def demand_once(found: dict[int, Any], epochs: int) -> None:
+    for fact in found.values():
+        counts = fact["iterations"], len(fact["ended"])
+        demand(counts == (epochs * STEPS,) * 2, f"steps lost or made twice: {counts}")
+        demand(fact["digest"] == found[min(found)]["digest"], "weights differ between ranks")
+
+
+@contextlib.contextmanager
+def standing_job(
+    folder: Path, chosen: random.Random, kind: str
+) -> Iterator[tuple[list[Process], list[int], Any, Any, str]]:
+    """A job's processes; the ranks to strike; how to strike them, and to let them go on; a name."""
+    arguments = (PROGRAM, str(SHORT_EPOCHS), str(SHORT_WRITES_S), str(folder))
+    variables = {**VARIABLES, "RINGREDUCE_SECRET": secrets.token_hex(32)}
+    port = str(chosen.randrange(20_000, 30_000))
+
+    def send(number: int) -> None:
+        # The launcher last when it stops, first when it goes on.
+        for each in (*ranks_of(processes, struck), *launchers)[:: -1 if number == 18 else 1]:
+            os.kill(each, number)
+
+    launchers: list[int] = []
+    with contextlib.ExitStack() as stack:
+        if kind == "suspended":
+            counts, node = chosen.choice([((3, 1), 1), ((1, 3), 0), ((2, 2), 1)])
+            meets = ("--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--elastic")
+            processes = []
+            for number, count in enumerate(counts):
+                own = {**variables, "RINGREDUCE_HOST_ID": str(number)}
+                (inner := folder / f"node{number}").mkdir()
+                command = ("run", *meets, "--node-rank", str(number), "-n", str(count), *arguments)
+                processes.append(stack.enter_context(launcher(inner, *command, **own)))
+            first = counts[0] * node
+            struck, launchers = list(range(first, first + counts[node])), [processes[node].pid]
+            strike, go_on = (lambda: send(signal.SIGSTOP)), (lambda: send(signal.SIGCONT))
+            yield processes, struck, strike, go_on, f"launchers of {counts}, node {node}"
+            return
+        variables |= {"RINGREDUCE_ELASTIC": "1", "RINGREDUCE_SIZE": str(SIZE)}
+        variables |= {"RINGREDUCE_JOB_ID": secrets.token_hex(8)}
+        placed = chosen.choice(
+            ["aaab", "abbb", "aabb", "abcd", "aaba", "aaaa"][: 6 - (kind == "cut")]
+        )
+        struck = [chosen.randrange(SIZE)]
+        where = [""] * SIZE
+        address = "127.0.0.1"
+        strike, go_on = (lambda: send(signal.SIGSTOP)), (lambda: send(signal.SIGCONT))
+        if kind == "cut":
+            # What is left has more than half, or half with the lowest.
+            host = {"aaab": "b", "abbb": "a", "aabb": "b", "aaba": "b"}.get(
+                placed, placed[struck[0]]
+            )
+            struck = [rank for rank in range(SIZE) if placed[rank] == host]
+            layout = {each: {"one": [f"10.1.0.{ord(each) - 96}/24"]} for each in sorted({*placed})}
+            network = stack.enter_context(hosts.connected(layout))
+            where, address = [network.names[each] for each in placed], "10.1.0.1"
+            link = f"-n {network.switch} link set one-{host}"
+            strike = lambda: hosts.run_ip(f"{link} nomaster")  # noqa: E731
+            go_on = lambda: hosts.run_ip(f"{link} master one")  # noqa: E731
+            variables |= {"RINGREDUCE_LINK_TIMEOUT_S": "2", "RINGREDUCE_JOIN_TIMEOUT_S": "30"}
+        processes = []
+        for rank, name in enumerate(where):
+            inside = ("ip", "netns", "exec", name) if name else ()
+            own = {"RINGREDUCE_RANK": str(rank), "RINGREDUCE_HOST_ID": placed[rank]}
+            environment = clean_environment(
+                **variables, **own, RINGREDUCE_RENDEZVOUS=f"{address}:{port}"
+            )
+            command = (*inside, sys.executable, *arguments)
+            process = Process(command, folder, name=f"rank{rank}", environment=environment)
+            processes.append(stack.enter_context(process))
+        yield processes, struck, strike, go_on, f"{placed}, ranks {struck}"
+
+
+def ranks_of(processes: list[Process], ranks: Collection[int]) -> list[int]:
+    said = [fact for process in processes for fact in facts_in(process.stdout)]
+    return [fact["pid"] for fact in said if "pid" in fact and fact["rank"] in ranks]
+
+
+def run_standing(folder: Path, chosen: random.Random, kind: str) -> str:
+    """One job in which some ranks stand still, and go on again; what happened."""
+    when = chosen.choice(["before", "while", "after", "after"])
+    with standing_job(folder, chosen, kind) as (processes, struck, strike, go_on, name):
+        what = f"{kind}: {name}, {when} the others' end"
+        try:
+            begun = range(SIZE)
+            wait_until(lambda: len(ranks_of(processes, begun)) == SIZE, "the beginning", DEADLINE_S)
+            time.sleep(chosen.uniform(0.0, 1.5))
+            pids = ranks_of(processes, struck)
+            still = [each for each in processes if each.pid in pids]
+            if kind == "suspended":
+                still = [processes["node 1" in name]]
+            others = [each for each in processes if each not in still]
+            strike()
+            if when == "after":
+                codes = [each.wait(DEADLINE_S) for each in others]
+            else:
+                time.sleep(chosen.uniform(0, TIMEOUT_S) + (TIMEOUT_S + 1.0) * (when == "while"))
+            with contextlib.suppress(ProcessLookupError):  # It was killed.
+                go_on()
+            codes = [each.wait(DEADLINE_S) for each in others]
+            ends = [each.wait(DEADLINE_S) for each in still]
+            said = [fact for process in processes for fact in facts_in(process.stdout)]
+            found = {fact["rank"]: fact for fact in said if "digest" in fact}
+            demand(found, "no rank has come to the end")
+            rings = {tuple(fact["ended"][-1][1]) for fact in found.values()}
+            demand(len(rings) == 1, f"two jobs: the rings {sorted(rings)} have come to the end")
+            (ring,) = rings
+            demand(sorted(found) == sorted(ring), f"of {ring}, {sorted(found)} came to the end")
+            demand_once(found, SHORT_EPOCHS)
+            for fact in said:
+                if "writes" in fact and not {*fact["members"]} >= {*ring}:
+                    demand(False, f"a second job has written: {fact}")
+            demand(not any(codes), f"those that went on ended with {codes}")
+            out = {*range(SIZE)} - {*ring}
+            for process, code in zip(still, ends, strict=True):
+                if kind == "suspended" or not out:
+                    continue
+                demand(code != 0, "what was left out ended with 0")
+                is_named = code == -signal.SIGKILL or "RendezvousError" in process.stderr
+                demand(is_named, f"what was left out ended with {code} and no name")
+        except AssertionError:
+            print(what, *(f"{each.stdout}\n{each.stderr}" for each in processes), sep="\n")
+            raise
+    return f"{what}: {len(ring)} went on, the others ended with {ends}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--kinds", default="kill,stop,exit,reset,write")
+    parser.add_argument("--kinds", default=",".join(["kill,stop,exit,reset,write", *STANDING]))
     given = parser.parse_args()
+    kinds = given.kinds.split(",")
+    try:
+        hosts.require()
+    except pytest.skip.Exception as why:
+        kinds = [kind for kind in kinds if kind != "cut"]
+        print(f"without cuts: {why}", flush=True)
+    standing = [kind for kind in STANDING if kind in kinds]
     seed = random.randrange(1 << 31) if given.seed is None else given.seed
     chosen, until = random.Random(seed), time.monotonic() + 60 * given.minutes
     print(f"seed {seed}, {given.minutes:g} minutes", flush=True)
@@ -110,12 +268,18 @@ def main() -> None:
     expected = None
     number = 0
     while time.monotonic() < until:
+        number += 1
+        if standing and (number % 3 == 0 or {*kinds} <= {*standing}):
+            with tempfile.TemporaryDirectory() as folder:
+                text = run_standing(Path(folder), chosen, chosen.choice(standing))
+            print(f"#{number} {text}", flush=True)
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            count = 0 if expected is None else 1 + number % 3
-            struck, done, found = run(Path(folder), chosen, count, given.kinds.split(","))
+            count = 0 if expected is None else chosen.choice([1, 2, 3])
+            struck, done, found = run(Path(folder), chosen, count, kinds)
         first = found[min(found)]
         expected = first["weights"] if expected is None else expected
-        assert np.allclose(first["weights"], expected, rtol=0, atol=1e-5), "other weights"
+        demand(np.allclose(first["weights"], expected, rtol=0, atol=1e-5), "other weights")
         # A step is by those left once the victim is no member of its ring.
         each = [
             min(end for end, members in first["ended"] if victim not in members) - began
@@ -127,7 +291,7 @@ def main() -> None:
         left = ", ".join(map(str, sorted(found)))
         seconds = " ".join(f"{each_s:.2f} s" for each_s in each)
         print(f"#{number} left: {left}; {seconds}; {', '.join(done)}", flush=True)
-        number += 1
+    print(f"{number} jobs, 0 violations")
     for stops, all_s in taken.items():
         if all_s:
             which = "of jobs that also stop one" if stops else "all killed"
@@ -137,4 +301,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ViolationError as violation:
+        sys.exit(f"violation: {violation}")

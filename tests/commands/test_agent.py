@@ -54,17 +54,17 @@ def test_a_signal_that_comes_with_the_start_reaches_the_rank(tmp_path):
 
 def test_ranks_hear_what_has_become_of_those_on_other_hosts(tmp_path):
     text = """
-        import time
+        import sys, time
         from ringreduce.commands.launch import handover
         while not handover.word_of(1).is_gone:
             time.sleep(0.01)
-        print(*handover.word_of(1), *handover.word_of(0), flush=True)
+        sys.stdout.write(repr([tuple(handover.word_of(rank)) for rank in (0, 1)]))
         """
     with agent(tmp_path, text, size=2, RINGREDUCE_ELASTIC="1") as process:
         lost = Ended(1, 255, "its host was lost")  # That proves nothing.
         told = exchange.Told(1, Stands(7, 2, is_gone=False))
-        order(process, Start(0), lost, told, Ended(1, 0, is_seen=True))
-        assert b"7 2 True 0 0 False" in process.stdout.read()
+        order(process, Start(4000), lost, told, Ended(1, 0, is_seen=True))
+        assert b"[(0, 0, False), (7, 2, True)]" in process.stdout.read()
 
 
 def test_it_ends_when_nothing_comes_before_its_ranks_may_start(tmp_path):

@@ -42,7 +42,8 @@ class Writes(keras.callbacks.Callback):
                 file.flush()
                 time.sleep(WRITES_S / 20)
         found = sorted(set((FOLDER / "written").read_bytes()))
-        print(json.dumps({"writes": RANK, "epoch": epoch, "found": found}), flush=True)
+        of = {"epoch": epoch, "found": found, "members": list(ring.members)}
+        print(json.dumps({"writes": RANK, **of}), flush=True)
 
 
 def reset_when_told():
