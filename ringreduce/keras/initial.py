@@ -19,6 +19,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.elastic_refusals import facts_of, refuse
 from ringreduce.keras.mistakes import (
+    compare_rows,
     model_in_fit,
     save_whole_files,
     warn_of_different_weights,
@@ -104,6 +105,8 @@ def prepare(
             if not tf.executing_eagerly():  # Eagerly this step has changed moving averages.
                 with tf.init_scope():
                     warn_of_different_weights(model, every, ring)
+        elif not any(map(is_own_piece, every)) and model_group(every) is None:
+            compare_rows(optimizer._bridge, ring)
     return gradients
 
 

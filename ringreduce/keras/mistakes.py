@@ -28,6 +28,7 @@ from ringreduce.keras.metric_states import Entries
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.settings import saved_beside_weights
+from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.draws import Draw
 from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.variables import differing, path_of
@@ -41,6 +42,7 @@ class _Data:
 
     is_divided = False  # by `rr.shard` or `rr.fit`
     is_warned_of = False
+    is_compared = False  # by the gradients of a loop's first steps
 
 
 class _Local(threading.local):
@@ -111,6 +113,18 @@ def warn_of_whole_data(model: Any, ring: Communicator) -> None:
         'already, ignore this: warnings.simplefilter("ignore", rr.DataWarning).',
         DataWarning,
     )
+
+
+def compare_rows(bridge: GradientBridge, ring: Communicator) -> None:
+    """Have ranks compare the first gradients of a loop of one's own; they warn of equal ones.
+
+    Unless data was divided: then an error says where ranks have read other data.
+    """
+    data = kept(ring.config, _Data)
+    if ring.size > 1 and not (data.is_divided or data.is_compared) and model_in_fit() is None:
+        data.is_compared = True
+        frame = users_frame()
+        bridge.compares_rows_of = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def warn_of_same_rows(digests: Sequence[str], ring: Communicator) -> None:

@@ -15,6 +15,7 @@ from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues
 from ringreduce.keras.local import LocalVariables
+from ringreduce.keras.mistakes import compare_rows
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.weighting import Averaging, gradient_op
@@ -123,8 +124,11 @@ class DistributedGradientTape:
         shared_by_all = kept(ring, _Shared)
         means = [source for source, kind in zip(flat, kinds, strict=True) if kind is Averaging.MEAN]
         shared = [one for one in means if isinstance(one, (tf.Variable, keras.Variable))]
+        is_first = not shared_by_all.initial.are_given
         gradients = shared_by_all.initial.give(shared, gradients, kinds, ring)
         bridge = shared_by_all.bridges.setdefault(self._options, self._bridge)
+        if is_first:
+            compare_rows(bridge, ring)
         weighting.refuse_local(kinds, ring)
         reducer = Reducer(bridge, ring, self._op, self._scale_local)
         reduced = reducer.reduce(gradients, flat, kinds, weighting.current())

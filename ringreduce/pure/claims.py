@@ -1,4 +1,4 @@
-"""Values that should be equal on all ranks and are compared beside the calls. Pure.
+"""Values that should be equal on all ranks, or differ, and are compared beside the calls. Pure.
 
 A rank sends each value to its neighbours when it has it; whoever has both compares them. So it
 costs no collective, and ranks may be at different points of their programs.
@@ -17,6 +17,7 @@ class Claim(NamedTuple):
     value: bytes  # any bytes, compared as they are
     text: str  # what a difference means, with ``{peer}`` for the other rank
     remedy: str  # what to do about that
+    finds_equals: bool = False  # whether the text is about equal values, and a warning
 
 
 class Claims:
@@ -28,7 +29,7 @@ class Claims:
         self._theirs: dict[str, dict[int, bytes]] = {}
 
     def make(self, claim: Claim) -> int | None:
-        """Note a value of this rank; return a neighbour that has another one, or None."""
+        """Note a value of this rank; return a neighbour whose value its text is about, or None."""
         self._own[claim.key] = claim, set()
         _bound(self._own)
         for rank, value in self._theirs.pop(claim.key, {}).items():
@@ -37,13 +38,13 @@ class Claims:
         return None
 
     def receive(self, rank: int, key: str, value: bytes) -> Claim | None:
-        """Note the value of a neighbour; return this rank's if that is another one, else None."""
+        """Note the value of a neighbour; return this rank's if its text is about the two."""
         if key not in self._own:
             self._theirs.setdefault(key, {})[rank] = value
             _bound(self._theirs)
             return None
         claim, compared = self._own[key]
-        if claim.value != value:
+        if (claim.value == value) is claim.finds_equals:
             return claim
         compared.add(rank)
         if len(compared) == self._neighbours:

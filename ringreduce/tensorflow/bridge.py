@@ -20,6 +20,7 @@ from ringreduce.tensorflow.low_rank import LowRank, LowRankReducer, PowerSGD
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.routes import Route, in_python, packed
+from ringreduce.tensorflow.same_rows import SameRows
 from ringreduce.tensorflow.sparse import as_tensors, merged
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
@@ -51,6 +52,8 @@ class GradientBridge:
         self.low_rank = LowRank(compression) if isinstance(compression, PowerSGD) else None
         self._residuals = Residuals(2) if self._codec == "int8" else None
         self._numerics = NumericsCheck(check_numerics)
+        # The line of the loop whose first gradients ranks compare, if they are to; once.
+        self.compares_rows_of = ""
         # The plans are for the communicator that was used last.
         self._agreed: AgreedPlans | None = None
         # The keys hold the gradients' paths, which errors name; a signature would not.
@@ -117,7 +120,9 @@ class GradientBridge:
             plan = self._plan(specs, gradients, count, over)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
             thin = None if self.low_rank is None else LowRankReducer(self.low_rank, plan, variables)
-            reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)
+            line, self.compares_rows_of = self.compares_rows_of, ""
+            same = SameRows(ring, line) if line else None
+            reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin, same)
             # The kernels are registered for floats (native/src/tf_ops.c).
             can_pack = all(gradients[number].dtype.is_floating for number in plan.present)
             is_native = way == "graph" and can_pack and ops.are_available()

@@ -15,6 +15,7 @@ from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.low_rank import LowRankReducer
 from ringreduce.tensorflow.numerics import NumericsCheck
+from ringreduce.tensorflow.same_rows import SameRows
 from ringreduce.vocabulary.errors import MismatchError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -115,11 +116,12 @@ class BucketReducer:
         numerics: NumericsCheck,
         residuals: Callable[[int], np.ndarray] | None = None,
         thin: LowRankReducer | None = None,
+        same_rows: SameRows | None = None,
     ) -> None:
         self.communicator, self._agreed = agreed.communicator, agreed
         self._encodes = plan.compression != "none" and self.communicator.transport != "shm"
         self._residuals, self._thin = residuals, thin if self._encodes else None
-        self.plan, self.numerics = plan, numerics
+        self.plan, self.numerics, self._same_rows = plan, numerics, same_rows
         self._begun_s: float | None = None  # when the latest step was
         self._parts = [
             [(plan.gradients[slot.gradient], slot.start, None) for slot in bucket.slots]
@@ -141,6 +143,8 @@ class BucketReducer:
     def reduce(self, bucket: int, values: np.ndarray) -> None:
         """Replace a bucket's contiguous `values`, of shape (count,), with their mean; in order."""
         parts = self._parts[bucket]
+        if self._same_rows is not None and bucket == 0 and self._same_rows.see(values):
+            self._same_rows = None
         self.numerics.check_own(self.communicator, values, parts)
         encodes = self._encodes and values.dtype == np.float32
         if encodes and self._thin is not None:

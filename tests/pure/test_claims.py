@@ -25,6 +25,15 @@ def test_a_difference_is_seen_whoever_comes_first():
     assert known.make(claim("theirs first")) == 1
 
 
+def test_where_equal_values_are_looked_for_others_are_not_told():
+    known = Claims(neighbours=2)
+    for key, value in (("equal", b"a"), ("other", b"b")):
+        own = claim(key)._replace(finds_equals=True)
+        assert known.receive(1, key, value) is None
+        assert known.make(own) == (1 if key == "equal" else None)
+        assert known.receive(2, key, value) == (own if key == "equal" else None)
+
+
 def test_values_under_different_keys_are_not_compared():
     known = Claims(neighbours=1)
     assert known.make(claim("one")) is None

@@ -159,6 +159,13 @@ def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides():
     assert isinstance(message, watcher_messages.Abort)
 
 
+def test_a_value_that_should_differ_is_a_warning_once():
+    watch = a_watch()
+    watch.send(Claim("rows", b"own", "as rank {peer} has.", "Do so.", finds_equals=True))
+    same = encode(watcher_messages.Value("rows", b"own"))
+    assert [watch.receive(1, same, at_s) for at_s in (0.1, 0.2)] == [["as rank 1 has. Do so."], []]
+
+
 @pytest.mark.parametrize("is_silent", [True, False])
 def test_a_warning_names_the_rank_that_is_waited_for_once(is_silent):
     watch, here, texts = a_watch(), Here(operation="all_reduce", since_s=0.4), []
