@@ -132,6 +132,25 @@ def test_launchers_that_differ_all_say_how(other, complaint):
         assert all(re.search(complaint, str(each.exception())) for each in both)
 
 
+def test_strangers_that_say_nothing_take_few_descriptors_and_no_time():
+    port = free_port()
+    with contextlib.ExitStack() as opened, meeting(node(port, 0)) as (first,):
+        idle: list[socket.socket] = []
+
+        def knocks() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):  # It does not listen yet.
+                idle.append(opened.enter_context(socket.create_connection(("127.0.0.1", port))))
+            return len(idle) == 100
+
+        wait_until(knocks, "100 connections")
+        for stranger in idle[:30]:  # The oldest are ended, long before their time is over.
+            stranger.settimeout(5.0)
+            while stranger.recv(1000):
+                pass
+        with meeting(node(port, 1)) as (second,):
+            assert first.result().placed.job_id == second.result().placed.job_id
+
+
 def test_a_launcher_with_another_secret_is_refused_and_the_others_meet():
     port = free_port()
     stranger = node(port, 1, secret="another secret of the job")

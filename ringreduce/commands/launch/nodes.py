@@ -30,6 +30,9 @@ from ringreduce.vocabulary.words import named
 from ringreduce.vocabulary.worker_environment import join_timeout, ports_wanted, shared_secret
 
 _REFUSALS_MAX = 3
+# Connections that have not said who they are, which launchers do at once. Of more the oldest is
+# ended: strangers that say nothing could take all of this process's descriptors.
+_UNKNOWN_MAX = 64
 
 
 def node_of(
@@ -126,6 +129,8 @@ class Nodes:
                         end, _ = listener.accept()
                         peers.append(Peer(end, node.secret, is_first=True))
                         selector.register(end, selectors.EVENT_READ, peers[-1])
+                for oldest in [peer for peer in peers if not peer.join][:-_UNKNOWN_MAX]:
+                    oldest.is_gone = True
                 for peer in list(peers):
                     # A launcher says at once who it is.
                     peer.keep_alive(TIMES.agent_silent_s if peer.join else TIMES.handshake_s)
