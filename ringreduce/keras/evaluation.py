@@ -99,7 +99,13 @@ def evaluate(
     answering = Answering(model, ring, share.example)
     with _averages_of_rank_0(model, ring), share.being_read():
         # Keras cannot evaluate an empty share; the metrics may not even be built.
-        results = {} if share.is_empty else run(**inputs, verbose=shown, return_dict=True)
+        results: dict[str, Any] = {}
+        try:
+            if not share.is_empty:
+                results = run(**inputs, verbose=shown, return_dict=True)
+        except ValueError:  # As Keras raises where it turns out to be empty.
+            if not share.was_empty():
+                raise
         if share.was_empty():
             model.reset_metrics()
         else:
