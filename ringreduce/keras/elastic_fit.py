@@ -134,6 +134,8 @@ class Elastic:
 
     def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
         """A step on this rank's rows of the next global batch; return 1, and as `Steps.run`."""
+        if self._model.train_function is not self:
+            refuse(self._ring, {"compile in training": True})
         began = time.perf_counter()
         batch = next(iterator)
         reading_s = time.perf_counter() - began

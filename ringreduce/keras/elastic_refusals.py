@@ -40,6 +40,9 @@ TABLE = (
     Row("several updates in a `train_step`, or none", "updates in a step", [1], "one in each step"),
     Row("`sharded=True`", "sharded", [False], "the whole data on all ranks"),
     Row("`batch_share`", "batch_share", ["equal"], "equal shares"),
+    Row(
+        "`compile` in a callback", "compile in training", [False], "an `rr.fit` before and after it"
+    ),
     Row("callbacks that not all ranks have", "callbacks", [""], _EQUAL),
     Row("`rr.elastic.run` around `rr.fit`", "rr.elastic.run around it", [False], "`rr.fit` alone"),
     Row("`model.fit`, other loops", "steps of another loop", [False], "`rr.fit`, `rr.elastic.run`"),

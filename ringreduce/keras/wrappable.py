@@ -255,7 +255,28 @@ def require_distributed(model: keras.Model, ring: Communicator) -> None:
     raise ConfigError(
         f"got a model with a plain optimizer ({model.optimizer.name}), which averages nothing",
         **ring.config.who,
-        remedy="Wrap it: model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers."
-        f'{type(model.optimizer).__name__}(...)), ...); for a name such as "adam" give the wrapper '
-        'keras.optimizers.get("adam"). rr.load_model wraps that of a saved model.',
+        remedy=f"Wrap it: {_wrapping(model.optimizer)} rr.load_model wraps that of a saved model.",
+    )
+
+
+def refuse_plain_since(model: keras.Model, where: str, ring: Communicator) -> None:
+    """ConfigError if no optimizer of `model` averages any more; `where` it got another one."""
+    if wrappers_in(model):
+        return
+    optimizer = model.optimizer
+    name = "none" if optimizer is None else f"a plain one ({optimizer.name})"
+    raise ConfigError(
+        f"would go on training apart from the other ranks: {where} has replaced the model's "
+        f"DistributedOptimizer by {name}, which averages nothing",
+        **ring.config.who,
+        remedy=f"Wrap it there too: {_wrapping(optimizer)}",
+    )
+
+
+def _wrapping(optimizer: Any) -> str:
+    """How to compile a model with `optimizer`, or one of that class, wrapped."""
+    kind = "Adam" if optimizer is None else type(optimizer).__name__
+    return (
+        f"model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.{kind}(...)), ...); for "
+        'a name such as "adam" give the wrapper keras.optimizers.get("adam").'
     )

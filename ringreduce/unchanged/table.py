@@ -24,6 +24,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import init
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import data_fingerprint, private
+from ringreduce.keras.callbacks.together import given_callbacks
 from ringreduce.keras.evaluation import OutputsError, evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
@@ -131,7 +132,21 @@ def _fit(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> 
     with _own_method(bound.pop("self"), "fit", original):
         # The order of rows follows from TensorFlow's seed, as Keras's, and is another in each call.
         seed = zlib.crc32(f"{_seed} {_calls}".encode())
+        # After the program's, which may compile the model anew.
+        bound["callbacks"] = [*given_callbacks(bound.get("callbacks")), _Distributing()]
         return fit(model, **bound, seed=seed, communicator=ring)
+
+
+class _Distributing(keras.callbacks.Callback):
+    """Has optimizers that callbacks give the model average gradients, before the next step."""
+
+    looks_at_batches = False
+    _known: Any = None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.model.optimizer is not self._known:
+            _distribute(self.model)
+            self._known = self.model.optimizer
 
 
 def _note_seed(original: Any, seed: Any) -> None:

@@ -23,6 +23,8 @@ from tests import hosts
 from tests.jobs import facts_in, run_job
 from tests.scope import in_full
 
+LambdaCallback = keras.callbacks.LambdaCallback
+
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
 BATCH, STEPS, EPOCHS = 12, 4, 3
@@ -310,6 +312,15 @@ def _backup_on_rank_0(ring):
     _fit(ring, backup_dir=None if ring.rank else "never made")
 
 
+def _compiled_anew(ring):
+    def compile_anew(epoch, logs):
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), ring)
+        model.compile(optimizer, "mse", run_eagerly=True)
+
+    model = _model(ring)
+    _fit(ring, lambda _: model, callbacks=[LambdaCallback(on_epoch_end=compile_anew)], epochs=2)
+
+
 class _Experts(rr.parts.PartLayer):
     def build(self, _):
         self.add_part((4, 2), "zeros", name="experts")
@@ -339,6 +350,7 @@ REFUSED = [
     ("several updates in a `train_step`, or none", _made(kind=Own), "updates in a step=0"),
     ("`sharded=True`", _given(sharded=True), "sharded"),
     ("`batch_share`", _given(batch_share="measured"), "batch_share=measured"),
+    ("`compile` in a callback", _compiled_anew, "compile in training"),
     *(
         ("callbacks that not all ranks have", begin, f"callbacks=(rank 0: {kind}; rank 1: none)")
         for begin, kind in (

@@ -31,6 +31,7 @@ from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
     refuse_other_ring,
+    refuse_plain_since,
     settle,
     warn_of_plain_optimizer,
     wrappers_in,
@@ -130,7 +131,8 @@ class Together(Forwarding):
 
     Raises:
         ConfigError: something in `callbacks` is no Keras callback; when training begins, there is a
-            BackupAndRestore and the model is not built on every rank.
+            BackupAndRestore and the model is not built on every rank; before a step, one of them
+            has replaced a `DistributedOptimizer` by a plain one, as ``compile`` does.
         MismatchError: as `MetricAverage`; at the end ranks have different weights.
     """
 
@@ -146,6 +148,10 @@ class Together(Forwarding):
     ) -> None:
         super().__init__()
         self._communicator, self._check, self._has_trained = communicator, check, False
+        # The model's, when a hook had last ended; which hook of which callback has changed it.
+        self._optimizer: Any = None
+        self._changed_in = ""
+        self._is_distributed = False
         self.callbacks = [checked(callback) for callback in keras.tree.flatten(callbacks)]
         for backup in backups(self.callbacks):
             private.save_backups_by(backup, save)
@@ -169,12 +175,28 @@ class Together(Forwarding):
             settle(self.model)
         for member in self.members:
             getattr(member, hook)(*arguments, **options)
+            if self._optimizer is not None and self._optimizer is not self.model.optimizer:
+                self._optimizer = self.model.optimizer
+                name = type(getattr(member, "callback", member)).__name__
+                self._changed_in = f"the callback {name}, in {hook},"
+        if self._changed_in and hook == "on_train_batch_begin":
+            self._look_at_optimizer()
+
+    def _look_at_optimizer(self) -> None:
+        """Raise unless the optimizer that the model has got since will average gradients too."""
+        ring = self._communicator or default_communicator()
+        where, self._changed_in = self._changed_in, ""
+        if self._is_distributed:
+            refuse_plain_since(self.model, where, ring)
+        refuse_other_ring(self.model, where, ring)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks what rank 0 has restored."""
         ring = self._communicator or default_communicator()
         refuse_other_ring(self.model, "rr.callbacks.Together", ring)
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
+        self._optimizer, self._changed_in = self.model.optimizer, ""
+        self._is_distributed = bool(wrappers_in(self.model))
         every = every_rank(self)
         restores = self._all_are_ready_to_restore(every)
         if restores:

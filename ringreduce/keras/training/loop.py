@@ -22,6 +22,7 @@ import tensorflow as tf
 from ringreduce.keras import private
 from ringreduce.keras.averages import take_averages_of_rank_0
 from ringreduce.keras.elastic_fit import Elastic
+from ringreduce.keras.join import build
 from ringreduce.keras.mistakes import in_fit
 from ringreduce.keras.plan import Feed
 from ringreduce.keras.training.progress import training
@@ -55,6 +56,7 @@ class Loop:
         self._exchanges, self._elastic = exchanges, elastic
         self._one_by_one = elastic is not None
         self._is_first = True  # whether no call was made
+        self._is_prepared = False  # whether there were steps before
 
     def run(
         self,
@@ -128,7 +130,10 @@ class Loop:
         ranks = None if self._exchanges else self._who.data.size if feed.is_counted else 0
         how = ranks, feed.may_be_empty
         if not (isinstance(steps, Steps) and steps.are_for(*how)):
+            if self._is_prepared and self._who.everyone.size > 1:
+                build(model, feed.spec)  # Compiled by a callback, it has other metrics.
             steps = model.train_function = Steps(model, *how)
+        self._is_prepared = True
         return steps
 
     def _agree_who_looks(self) -> list[str]:

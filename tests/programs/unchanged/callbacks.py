@@ -48,4 +48,18 @@ with open("run/results.json", "w") as file:
 with open("run/log.csv") as file:
     rows = len(file.readlines())
 assert rows == 5, rows
+
+
+class Unfreezes(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.layers[0].trainable = True
+            self.model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
+            self.model.make_train_function(force=True)
+
+
+best.layers[0].trainable = False
+best.compile(optimizer="adam", loss="mse")
+best.fit(x, y, epochs=3, callbacks=[Unfreezes()])
+model = best
 results = [float(best.evaluate(x, y)[0])]
