@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ from ringreduce.testing import ring_of_threads
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
 
 EPOCHS, STEPS = 2, 2
+ONES = np.ones((8, 1), "float32")
 
 
 class Count(keras.layers.Layer):
@@ -28,11 +30,17 @@ class Count(keras.layers.Layer):
         return inputs * 0 - self.steps
 
 
-def counted(ring, *callbacks):
-    """Train, and return how many steps have been made of the whole training."""
+def counting(ring):
+    """A model whose weight counts the steps."""
     model = keras.Sequential([keras.Input((1,)), Count()])
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), ring)
     model.compile(optimizer, lambda y, found: tf.reduce_mean(found, -1), run_eagerly=True)
+    return model
+
+
+def counted(ring, *callbacks):
+    """Train, and return how many steps have been made of the whole training."""
+    model = counting(ring)
     data = np.ones((STEPS, 1), "float32")
     given = {"batch_size": 1, "epochs": EPOCHS, "verbose": 0, "communicator": ring}
     rr.fit(model, data, data, callbacks=callbacks, **given)
@@ -109,3 +117,31 @@ def test_a_job_that_is_killed_at_any_moment_goes_on_with_the_next_step(tmp_path,
     # Two files are replaced three times, and then deleted.
     assert len(found) >= 7
     assert found == [EPOCHS * STEPS] * len(found)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out")
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_an_epoch_of_which_a_backup_has_more_steps_than_there_are_ends(tmp_path, is_counted):
+    def work(ring):
+        backup = keras.callbacks.BackupAndRestore(tmp_path / str(ring.size))
+        model = counting(ring)
+        model.optimizer.build(model.trainable_variables)
+        if ring.rank == 0:
+            back_up([backup], model, 0, 3)
+        ring.barrier()
+        data = tf.data.Dataset.from_tensor_slices((ONES, ONES)).batch(2)
+        data = data.take(2) if is_counted else data.take(2).filter(lambda *_: True)
+        epochs = []
+        notes = keras.callbacks.LambdaCallback(on_epoch_end=lambda at, logs: epochs.append(at))
+        given = {"epochs": 2, "verbose": 0, "callbacks": [backup, notes]}
+        history = rr.fit(model, data, communicator=ring, **given).history
+        assert epochs == [0, 1]
+        assert len(history["loss"]) == 1
+        return float(model.layers[0].steps.numpy())
+
+    text = "a backup after step 3 of epoch 1, of which the data have only 2 batches now: that epoch"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", rr.DataWarning)
+        assert ring_of_threads(2, work, timeout_s=60.0) == [2.0] * 2
+    assert len(found) == 1
+    assert text in str(found[0].message)

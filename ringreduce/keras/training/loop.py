@@ -10,6 +10,7 @@ own clock: nothing that ranks exchange then comes between calls, but for the fir
 step.
 """
 
+import contextlib
 import math
 import sys
 import time
@@ -23,7 +24,7 @@ from ringreduce.keras import private
 from ringreduce.keras.averages import take_averages_of_rank_0
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.join import build
-from ringreduce.keras.mistakes import in_fit
+from ringreduce.keras.mistakes import DataWarning, in_fit, warn_at_users_line
 from ringreduce.keras.plan import Feed
 from ringreduce.keras.training.progress import training
 from ringreduce.keras.training.steps import Steps
@@ -182,7 +183,7 @@ class Loop:
             callbacks.on_train_batch_begin(first)
             done, logs = self._call(passes.iterator, most)
             if not done:
-                passes.end()
+                passes.end(warns=not self._progress.unread)
                 break
             self._logs = logs
             callbacks.on_train_batch_end(passes.pass_by(done), logs)
@@ -192,6 +193,7 @@ class Loop:
                 break
         else:
             passes.finish()
+        self._end_skipping(epoch)
         return self._logs
 
     def _suitable(self) -> int:
@@ -211,13 +213,7 @@ class Loop:
         """Make up to `most` steps; return how many, and the logs of the last."""
         steps, progress = self._prepare_steps(), self._progress
         if progress.unread:
-            done = min(most, progress.unread)
-            progress.unread -= done
-            for _ in range(done):
-                next(iterator)
-            if self._elastic is not None:
-                self._elastic.made += done
-            return done, {}
+            return self._skip(iterator, min(most, progress.unread)), {}
         began = time.perf_counter()
         try:
             done, logs, reading_s = steps.run(iterator, most, self._limit_s(most))
@@ -227,6 +223,31 @@ class Loop:
         progress.reading_s += reading_s
         self._is_first = False
         return done, logs
+
+    def _skip(self, iterator: Any, most: int) -> int:
+        """Read up to `most` batches whose steps a backup has; return how many there were."""
+        done = 0
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            while done < most:
+                next(iterator)
+                done += 1
+        self._progress.unread -= done
+        if self._elastic is not None:
+            self._elastic.made += done
+        return done
+
+    def _end_skipping(self, epoch: int) -> None:
+        """Warn on rank 0 if an epoch had fewer batches than a backup has steps of it."""
+        progress, read = self._progress, self._passes.place
+        if progress.unread and self._who.is_first and not self._model.stop_training:
+            warn_at_users_line(
+                f"training goes on from a backup after step {read + progress.unread} of epoch "
+                f"{epoch + 1}, of which the data have only {read} batches now: that epoch makes no "
+                "step, and the next begins. If they should be as they were, stop, and start the "
+                "job with the same data, batch_size and steps_per_epoch.",
+                DataWarning,
+            )
+        progress.unread = 0
 
 
 class _Passes:
@@ -286,9 +307,10 @@ class _Passes:
             "pass sharded=True where each has its own."
         )
 
-    def end(self) -> None:
+    def end(self, *, warns: bool) -> None:
         """Note that there was no further element."""
-        _warn_of_end()
+        if warns:
+            _warn_of_end()
         self.iterator, self._seen = None, 0
 
     def finish(self) -> None:
