@@ -20,6 +20,7 @@ from ringreduce.pure.profile import Measurement, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.cores import core_limit
+from ringreduce.vocabulary.words import for_rr
 from ringreduce.vocabulary.worker_environment import compute_threads
 
 _log = logging.getLogger(__name__)
@@ -133,7 +134,9 @@ def warn_of_no_profile() -> None:
         return
     if is_initialized() and default_communicator().rank == 0:
         _log.warning(
-            "[%d/%d] --profile has measured nothing: it measures rr.fit, and model.fit with "
-            "callbacks=[rr.callbacks.Together([...])].",
+            "[%d/%d] --profile has measured nothing: it measures %s.",
             *default_communicator().config.who.values(),
+            for_rr(
+                "rr.fit, and model.fit with callbacks=[rr.callbacks.Together([...])]", "Model.fit"
+            ),
         )
