@@ -173,7 +173,16 @@ def _with_names(config: Any, classes: Mapping[str, Any]) -> Any:
 def _options_in(file: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
     """`passed`, and what else the file of a model keeps; ConfigError where that cannot be made."""
     text = file.get("optimizer/kept_options/vars/text")
-    kept: dict[str, Any] = {} if text is None else json.loads(bytes(text[()]))
+    kept: dict[str, Any] = {}
+    try:
+        if text is not None:
+            kept = dict(json.loads(bytes(text[()])))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"got a model whose file is damaged where it keeps ringreduce's options: {error}",
+            remedy="Save the model again; or rr.load_model(path, compile=False), and compile the "
+            "model anew.",
+        ) from error
     if "accumulate_steps" in passed:
         kept.pop("strategy", None)
     options = dict(passed)

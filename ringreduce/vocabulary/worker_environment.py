@@ -126,9 +126,18 @@ def tell_children(config: Config, members: Sequence[int], rank: int, count: int)
 def parents_ring(config: Config) -> tuple[Config, Sequence[int]] | None:
     """The settings and members of a ring in which a parent of this process is that rank; or None.
 
-    None too where the rank's process has started another program (`os.execv`).
+    None too where the rank's process has started another program (`os.execv`). ConfigError if the
+    variable that says so is not ours.
     """
-    process, place, members, local = json.loads(os.environ.get(_RING, "[0, 0, 0, 0]"))
+    text = os.environ.get(_RING, "[0, 0, 0, 0]")
+    try:
+        process, place, members, local = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(
+            f"cannot read {_RING}={text!r:.80}",
+            remedy="Unset it: by this variable ringreduce itself tells the children of a rank, "
+            "such as workers of a data pipeline, which rank their parent is.",
+        ) from None
     if process == os.getpid() or place != [config.job_id, config.rank]:
         return None
     # The files of its folders are the parent's.

@@ -18,7 +18,7 @@ from keras.optimizers import SGD, Adam, LossScaleOptimizer
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError
-from ringreduce.keras import DistributedOptimizer
+from ringreduce.keras import DistributedOptimizer, saving
 from ringreduce.keras.strategies import EveryStep
 from ringreduce.testing import ring_of_threads
 from tests.models import INPUTS, TARGETS, assert_equal_state, make_model
@@ -435,6 +435,13 @@ def test_the_users_class_and_the_outer_optimizers_momentum_stay_in_a_loaded_mode
     loaded = rr.load_model(path, custom_objects={"Doubled": Doubled})
     assert type(loaded.optimizer.inner_optimizer) is type(optimizer)
     assert_equal_state(fit(model), fit(loaded))
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
+def test_options_in_a_damaged_file_are_an_error_that_says_so(text):
+    file = {"optimizer/kept_options/vars/text": np.frombuffer(text, np.uint8)}
+    with pytest.raises(ConfigError, match=r"damaged where it keeps .* options.*compile=False"):
+        saving._options_in(file, {})
 
 
 def test_local_variables_stay_so_in_a_loaded_model(path):

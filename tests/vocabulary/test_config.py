@@ -12,7 +12,7 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.times import Times, milliseconds
-from ringreduce.vocabulary.worker_environment import worker_environment
+from ringreduce.vocabulary.worker_environment import parents_ring, worker_environment
 from tests.vocabulary import launched_environments as seen
 
 LAUNCH = {
@@ -285,3 +285,10 @@ def test_a_misspelt_variable_is_a_warning_of_one_rank_of_each_host(variables, co
 @pytest.mark.parametrize("name", ["OTHER", "BENCH_LINE", "TEST_FRESH", "TEST_SLOW_S", "COMPLETE"])
 def test_variables_of_others_are_theirs(name, warned):
     assert not warned({f"RINGREDUCE_{name}": "on"})
+
+
+@pytest.mark.parametrize("text", ["mpi", "5", "[1, 2]", "[" * 100_000])
+def test_a_ring_of_a_parent_that_cannot_be_read_is_named_with_what_to_do(text, monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_RING", text)
+    with pytest.raises(ConfigError, match=r"cannot read RINGREDUCE_RING=.*Unset it"):
+        parents_ring(Config())
