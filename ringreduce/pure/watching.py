@@ -363,7 +363,11 @@ class Watch:
         is_recent = now_s - paused_at < TIMES.pause_memory_s
         stood_s = max(now_s - self._ticked_s, paused_s if is_recent else 0.0)
         suspicion = self.peer_table.suspect(current, now_s)
-        if stood_s >= TIMES.silent_s:
+        unheard_s = stood_s
+        if suspicion is not None and suspicion.is_silent:
+            unheard_s = self.peer_table.silent_s(suspicion.rank, now_s)
+        # A rank that was silent for longer than this process stood still is to blame all the same.
+        if stood_s >= TIMES.silent_s and unheard_s - stood_s < TIMES.silent_s:
             self._explain_pause(named, stood_s, "may have given it up")
         elif self.peer_table.is_cut_off(now_s):
             named.remedy = "No other rank is heard any more: this one may be cut off."

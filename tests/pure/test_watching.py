@@ -317,6 +317,23 @@ def test_a_timeout_names_the_rank_that_all_wait_for_or_that_this_process_stood_s
     assert "This process stood still for 3.0 s" in str(watch.named(met, WAITING, 3.3))
 
 
+@pytest.mark.parametrize(
+    ("ticks_s", "peer"), [((0.2, 0.6, 1.0, 2.1, 2.6, 3.1), 1), ((0.2, 2.5, 3.1), 0)]
+)
+def test_a_short_pause_of_this_process_does_not_hide_a_rank_that_is_silent_for_longer(
+    ticks_s, peer
+):
+    watch = a_watch(3)
+    watch.receive(1, heartbeat(), 0.2)
+    for number, at_s in enumerate(ticks_s, 1):
+        watch.tick(at_s)
+        watch.receive(2, heartbeat(5, "all_reduce", number=number, rank=2), at_s)
+    met = PeerTimeoutError("waited 2.0 s", peer=0, remedy="Read rank 0's log first; raise it.")
+    named = watch.named(met, WAITING, 3.2)
+    assert named.peer == peer
+    assert ("stood still" in str(named)) == (peer == 0)
+
+
 def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for():
     listening = Listening(2, 0, 1, "tcp://127.0.0.1:4187")
     payload = encode(listening)
