@@ -23,8 +23,10 @@ in which nothing else happens.
 
 import argparse
 import contextlib
+import json
 import os
 import random
+import re
 import secrets
 import signal
 import sys
@@ -195,8 +197,15 @@ def standing_job(
         yield processes, struck, strike, go_on, f"{placed}, ranks {struck}"
 
 
+def said_by(processes: list[Process]) -> list[dict[str, Any]]:
+    """The facts of all ranks, whose lines a launcher has marked, or nobody."""
+    lines = [line for process in processes for line in process.stdout.splitlines()]
+    texts = [re.sub(r"^\[\d+\] ", "", line) for line in lines]
+    return [json.loads(text) for text in texts if text.startswith("{")]
+
+
 def ranks_of(processes: list[Process], ranks: Collection[int]) -> list[int]:
-    said = [fact for process in processes for fact in facts_in(process.stdout)]
+    said = said_by(processes)
     return [fact["pid"] for fact in said if "pid" in fact and fact["rank"] in ranks]
 
 
@@ -223,7 +232,7 @@ def run_standing(folder: Path, chosen: random.Random, kind: str) -> str:
                 go_on()
             codes = [each.wait(DEADLINE_S) for each in others]
             ends = [each.wait(DEADLINE_S) for each in still]
-            said = [fact for process in processes for fact in facts_in(process.stdout)]
+            said = said_by(processes)
             found = {fact["rank"]: fact for fact in said if "digest" in fact}
             demand(found, "no rank has come to the end")
             rings = {tuple(fact["ended"][-1][1]) for fact in found.values()}
