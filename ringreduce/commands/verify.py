@@ -8,6 +8,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -73,11 +74,20 @@ def verify(
     is_open = any(comparison.is_open for comparison in compared)
     code = _DIFFERS if again is not None else _NOT_SEEN if is_open else 0
     if as_json:
-        report = {"agree": code == 0, "verdict": lines, "runs": runs, "differences": compared}
+        differences = list(map(_as_object, compared))
+        report = {"agree": code == 0, "verdict": lines, "runs": runs, "differences": differences}
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         print("", *(textwrap.fill(line, 80, subsequent_indent="     ") for line in lines), sep="\n")
     return code
+
+
+def _as_object(comparison: Comparison) -> dict[str, Any]:
+    """A comparison for JSON, with names."""
+    parts = [part._asdict() for part in comparison.parts]
+    first = None if comparison.first is None else comparison.first._asdict()
+    names = {"agrees": comparison.agrees, "parts": parts, "first": first}
+    return {**comparison._asdict(), **names}
 
 
 @contextlib.contextmanager

@@ -187,5 +187,6 @@ def test_the_example_trains_alike(tmp_path):
         assert process.wait(120) == 0, process.stderr
         report = json.loads(process.stdout)
     assert report["agree"]
+    assert report["differences"][0]["parts"][1]["what"] == "loss"
     found = [(run["ranks"], len(run["returned"]["loss"])) for run in report["runs"]]
     assert found == [(1, 20), (3, 20)]

@@ -63,7 +63,10 @@ class Record(keras.callbacks.Callback):
         self._rows = lasting(0.0)
         # Now, since Keras's own loop makes its function before it calls callbacks.
         put_around(model, RECORDED, self._with_rows)
-        self._wrappers = wrappers_in(model)
+
+    def _watch(self) -> None:
+        """Have the optimizers note their steps."""
+        self._wrappers = wrappers_in(self.model)
         for wrapper in self._wrappers:
             wrapper.recorder = GradientRecord(wrapper.name, self._has)
         if not self._wrappers:
@@ -72,6 +75,7 @@ class Record(keras.callbacks.Callback):
             self._unseen[GRADIENTS] = "each rank applies its own between meetings"
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self._watch()  # Callbacks may have put in others; nothing was traced yet.
         self._variables = list(self._recorded_variables())
         self._start = [self._value(variable) for variable in self._variables]
 
@@ -95,6 +99,8 @@ class Record(keras.callbacks.Callback):
             self.on_train_end()
 
     def on_train_end(self, logs: Any = None) -> None:
+        if not self._steps:
+            sys.exit()  # Nothing was trained, and the command says so.
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux says KiB.
         peaks = self._ring.all_gather_object(memory)
         arrays = self._arrays()
@@ -329,6 +335,8 @@ class Record(keras.callbacks.Callback):
             options = wrapper.settings()[0].found
             if "SUM" in options["op"]:
                 yield 'op="sum" makes gradients as many times as large as there are ranks'
+            if wrapper.recorder.has_local:
+                yield "each rank trains local variables of its own, on its own rows"
             if wrapper.is_alone:
                 yield f"strategy={options['strategy']}: ranks step alone between meetings"
 
