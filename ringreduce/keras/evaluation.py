@@ -19,7 +19,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.arrays import Arrays, are_arrays
-from ringreduce.keras.averages import averages_of
+from ringreduce.keras.averages import is_average, untrained
 from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of, passing
 from ringreduce.keras.mistakes import warn_of_last_batches, warn_of_metrics
@@ -30,7 +30,7 @@ from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.wrappable import refuse_strategy, require_model, settle
-from ringreduce.tensorflow.variables import broadcast_variables
+from ringreduce.tensorflow.variables import broadcast_variables, differing
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import for_rr
 
@@ -54,8 +54,8 @@ def evaluate(
     """The result of ``model.evaluate`` on the whole data, of which each rank computes a share.
 
     Collective: all ranks must call it at the same point, with the same data and weights. Meanwhile
-    moving averages of normalization layers, which follow each rank's own batches, are rank 0's on
-    all ranks. Metrics are computed from the sum of the ranks' states, as in one process.
+    moving averages, and whatever else is not trained and differs between ranks, are rank 0's on all
+    ranks. Metrics are computed from the sum of the ranks' states, as in one process.
 
     Args:
         model: a compiled model.
@@ -204,11 +204,10 @@ def _none_of(output: Any) -> Any:
 @contextmanager
 def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
     """Within the block all ranks evaluate the model that rank 0 would save. Collective."""
-    averages = averages_of(model)
-    with metric_states.restored(averages):
-        # A rank with an empty share may have a model that is not built, and needs no averages.
-        if len(set(ring.all_gather_object(len(averages)))) == 1:
-            broadcast_variables(averages, ring)
+    # None differ where a rank with an empty share has a model that is not built, and needs none.
+    unlike = differing(list(filter(is_average, untrained(model))), ring)
+    with metric_states.restored(unlike):
+        broadcast_variables(unlike, ring)
         yield
 
 

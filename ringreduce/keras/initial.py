@@ -38,6 +38,7 @@ from ringreduce.tensorflow import draws
 from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
+from ringreduce.tensorflow.variables import plain_variable
 from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -190,11 +191,6 @@ def give_values(
     if make_alike(variables, group):
         return True
     return differed if group is None else count_true(group, differed) > 0
-
-
-def plain_variable(variable: Any) -> Any:
-    """The `tf.Variable` in a Keras variable; others are returned as they are."""
-    return getattr(variable, "_value", variable)
 
 
 def _without_others(

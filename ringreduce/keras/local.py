@@ -7,10 +7,9 @@ import keras
 import tensorflow as tf
 
 from ringreduce.keras import private
-from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.wrappable import all_within, own_step_in, state_for
-from ringreduce.tensorflow.variables import path_of
+from ringreduce.tensorflow.variables import path_of, plain_variable
 from ringreduce.vocabulary.errors import ConfigError
 
 

@@ -197,6 +197,19 @@ def _place_of(draw: Draw) -> str:
     return str(draw.op.name)
 
 
+def warn_of_own_numbers(variables: Sequence[Any], ring: Communicator) -> None:
+    """Warn on rank 0 of whole numbers that steps have changed, to others on each rank."""
+    if ring.rank == 0:
+        warn_at_users_line(
+            f"the ranks have different values of {_first_of(map(path_of, variables))}, whole "
+            "numbers or flags that steps change: each rank keeps its own, while floating-point "
+            "numbers that steps change become rank 0's at the end of an epoch. If they belong to "
+            "such, as the place in a queue does, make them float32 too, or call "
+            "rr.broadcast_variables([...]) in a callback's on_epoch_end.",
+            ParityWarning,
+        )
+
+
 def warn_of_parity(
     texts: Sequence[str], ring: Communicator, who: str = "", what: str = "global batch, since "
 ) -> None:

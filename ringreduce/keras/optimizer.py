@@ -369,6 +369,10 @@ class DistributedOptimizer(Wrapper):
         finally:
             self._deferred = None
 
+    def is_local(self, variable: Any) -> bool:
+        """Whether neither values nor gradients of `variable` are shared."""
+        return variable in self._local
+
     def _kind_of(self, variable: Any) -> Averaging:
         if variable in self._local:
             return Averaging.LOCAL

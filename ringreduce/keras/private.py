@@ -53,13 +53,14 @@ for _owner, _names in (
     (keras.optimizers.RMSprop, ("_momentums",)),
     (keras.optimizers.Optimizer, ("_use_weight_decay", "_exclude_from_weight_decay_cache")),
     (keras.Variable, ("_value", "_path")),
-    (keras.Layer, ("_trainable_variables",)),
+    (keras.Layer, ("_trainable_variables", "_non_trainable_variables")),
     (keras.layers.BatchNormalization, ("_moments",)),
     (keras.layers.MultiHeadAttention, ("_output_dense", "_dropout_layer")),
     (keras.layers.GroupQueryAttention, ("_output_dense", "_dropout_layer")),
     (keras.callbacks.BackupAndRestore, ("_weights_path", "_training_metadata_path")),
     (keras.callbacks.BackupAndRestore, ("_save_model", "_current_epoch")),
-    (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch", "_compile_loss")),
+    (keras.Layer, ("_flatten_layers", "_layers")),
+    (keras.Model, ("_initial_epoch", "_compile_loss")),
     (keras.Model, ("_should_eval", "_distribute_strategy")),
     (keras.callbacks.TensorBoard, ("_start_batch", "_stop_batch")),
     (keras.callbacks.ProgbarLogger, ("_maybe_init_progbar", "progbar")),
@@ -76,6 +77,8 @@ trained_variables: Callable[[Any], list[Any]] = attrgetter("_trainable_variables
 places_in_lists: Callable[[Any], dict[Any, int]] = attrgetter("_trainable_variables_indices")
 # A layer's variables that were trainable when they were made, and may be frozen now.
 made_to_be_trained: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")
+# And those that were not, of the layer itself.
+made_not_to_be_trained: Callable[[Any], list[Any]] = attrgetter("_non_trainable_variables")
 # The whole loss of a compiled model, by targets and outputs.
 compiled_loss: Callable[[Any], Any] = attrgetter("_compile_loss")
 # The epoch that BackupAndRestore has told a model's `fit` to begin with.
@@ -160,6 +163,11 @@ def learning_rate_of(optimizer: keras.Optimizer) -> Any:
 def layers_of(model: keras.Model) -> list[Any]:
     """All layers in `model`, those within others included, without itself."""
     return model._flatten_layers(include_self=False)  # type: ignore[no-any-return]
+
+
+def layers_within(layer: keras.Layer) -> list[Any]:
+    """The layers that a layer or model has itself, without those within them."""
+    return layer._flatten_layers(include_self=False, recursive=False)  # type: ignore[no-any-return]
 
 
 def has_layers(layer: keras.Layer) -> bool:

@@ -22,14 +22,13 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.part import Part, mark, part_of, pieces_in
 from ringreduce.keras.parts.training import joint
 from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
 from ringreduce.keras.wrappable import all_within, require_elementwise, state_for
 from ringreduce.pure.buckets import GradientSpec
 from ringreduce.tensorflow.sharding import ShardedBuckets, piece_of
-from ringreduce.tensorflow.variables import path_of
+from ringreduce.tensorflow.variables import path_of, plain_variable
 from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 

@@ -25,10 +25,9 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.mistakes import ParityWarning, warn_at_users_line
 from ringreduce.keras.wrappable import all_within, require_elementwise
-from ringreduce.tensorflow.variables import path_of
+from ringreduce.tensorflow.variables import path_of, plain_variable
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
 

@@ -78,7 +78,7 @@ def refuse_strategy(model: Any = None) -> None:
 
 def refuse_wrapped(inner: keras.Optimizer) -> None:
     """ConfigError if `inner` is distributed, or something that it or one in it has."""
-    for held in (inner, *itertools.chain(*map(_held_by, all_within(inner)))):
+    for held in (inner, *itertools.chain(*map(held_by, all_within(inner)))):
         if isinstance(held, Wrapper):
             text = f"got an optimizer that is already distributed ({held.name})"
             raise ConfigError(text, remedy="Wrap it once, the outermost one.")
@@ -171,11 +171,11 @@ def is_alone(model: keras.Model) -> bool:
 
 def wrappers_in(model: keras.Model) -> list[Any]:
     """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
-    every = (getattr(model, "optimizer", None), *_held_by(model))
+    every = (getattr(model, "optimizer", None), *held_by(model))
     return list({id(part): part for part in every if isinstance(part, Wrapper)}.values())
 
 
-def _held_by(owner: Any) -> list[Any]:
+def held_by(owner: Any) -> list[Any]:
     """The attributes of an object, and what is in those that are lists or tables."""
     held = list(vars(owner).values())
     several = [value for value in held if isinstance(value, (list, tuple, Mapping))]

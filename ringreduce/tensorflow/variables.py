@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.pure.buckets import GradientSpec, first_difference
-from ringreduce.pure.payload import checked_root
+from ringreduce.pure.buckets import ALIGNMENT, GradientSpec, first_difference
+from ringreduce.pure.payload import aligned, bounds_of, checked_root, cut
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import private
 from ringreduce.tensorflow.agreement import Difference, agree, refuse
@@ -41,23 +41,45 @@ def broadcast_variables(variables: Sequence[Any], ring: Communicator, root: int 
 def broadcast_values(
     paths: Sequence[str], ring: Communicator, root: int, values: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """The `values` that `root` passed, on all ranks; new arrays.
+    """The `values` that `root` passed, on all ranks; new arrays. Raises as `require_alike`."""
+    named = zip(paths, values, strict=True)
+    require_alike([(path, value.shape, value.dtype.name) for path, value in named], ring)
+    return broadcast_packed(values, ring, root)
 
-    MismatchError, on all ranks, if their variables differ in number, name, shape or dtype, or their
-    versions of TensorFlow or Keras.
+
+def require_alike(layout: Sequence[tuple[str, tuple[int, ...], str]], ring: Communicator) -> None:
+    """MismatchError, on all ranks, if variables differ in number or name, shape or dtype: `layout`.
+
+    Or the versions of TensorFlow or Keras. Collective: one exchange.
     """
     versions = {"TensorFlow": tf.__version__}
     if "keras" in sys.modules:
         versions["Keras"] = sys.modules["keras"].__version__
-    named = zip(paths, values, strict=True)
-    layout = [(path, value.shape, value.dtype.name) for path, value in named]
-    description = {"versions": versions, "variables": layout}
+    description = {"versions": versions, "variables": list(layout)}
     what, signature = "broadcast of the initial weights", signature_of("variables")
     agree(ring, description, lambda *pair: _difference(description, *pair[2:]), what, signature)
-    received = [np.array(value) for value in values]  # TensorFlow's ops get scalars, not arrays.
-    for value in received:
-        # As bytes, so that every dtype travels, booleans and 8-bit floats included.
-        ring.broadcast(value.reshape(-1).view(np.uint8), root)
+
+
+def broadcast_packed(
+    values: Sequence[np.ndarray], ring: Communicator, root: int = 0
+) -> list[np.ndarray]:
+    """The `values` of `root`, on all ranks, which have as many of the same shapes and dtypes.
+
+    In one broadcast; new arrays, which share memory. As bytes, so that every dtype travels,
+    booleans and 8-bit floats included.
+    """
+    arrays = list(map(np.asarray, values))  # TensorFlow's ops get scalars, not arrays.
+    bounds = bounds_of([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays])
+    packed = aligned(bounds[-1])
+    received = [
+        part[: array.nbytes].view(array.dtype).reshape(array.shape)
+        for part, array in zip(cut(packed, bounds), arrays, strict=True)
+    ]
+    if ring.rank == root:
+        for place, array in zip(received, arrays, strict=True):
+            place[...] = array
+    if packed.size:
+        ring.broadcast(packed, root)
     return received
 
 
@@ -80,6 +102,11 @@ def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
             "same names; only the numbers of automatic names may differ.",
         )
     return None
+
+
+def plain_variable(variable: Any) -> Any:
+    """The `tf.Variable` in a Keras variable; others are returned as they are."""
+    return getattr(variable, "_value", variable)
 
 
 def is_initialized(variable: Any) -> bool:

@@ -7,11 +7,10 @@ import keras
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.replicas import alike, make_alike, model_group
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.wrappable import wrappers_in
-from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
+from ringreduce.tensorflow.variables import broadcast_variables, plain_variable, verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.keras import private
-from ringreduce.keras.averages import take_averages_of_rank_0
+from ringreduce.keras.averages import Averages
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.join import build
 from ringreduce.keras.mistakes import DataWarning, in_fit, warn_at_users_line
@@ -104,11 +104,13 @@ class Loop:
         callbacks.on_train_begin()
         self._progress.looking = self._agree_who_looks()
         self._is_watched = bool(self._progress.looking)
+        averages = Averages(model, self._who.data)
         for epoch in range(private.initial_epoch_of(model) or epochs.start, epochs.stop):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
+            averages.begin()
             logs = _results_or(model, self._pass(epoch))
-            take_averages_of_rank_0(model, self._who.data)
+            averages.take_those_of_rank_0()
             if validation is not None and model._should_eval(epoch, validation_freq):
                 how = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
                 results = model.evaluate(validation.dataset, **how)
