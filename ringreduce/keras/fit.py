@@ -111,7 +111,8 @@ def fit(
             started again, to the weights of an undisturbed job if nothing but `fit` shuffles.
         check: compare what ranks read: arrays before training, batches as they are read, of which
             only y where there is one, since x may be random on purpose. And the weights of all
-            ranks after training.
+            ranks after training, and before steps that would hide a difference (``sharded=True`` of
+            the optimizer, elastic jobs), if a callback has changed some.
         sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
             as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
             which ranks may have different numbers of batches and samples. A rank that runs out of
@@ -227,6 +228,7 @@ def _around(
             validate=validate,
             is_global=not options.sharded,
             check=False,  # It does so itself, as `VerifyReplicas`.
+            compares=check,
         )
     )
     return [*around, *([VerifyReplicas(None, ring)] if check else [])]

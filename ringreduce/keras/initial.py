@@ -175,9 +175,17 @@ class InitialValues:
             return gradients
         return _without_others(gradients, kinds, not differed, ring)
 
+    def known(self, variables: Iterable[Any]) -> list[Any]:
+        """Select those of `variables` that have received them."""
+        return [v for v in variables if self._has(v)]
+
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:
         by_id = {id(plain_variable(v)): v for v in variables}
-        return [v for key, v in by_id.items() if self._given.get(key) is not plain_variable(v)]
+        return [v for v in by_id.values() if not self._has(v)]
+
+    def _has(self, variable: Any) -> bool:
+        plain = plain_variable(variable)
+        return self._given.get(id(plain)) is plain
 
 
 def give_values(

@@ -210,6 +210,20 @@ def warn_of_own_numbers(variables: Sequence[Any], ring: Communicator) -> None:
         )
 
 
+def warn_of_change_between_meetings(
+    variable: Any, ranks: Sequence[int], ring: Communicator
+) -> None:
+    """Warn on rank 0 that only `ranks` have changed `variable` where all step alone."""
+    if ring.rank == 0:
+        warn_at_users_line(
+            f"a callback has changed {path_of(variable)} on {named('rank', ranks)} only, between "
+            "two meetings of ranks that step alone: the next one takes that for what was learned, "
+            "and gives every rank a part of it. Change weights on all ranks, or at the end of an "
+            "epoch.",
+            ParityWarning,
+        )
+
+
 def warn_of_parity(
     texts: Sequence[str], ring: Communicator, who: str = "", what: str = "global batch, since "
 ) -> None:

@@ -324,6 +324,10 @@ class DistributedOptimizer(Wrapper):
         states = {id(variable) for variable in self._inner.variables}
         return [variable for variable in shared if id(variable) not in states]
 
+    def begun(self, variables: Sequence[Any]) -> list[Any]:
+        """Select the `variables` with which all ranks have begun alike, in a step before."""
+        return self._initial.known(variables)
+
     def save_own_variables(self, store: Any) -> None:
         """Save the inner optimizer's state, that of parts as wholes."""
         if not self.is_settled:

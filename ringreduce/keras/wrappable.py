@@ -163,6 +163,11 @@ def settle(model: keras.Model) -> None:
         wrapper.settle()
 
 
+def is_settled(model: keras.Model) -> bool:
+    """Whether weights are equal on all ranks: not where they step alone, between meetings."""
+    return all(wrapper.is_settled for wrapper in wrappers_in(model))
+
+
 def is_alone(model: keras.Model) -> bool:
     """Whether `model` has optimizers, none of which needs other ranks in each step."""
     wrappers = wrappers_in(model)

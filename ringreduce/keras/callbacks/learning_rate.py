@@ -31,17 +31,24 @@ def kept_rates(model: Any) -> list[float]:
 
 def diverged(model: Any, rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
     """Which ranks, of whose `kept_rates` some differ, have other weights by now. Collective."""
+    unlike = unlike_rates(rates, ring)
+    trained = model.optimizer.equal_now(model.trainable_variables) if unlike else []
+    if unlike is None or not differing(trained, ring):
+        return None  # A callback may have set them just now, at the end of the epoch.
+    return unlike._replace(text=f"found that weights have gone apart: {unlike.text}")
+
+
+def unlike_rates(rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
+    """Which ranks have other learning rates, of all ranks' `kept_rates`; None: none."""
     (first, ours), *others = zip(ring.members, rates, strict=True)
     unlike = [(rank, theirs) for rank, theirs in others if theirs != ours]
-    trained = model.optimizer.equal_now(model.trainable_variables) if unlike else []
-    if not unlike or not differing(trained, ring):
-        return None  # A callback may have set them just now, at the end of the epoch.
+    if not unlike:
+        return None
     rank, theirs = unlike[0]
     here, there = (", ".join(f"{rate:g}" for rate in one) for one in (ours, theirs))
     return Difference(
         rank,
-        f"found that weights have gone apart: the learning rate is {here} on rank {first} and "
-        f"{there} on rank {rank}",
+        f"the learning rate is {here} on rank {first} and {there} on rank {rank}",
         "Set it alike on all ranks: give each of them the callback that does, and let it not look "
         "at the rank. What is set when an epoch ends is made rank 0's on all, in rr.fit and in "
         "rr.callbacks.Together.",

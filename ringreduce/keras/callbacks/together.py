@@ -16,6 +16,7 @@ from ringreduce.keras import private
 from ringreduce.keras.backup import backups, restored, save, skip
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
+from ringreduce.keras.callbacks.one_sided import OneSided
 from ringreduce.keras.callbacks.profile import Profile
 from ringreduce.keras.callbacks.rank_zero import (
     Forwarding,
@@ -30,6 +31,7 @@ from ringreduce.keras.repeating import is_repeating, repeated
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
+    is_settled,
     refuse_other_ring,
     refuse_plain_since,
     settle,
@@ -114,7 +116,9 @@ class Together(Forwarding):
     - At the end of an epoch and before validation ranks that step alone (`LocalSGD`) meet.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
     - At the end of training the weights are compared, if a `DistributedOptimizer` has trained them
-      (`VerifyReplicas`); ``check=False`` leaves that out.
+      (`VerifyReplicas`). Where a step would make one model of two (``sharded=True``, strategies
+      whose ranks step alone, elastic `rr.fit`) also before it, if a callback has changed some.
+      ``check=False`` leaves both out.
     - `Profile`, if there is one, comes before all others. ``ringreduce run --profile`` adds one,
       unless `communicator` is a group; `profile` does too.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
@@ -133,7 +137,8 @@ class Together(Forwarding):
         ConfigError: something in `callbacks` is no Keras callback; when training begins, there is a
             BackupAndRestore and the model is not built on every rank; before a step, one of them
             has replaced a `DistributedOptimizer` by a plain one, as ``compile`` does.
-        MismatchError: as `MetricAverage`; at the end ranks have different weights.
+        MismatchError: as `MetricAverage`; at the end, or before a step that would hide it, ranks
+            have different weights, learning rates, or states changed on some ranks only.
     """
 
     def __init__(
@@ -145,6 +150,7 @@ class Together(Forwarding):
         validate: Callable[[], dict[str, Any]] | None = None,
         is_global: bool = False,
         check: bool = True,
+        compares: bool | None = None,
     ) -> None:
         super().__init__()
         self._communicator, self._check, self._has_trained = communicator, check, False
@@ -152,6 +158,9 @@ class Together(Forwarding):
         self._optimizer: Any = None
         self._changed_in = ""
         self._is_distributed = False
+        # compares: what callbacks change between steps too; by default with `check`.
+        self._compares = check if compares is None else compares
+        self._one_sided: OneSided | None = None
         self.callbacks = [checked(callback) for callback in keras.tree.flatten(callbacks)]
         for backup in backups(self.callbacks):
             private.save_backups_by(backup, save)
@@ -171,8 +180,17 @@ class Together(Forwarding):
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         """Call a hook of each, in order; weights are equal where callbacks look at them."""
         self._has_trained |= hook == "on_train_batch_end"
+        one_sided = self._one_sided
         if hook in ("on_epoch_end", "on_test_begin", "on_train_end"):
+            if one_sided is not None and not is_settled(self.model):
+                one_sided.compare()
             settle(self.model)
+        if one_sided is not None and hook in (
+            "on_train_batch_end",
+            "on_epoch_end",
+            "on_test_begin",
+        ):
+            one_sided.note(is_batch=hook == "on_train_batch_end")
         for member in self.members:
             getattr(member, hook)(*arguments, **options)
             if self._optimizer is not None and self._optimizer is not self.model.optimizer:
@@ -181,6 +199,8 @@ class Together(Forwarding):
                 self._changed_in = f"the callback {name}, in {hook},"
         if self._changed_in and hook == "on_train_batch_begin":
             self._look_at_optimizer()
+        if one_sided is not None and hook == "on_train_batch_begin":
+            one_sided.compare()
 
     def _look_at_optimizer(self) -> None:
         """Raise unless the optimizer that the model has got since will average gradients too."""
@@ -193,6 +213,7 @@ class Together(Forwarding):
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks what rank 0 has restored."""
         ring = self._communicator or default_communicator()
+        self._one_sided = None
         refuse_other_ring(self.model, "rr.callbacks.Together", ring)
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
         self._optimizer, self._changed_in = self.model.optimizer, ""
@@ -213,6 +234,8 @@ class Together(Forwarding):
                 text = "[%d/%d] goes on after step %d of epoch %d, and reads those before again"
                 _log.warning(text, *every.config.who.values(), steps, (epoch or 0) + 1)
             skip(self.model, steps, every)
+        if self._compares and self._is_shared(ring):
+            self._one_sided = OneSided(self.model, self.members, ring)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make ranks draw different random numbers, then call the callbacks."""
@@ -234,12 +257,16 @@ class Together(Forwarding):
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
         super().on_train_end(logs)
+        self._one_sided = None
         ring = self._communicator or default_communicator()
+        if self._check and self._has_trained and self._is_shared(ring):
+            verify_model(self.model, ring)
+
+    def _is_shared(self, ring: Communicator) -> bool:
+        """Whether optimizers keep weights equal among the ranks of `ring`."""
         wrappers = wrappers_in(self.model)
         rings = [wrapper.communicator or default_communicator() for wrapper in wrappers]
-        is_shared = bool(rings) and all(other.members == ring.members for other in rings)
-        if self._check and self._has_trained and is_shared:
-            verify_model(self.model, ring)
+        return bool(rings) and all(other.members == ring.members for other in rings)
 
     def _all_are_ready_to_restore(self, ring: Communicator) -> bool:
         """Whether rank 0 may restore something, and the model is built on all ranks."""

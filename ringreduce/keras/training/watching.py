@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from ringreduce.keras.private import is_of_keras
+
 HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
@@ -20,6 +22,11 @@ def that_look(callbacks: Iterable[Any]) -> list[str]:
     """The names of the classes of those whose hooks must be called for each batch."""
     names = (type(callback).__name__ for callback in callbacks if _looks(callback))
     return list(dict.fromkeys(names))
+
+
+def that_see_batches(callbacks: Iterable[Any]) -> bool:
+    """Whether one of them has a hook for single batches that is neither Keras's nor ours."""
+    return any(not is_of_keras(getattr(callback, name)) for callback in callbacks for name in HOOKS)
 
 
 def _looks(callback: Any) -> bool:

@@ -1,0 +1,151 @@
+"""Finds weights that were changed on some ranks only, before a step hides that they differ.
+
+    step -- note -- ends of batch and epoch, validation, begin of an epoch -- compare -- step
+
+Elsewhere ranks whose weights differ stay apart, and the comparison at the end of training says so.
+But a sharded update gives each rank the shares of the others, a meeting of ranks that step alone
+makes a mean of what each has, and after a loss an elastic rank may take the state of another: of
+two models they make one. There ranks tell each other before a step whether something was assigned
+since the step before, and compare weights if so: one short exchange in an epoch, or in each step
+where a callback that is neither Keras's nor ours has hooks for batches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.callbacks.learning_rate import kept_rates, unlike_rates
+from ringreduce.keras.mistakes import warn_of_change_between_meetings
+from ringreduce.keras.parts.part import pieces_in
+from ringreduce.keras.parts.replicas import training_ranks
+from ringreduce.keras.repeating import is_repeating, repeated
+from ringreduce.keras.training.watching import all_of, that_see_batches
+from ringreduce.keras.wrappable import is_settled, wrappers_in
+from ringreduce.tensorflow.agreement import Difference, refuse
+from ringreduce.tensorflow.held import Held
+from ringreduce.tensorflow.variables import path_of, verify_replicas
+from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.vocabulary.words import named
+
+# What has happened to a variable since it was noted.
+_UNTOUCHED, _TOUCHED, _CHANGED = range(3)
+
+
+class OneSided:
+    """Compares what callbacks have changed in a training of `model`; does nothing elsewhere.
+
+    The ranks of `ring` average gradients. Collective: they tell each other where it is needed.
+    """
+
+    def __init__(self, model: Any, callbacks: Sequence[Any], ring: Communicator) -> None:
+        self._model, self._ring = model, ring
+        self._held: Held | None = None
+        self._is_first, self._has_warned = True, False
+        hides = any(one.options["sharded"] or one.is_alone for one in wrappers_in(model))
+        sees_batches = that_see_batches(all_of(callbacks))
+        flags = np.array([bool(hides or is_repeating(ring)), sees_batches], np.int64)
+        every = training_ranks(model.weights, ring)
+        if every.size > 1:
+            flags = repeated(every, lambda: every.all_reduce(flags, ReduceOp.MAX).tolist())
+        self._is_needed, self._in_batches = ring.size > 1 and bool(flags[0]), bool(flags[1])
+
+    def note(self, *, is_batch: bool) -> None:
+        """Hold what a step has left, unless that is held; before callbacks see its end."""
+        if self._is_needed and self._held is None and (self._in_batches or not is_batch):
+            self._held = Held([*self._weights(), *self._pieces()])
+
+    def compare(self) -> None:
+        """Raise if weights were changed on some ranks only since they were noted. Collective.
+
+        MismatchError, on all ranks; where ranks step alone, and have other weights anyway, rank 0
+        warns. In a training's first step ranks compare all with which they have begun before.
+        """
+        if not self._is_needed:
+            return
+        is_first, self._is_first = self._is_first, False
+        held, self._held = self._held, None
+        if is_first:
+            begun = [v for one in wrappers_in(self._model) for v in one.begun(self._weights())]
+            self._verify(begun)
+        elif held is not None:
+            self._tell(held)
+
+    def _tell(self, held: Held) -> None:
+        ring, weights, pieces = self._ring, self._weights(), self._pieces()
+        changed = [any(map(held.is_changed, some)) for some in (weights, pieces)]
+        entry = [*changed, kept_rates(self._model)]
+        gathered = repeated(ring, lambda: ring.all_gather_object(entry))
+        rates = unlike_rates([rates for *_, rates in gathered], ring)
+        if rates is not None:
+            rates = rates._replace(text=f"found, before a step, that {rates.text}")
+            refuse(ring, rates, "comparison of learning rates")
+        if any(are_changed for are_changed, *_ in gathered):
+            if is_settled(self._model):
+                self._verify(weights)
+            elif found := self._on_some(held, weights):
+                self._warn(*found[:2])
+        if any(are_changed for _, are_changed, _ in gathered) and (
+            found := self._on_some(held, pieces)
+        ):
+            refuse(ring, _difference(*found), "comparison of what callbacks have changed")
+
+    def _weights(self) -> list[Any]:
+        """What optimizers keep equal, or make equal in meetings."""
+        shared = self._model.trainable_variables
+        for wrapper in wrappers_in(self._model):
+            shared = wrapper.shared(shared)
+        return list(shared)
+
+    def _pieces(self) -> list[Any]:
+        """This rank's shares of the state of optimizers, of which no other has a copy."""
+        every = [pair for one in wrappers_in(self._model) for pair in pieces_in(one.variables)]
+        return [variable for variable, part in every if part.ranges]
+
+    def _verify(self, variables: Sequence[Any]) -> None:
+        equal = list(variables)
+        for wrapper in wrappers_in(self._model):
+            equal = wrapper.equal_now(equal)
+        repeated(self._ring, lambda: verify_replicas(equal, self._ring))
+
+    def _on_some(
+        self, held: Held, variables: Sequence[Any]
+    ) -> tuple[Any, list[int], list[int]] | None:
+        """The first variable that some ranks have changed, and others not; both by their ranks.
+
+        None: there is none. A rank that has assigned what it had already has changed it alike.
+        """
+
+        def state(variable: Any) -> int:
+            # Of the shortest variables some ranks have nothing.
+            if not held.is_touched(variable):
+                return _UNTOUCHED if np.prod(variable.shape) else _TOUCHED
+            return _CHANGED if held.is_changed(variable) else _TOUCHED
+
+        ring, states = self._ring, list(map(state, variables))
+        gathered = repeated(ring, lambda: ring.all_gather_object(states))
+        for variable, *column in zip(variables, *gathered, strict=True):
+            if {_UNTOUCHED, _CHANGED} <= {*column}:
+                ranks = [
+                    [rank for rank, found in zip(ring.members, column, strict=True) if found == one]
+                    for one in (_CHANGED, _UNTOUCHED)
+                ]
+                return variable, *ranks
+        return None
+
+    def _warn(self, variable: Any, changed: list[int]) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_change_between_meetings(variable, changed, self._ring)
+
+
+def _difference(variable: Any, changed: list[int], untouched: list[int]) -> Difference:
+    has = "has" if len(changed) == 1 else "have"
+    return Difference(
+        changed[0],
+        f"found that, since the step before, {named('rank', changed)} {has} changed "
+        f"{path_of(variable)}, in the own share of the optimizer's state, and "
+        f"{named('rank', untouched)} not",
+        "Look for a callback that changes the optimizer on some ranks only: let all do it.",
+    )
