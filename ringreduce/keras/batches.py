@@ -43,8 +43,8 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     if are_arrays(x):
         return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
     if not isinstance(x, Iterable) or isinstance(x, (list, tuple, dict, str, bytes)):
-        what = "nothing as data" if x is None else f"{brief(x)} as data, which has no batches"
-        raise ConfigError(f"got {what}", remedy=FORMS)
+        problem = f"cannot share out {type(x).__name__} among ranks"
+        raise ConfigError("got no data" if x is None else problem, remedy=FORMS)
     if y is not None or sample_weight is not None:
         text = f"got y or sample_weight beside a {type(x).__name__}"
         raise ConfigError(text, remedy="Let it yield them: (x, y) or (x, y, sample_weight).")

@@ -236,7 +236,7 @@ def require_compiled(model: keras.Model) -> None:
     require_model(model, "fit")
     if not model.compiled:
         remedy = "Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first."
-        raise ConfigError(f"got {brief(model)}, which is not compiled", remedy=remedy)
+        raise ConfigError(f"got {brief(model)}, which is no compiled model", remedy=remedy)
     refuse_strategy(model)
 
 

@@ -39,9 +39,12 @@ def brief(value: Any) -> str:
     """What `value` is, in a few words: its ``repr`` if that is short, else its class and size."""
     kind = type(value).__name__
     if not isinstance(value, type):
-        if (shape := getattr(value, "shape", None)) is not None:
+        shape = getattr(value, "shape", None)
+        if shape is not None and str(shape) != "()":
             return f"{kind} of shape {shape}"
-        if isinstance(value, (list, tuple, dict, set)):  # Whose text may take long to make.
+        if (
+            isinstance(value, (list, tuple, dict, set)) and value
+        ):  # Whose text may take long to make.
             return f"{kind} of length {len(value)}"
     text = repr(value)
     return text if len(text) <= _SHOWN_MAX and "\n" not in text else kind

@@ -414,6 +414,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks():
             rr.fit(model, *given, verbose=0, **options)
 
     refused("cannot share out list among ranks. Pass arrays", [1.0, 2.0], [1.0, 2.0])
+    refused("got no data. Pass arrays with a row for each sample")
     refused("got a batch that begins with array(1.). Yield arrays.", iter([(1.0, 2.0)]))
     split = {"validation_split": 0.99999}
     refused("cannot take a validation_split of _BatchDataset", data.batch(4), **split)

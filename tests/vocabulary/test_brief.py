@@ -11,6 +11,8 @@ def test_what_is_large_is_named_by_its_class_and_size():
         ([1] * 7, "list of length 7"),
         ("model", "'model'"),
         (None, "None"),
+        ([], "[]"),
+        (np.array(1.0), "array(1.)"),
         (np.ndarray, "<class 'numpy.ndarray'>"),
         ("x" * 100, "str"),
     ):
