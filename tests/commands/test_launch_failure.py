@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause
-from ringreduce.commands.launch.worker_records import Raised
+from ringreduce.commands.launch.worker import Worker
+from ringreduce.commands.launch.worker_records import Exits, Raised
 
 VALUE_ERROR = Raised("ValueError", exception="ValueError: bad data", traceback=["a", "b"])
 LOST = Raised("PeerLostError", peer=7)
@@ -85,3 +86,11 @@ def test_the_end_is_described_in_words_and_its_code_is_what_a_shell_shows():
     }
     assert {code: failure(returncode=code).describe() for code in texts} == texts
     assert Failure(0, 1, 0.0, has_left=True).describe().startswith("exit code 0, before it joined")
+
+
+def test_a_rank_that_has_called_exit_is_lost_by_that_before_its_process_has_ended():
+    worker = Worker(1, None)
+    assert worker.loss() is None
+    worker.note(Exits("train.py:9"))
+    assert worker.failure() is None
+    assert worker.loss().describe() == "exit code 0: SystemExit in train.py:9"

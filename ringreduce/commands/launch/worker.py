@@ -110,7 +110,8 @@ class Worker:
     def loss(self) -> Failure | None:
         """How it ended, well too: if others have lost it, that was too early."""
         failure = self.failure()
-        if failure is not None or not self.has_ended_well:
+        is_ending = self.exits is not None and self.alive  # Leaving Python may take a while.
+        if failure is not None or not (self.has_ended_well or is_ending):
             return failure
         return self._failure(0)._replace(how=self.how or f"exit code 0: {self.ending}")
 
