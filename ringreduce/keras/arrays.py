@@ -10,7 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import FIRST_ROWS, Rows, as_tensor, components, is_uneven, slice_rows
+from ringreduce.keras.rows import (
+    FIRST_ROWS,
+    Rows,
+    as_tensor,
+    components,
+    is_uneven,
+    map_arrays,
+    packed,
+    slice_rows,
+)
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -56,12 +65,13 @@ class Arrays:
         # Keras takes no weights without targets.
         passed = [part for part in (x, y, None if y is None else sample_weight) if part is not None]
         as_tuples = keras.tree.lists_to_tuples(passed)
-        parts = keras.tree.map_structure(lambda array: Rows(_as_numpy(array)), as_tuples)
+        # An optional input may be None.
+        parts = map_arrays(lambda array: Rows(_as_numpy(array)), as_tuples)
         # A list of inputs without y must not look like x and y.
         is_tuple = len(parts) > 1 or isinstance(parts[0], tuple)
         # x, (x, y) or (x, y, sample_weight), in tuples and dicts, as `Rows`.
         self.parts: Any = tuple(parts) if is_tuple else parts[0]
-        counts = sorted({len(array) for array in keras.tree.flatten(self.parts)})
+        counts = sorted({len(array) for array in self._arrays})
         if len(counts) != 1:
             raise ConfigError(f"got arrays of {counts} rows; all need equally many")
         self.count: int = counts[0]  # of rows
@@ -69,11 +79,15 @@ class Arrays:
     @property
     def spec(self) -> Any:
         """The `tf.TensorSpec` of any number of rows, in the structure of `parts`."""
-        return keras.tree.map_structure(lambda array: array.spec, self.parts)
+        return map_arrays(lambda array: array.spec, self.parts)
+
+    @property
+    def _arrays(self) -> list[Rows]:
+        return [array for array in keras.tree.flatten(self.parts) if array is not None]
 
     def take(self, rows: np.ndarray) -> Any:
         """Take the `rows`, indices, of all arrays; floats get Keras's float type."""
-        return keras.tree.map_structure(lambda array: array[rows], self.parts)
+        return map_arrays(lambda array: array[rows], self.parts)
 
     def first(self) -> Any:
         """Take the first rows."""
@@ -93,7 +107,7 @@ class Arrays:
         called in each pass, for at most `most` batches at a time. So is `wholes`, whose numbers
         then make pairs with the batches.
         """
-        row_bytes = sum(array.nbytes // self.count for array in keras.tree.flatten(self.parts))
+        row_bytes = sum(array.nbytes // self.count for array in self._arrays)
         length = max(1, min(most, _GROUP_BYTES // max(1, rows * row_bytes)))
         specs = components(self.spec)
 
@@ -110,7 +124,7 @@ class Arrays:
             dtypes = [tf.int64, tf.int64, *(spec.dtype for spec in specs)]
             bounds, beside, *parts = tf.numpy_function(lambda n: take(int(n)), [number], dtypes)
             shaped = [tf.ensure_shape(p, s.shape) for p, s in zip(parts, specs, strict=True)]
-            rows = tf.nest.pack_sequence_as(self.spec, shaped, expand_composites=True)
+            rows = packed(shaped, self.spec)
             return tf.ensure_shape(bounds, [None]), tf.ensure_shape(beside, [None]), rows
 
         def apart(bounds: Any, beside: Any, rows: Any) -> Any:
@@ -126,7 +140,7 @@ class Arrays:
 
     def digest(self) -> list[Any]:
         """Describe the arrays by shapes, dtypes, and a hash of the rows, or of some."""
-        arrays = keras.tree.flatten(self.parts)
+        arrays = self._arrays
         hashed = hashlib.blake2b(digest_size=8)
         for array in arrays:
             few = self.count <= _ROWS or array.nbytes <= _WHOLE_BYTES

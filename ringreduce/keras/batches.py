@@ -22,7 +22,7 @@ from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
 from ringreduce.keras.data_fingerprint import FingerprintedPasses
 from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, counted, remedy_of_unlike_data
-from ringreduce.keras.rows import count_of, tensor_of
+from ringreduce.keras.rows import count_of, is_absent, map_arrays, none_for_optionals, tensor_of
 from ringreduce.tensorflow.private import ops_in
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import brief
@@ -116,8 +116,9 @@ class _DatasetFeed(Feed):
     def __init__(self, dataset: tf.data.Dataset, plan: Plan) -> None:
         if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise _endless(plan, "tf.data.Dataset")
+        dataset = none_for_optionals(dataset)
         global_batches = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
-        specs = tf.nest.flatten(global_batches.element_spec)
+        specs = [s for s in tf.nest.flatten(global_batches.element_spec) if not is_absent(s)]
         shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in specs]
         rows = {shape.as_list()[0] for shape in shapes if shape.rank}
         if None in (ranks := {shape.rank for shape in shapes}):
@@ -166,10 +167,11 @@ class _PyDatasetFeed(Feed):
         plan.require_rows(_rows_in(self.first), "size of its batches")
         self._adapter = private.adapter_of_py_dataset(self._ordered)
         if self._ordered.num_batches:
-            divided = self._adapter.get_tf_dataset()
+            divided = none_for_optionals(self._adapter.get_tf_dataset())
         else:
             spec = private.spec_of_batches([self.first])
-            divided = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+            none = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+            divided = none_for_optionals(none)
         self.is_counted = plan.counts
         if not plan.deal:
             divided = plan.divide(divided, plan.counts)
@@ -257,6 +259,7 @@ class _StreamFeed(Feed):
         self._all = itertools.chain(first, batches)
         spec = private.spec_of_batches(first)
         batched = tf.data.Dataset.from_generator(self._pass, output_signature=spec)
+        batched = none_for_optionals(batched)
         count = None
         with suppress(TypeError):  # Also torch's loader of an IterableDataset has a `__len__`.
             count = len(source)
@@ -267,14 +270,15 @@ class _StreamFeed(Feed):
         try:
             if not isinstance(self._source, Iterator):
                 for batch in self._source:
-                    yield _standard(batch, self._plan.class_weight)
+                    yield _with_optionals(_standard(batch, self._plan.class_weight))
             elif self._plan.deal and self._plan.steps is not None:
                 # None of those of the next evaluation, which goes on from there.
-                yield from itertools.islice(self._all, self._plan.run_steps)
+                steps = itertools.islice(self._all, self._plan.run_steps)
+                yield from map(_with_optionals, steps)
             else:
                 # As Keras does, which reads the first two again in each pass.
                 first, self._first = self._first, self._first[:2]
-                yield from itertools.chain(first, self._rest)
+                yield from map(_with_optionals, itertools.chain(first, self._rest))
         except Exception as error:
             self.failure = error
             raise
@@ -288,7 +292,7 @@ def _endless(plan: Plan, kind: str) -> ConfigError:
 
 
 def _rows_in(batch: Any) -> int:
-    first = keras.tree.flatten(batch)[0]
+    first = next(part for part in keras.tree.flatten(batch) if part is not None)
     if not len(first.shape):
         raise ConfigError(f"got a batch that begins with {brief(first)}", remedy="Yield arrays.")
     return int(count_of(first))
@@ -311,4 +315,10 @@ def _standard(batch: Any, class_weight: Any) -> Any:
                 f"got class_weight for batches of {count} parts", remedy="Yield (x, y)."
             )
         parts = (*parts, weights_of(parts[1], class_weight))
-    return keras.tree.map_structure(tensor_of, keras.tree.lists_to_tuples(parts))
+    return map_arrays(tensor_of, keras.tree.lists_to_tuples(parts))
+
+
+def _with_optionals(batch: Any) -> Any:
+    """`batch`, in which what is None may pass through `from_generator`."""
+    empty = tf.experimental.Optional.empty
+    return keras.tree.map_structure(lambda p: empty(None) if p is None else p, batch)

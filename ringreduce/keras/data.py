@@ -1,6 +1,5 @@
 """Each rank's part of data: of a `tf.data.Dataset`, of arrays, or of a `PyDataset`."""
 
-from functools import partial
 from typing import Any
 
 import keras
@@ -11,7 +10,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
 from ringreduce.keras.data_fingerprint import FingerprintedPasses, fingerprinted
 from ringreduce.keras.mistakes import DataWarning, note_sharding, warn_at_users_line
-from ringreduce.keras.rows import Rows, as_tensor, element_of, is_uneven, map_arrays
+from ringreduce.keras.rows import Rows, as_tensor, from_windows, is_uneven, map_arrays
 from ringreduce.vocabulary.errors import ConfigError
 
 _WHAT = "the data given to rr.shard"
@@ -105,7 +104,7 @@ def _shard_dataset(dataset: tf.data.Dataset, ring: Communicator, even: bool) -> 
     size, rank, cardinality = ring.size, ring.rank, int(dataset.cardinality())
     if even and cardinality == tf.data.UNKNOWN_CARDINALITY:
         # Whole rounds only.
-        return dataset.window(size, drop_remainder=True).flat_map(partial(element_of, rank))
+        return from_windows(dataset, size, rank, drop_remainder=True)
     if even and cardinality != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.take(cardinality // size * size)
     return dataset.shard(size, rank)

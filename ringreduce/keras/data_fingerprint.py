@@ -26,7 +26,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.arrays import Arrays
 from ringreduce.keras.mistakes import DataWarning, users_frame, warn_at_users_line
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.rows import components, first_rows
+from ringreduce.keras.rows import components, first_rows, is_absent, packed
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.kept import kept
@@ -84,7 +84,7 @@ def passing(
     def see(number: Any, before: Any, total: Any, fingerprint: Any, *rows: Any) -> Any:
         if first is not None and before == 0:
             tensors = [tf.convert_to_tensor(part) for part in rows]
-            first(tf.nest.pack_sequence_as(dataset.element_spec, tensors, True))
+            first(packed(tensors, dataset.element_spec))
         if passes is None:
             return number
         number = np.int64(passes.next_number()) if before == 0 else number
@@ -195,7 +195,7 @@ class FingerprintedPasses:
 def targets(element: Any) -> Any:
     """The part of an element that ranks compare: y, since x may be random; without y all."""
     part = element[1] if isinstance(element, (tuple, list)) and len(element) > 1 else element
-    return part if tf.nest.flatten(part) else element
+    return part if components(part) else element
 
 
 class Reads:
@@ -261,7 +261,8 @@ def compare_codes(batch: Any, ring: Communicator) -> None:
 
     Of other types x is often random on purpose, of pixels too; in unchanged programs it is not.
     """
-    flat = tf.nest.flatten(keras.utils.unpack_x_y_sample_weight(first_rows(batch))[0])
+    inputs = keras.utils.unpack_x_y_sample_weight(first_rows(batch))[0]
+    flat = [part for part in tf.nest.flatten(inputs) if not is_absent(part)]
     kinds = (tf.int32, tf.int64, tf.string)
     codes = [part for part in flat if compares_all_inputs or tf.as_dtype(part.dtype) in kinds]
     digest = Arrays(codes).digest() if codes else None
@@ -279,7 +280,8 @@ def compare_codes(batch: Any, ring: Communicator) -> None:
 def numbers_of(element: Any) -> list[Any]:
     """Fingerprint y (or x), and x, and add up x's rows': three scalar int64 tensors."""
     inputs = keras.utils.unpack_x_y_sample_weight(element)[0]
-    is_dense = all(isinstance(part, tf.Tensor) for part in tf.nest.flatten(inputs))
+    flat = [part for part in tf.nest.flatten(inputs) if not is_absent(part)]
+    is_dense = all(isinstance(part, tf.Tensor) for part in flat)
     parts = components(inputs)
     count = tf.shape(parts[0])[0] if is_dense else 1
     by_row = _fingerprints(tf.concat([_fingerprints(part, count) for part in parts], 1), count)

@@ -26,7 +26,7 @@ from ringreduce.keras.elastic_refusals import differing, facts_of, refuse
 from ringreduce.keras.join import changed_by_steps, weigh_steps
 from ringreduce.keras.recovery import REPEATS_MAX, go_on
 from ringreduce.keras.repeating import Repeating, is_repeating
-from ringreduce.keras.rows import rows_in, slice_rows
+from ringreduce.keras.rows import map_arrays, rows_in, slice_rows
 from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
@@ -78,7 +78,7 @@ class Elastic:
         self._result: Any = None
         # Rows of the global batch by ranks.
         self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
-        self._batches = tf.nest.map_structure(_of_any_rows, batches)
+        self._batches = map_arrays(_of_any_rows, batches)
 
     def __enter__(self) -> "Elastic":
         model = self._model

@@ -21,7 +21,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private, weighting, wrappable
 from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.rows import at_least_one, map_arrays, rows_in
+from ringreduce.keras.rows import at_least_one, is_absent, map_arrays, rows_in
 from ringreduce.keras.seeds import is_seed_state, states_of_tensorflow
 from ringreduce.keras.step import WEIGHTED, Step, own_step, put_around
 from ringreduce.tensorflow.kept import kept
@@ -50,7 +50,7 @@ def padded(dataset: Any, model: Any, ring: Communicator) -> Any:
     longest = _longest(count, ring)
     build(model, spec := dataset.element_spec)
     weigh_steps(model, ring, is_counted=longest is not None)
-    if any(part.name for part in tf.nest.flatten(spec)):
+    if any(part.name for part in tf.nest.flatten(spec) if not is_absent(part)):
         # `concatenate` would compare names of tensors, such as Ray Data's.
         dataset = dataset.map(lambda *parts: parts if isinstance(spec, tuple) else parts[0])
     endless = dataset.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
@@ -130,7 +130,7 @@ def _spec_of(dataset: Any) -> Any:
             ".batch(n) makes one of arrays.",
         )
     for spec in tf.nest.flatten(dataset.element_spec):
-        if spec.shape.rank in (None, 0):
+        if not is_absent(spec) and spec.shape.rank in (None, 0):
             text = f"got a dataset with elements {spec}"
             raise ConfigError(text, remedy="Batch it, and give it tensors of known rank.")
     return dataset.element_spec
@@ -138,7 +138,7 @@ def _spec_of(dataset: Any) -> Any:
 
 def empty_batch(spec: Any) -> Any:
     """Tensors like those of batches of an `element_spec`, with no samples."""
-    return tf.nest.map_structure(_empty, spec)
+    return map_arrays(_empty, spec)
 
 
 def _empty(spec: Any) -> Any:
@@ -189,7 +189,7 @@ def _build_by_tracing(model: keras.Model, spec: Any, is_callable: bool) -> None:
     if not model.built and not model.run_eagerly:
         raise problems[0]
     if not model.built and is_callable:
-        call(filled(tf.nest.map_structure(_empty, spec)))
+        call(filled(empty_batch(spec)))
     return None
 
 

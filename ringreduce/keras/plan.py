@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.data_fingerprint import FingerprintedPasses, Reads, passing
-from ringreduce.keras.rows import element_of
+from ringreduce.keras.rows import from_windows
 from ringreduce.keras.shares import Shares
 from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.config import recording_wanted
@@ -108,7 +108,7 @@ class Plan:
                 batches = passing(batches, lambda _, batch: batch, None, first)
             part = self.check.noted(batches).shard(ring.size, ring.rank)
             # With one ahead, so that a rank whose batches end has read those of others too.
-            return part.window(2, shift=1).flat_map(partial(element_of, 0))
+            return from_windows(part, 2, 0, shift=1)
         if readers.size == 1:
             # `ringreduce verify` wants the first rows of one process too.
             is_noted = first is not None and recording_wanted() is not None

@@ -1,6 +1,8 @@
 """Rows of dense, ragged and sparse tensors and matrices: counted, sliced, chosen."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import keras
@@ -23,7 +25,7 @@ def count_of(tensor: Any) -> Any:
 
 def rows_in(batch: Any) -> Any:
     """The number of rows of a batch, a structure with None for what is absent, as of `count_of`."""
-    return count_of(next(part for part in tf.nest.flatten(batch) if part is not None))
+    return count_of(next(part for part in tf.nest.flatten(batch) if not is_absent(part)))
 
 
 def rows_of(array: Any, first: Any, end: Any) -> Any:
@@ -80,9 +82,25 @@ def tensor_of(part: Any) -> Any:
     return part if tf.is_tensor(part) else np.asarray(part.cpu() if hasattr(part, "cpu") else part)
 
 
+def is_absent(part: Any) -> bool:
+    """Whether it is None, as an optional input may be, or the `tf.TypeSpec` of that."""
+    return part is None or isinstance(part, tf.NoneTensorSpec)
+
+
 def map_arrays(function: Callable[[Any], Any], parts: Any) -> Any:
-    """`parts` with `function` of every array or tensor in it; None stays."""
-    return keras.tree.map_structure(lambda part: None if part is None else function(part), parts)
+    """`parts` with `function` of every array, tensor or spec in it; what is absent is None."""
+    return keras.tree.map_structure(lambda p: None if is_absent(p) else function(p), parts)
+
+
+def packed(tensors: Iterable[Any], spec: Any) -> Any:
+    """The structure of `spec` with the dense `tensors` that its `components` would be."""
+    rest = iter(tensors)
+
+    def pack(part: Any) -> Any:
+        flat = [next(rest) for _ in components(part)]
+        return tf.nest.pack_sequence_as(part, flat, expand_composites=True)
+
+    return map_arrays(pack, spec)
 
 
 def slice_rows(parts: Any, first: Any, end: Any) -> Any:
@@ -95,10 +113,46 @@ def first_rows(batch: Any) -> Any:
     return slice_rows(batch, 0, tf.minimum(rows_in(batch), FIRST_ROWS))
 
 
-def element_of(index: int, *window: Any) -> Any:
+def from_windows(dataset: tf.data.Dataset, size: int, index: int, **options: Any) -> Any:
+    """That element of each window of `size` elements, if it has one; `options` of ``window``."""
+    spec = dataset.element_spec
+    are_there = [not is_absent(part) for part in tf.nest.flatten(spec)]
+    if not all(are_there):  # Of which TensorFlow makes no windows.
+        dataset = dataset.map(
+            lambda *parts: tuple(itertools.compress(tf.nest.flatten(parts), are_there))
+        )
+    chosen = dataset.window(size, **options).flat_map(partial(_element_of, index))
+    if all(are_there):
+        return chosen
+
+    def pack(*found: Any) -> Any:
+        rest = iter(found)
+        return tf.nest.pack_sequence_as(
+            spec, [next(rest) if is_in else None for is_in in are_there]
+        )
+
+    return chosen.map(pack)
+
+
+def _element_of(index: int, *window: Any) -> Any:
     """A tf.data.Dataset of that element of a window of another, if it has one."""
     parts = window if len(window) > 1 else window[0]
     return tf.data.Dataset.zip(tf.nest.map_structure(lambda p: p.skip(index).take(1), parts))
+
+
+def none_for_optionals(dataset: tf.data.Dataset) -> Any:
+    """`dataset` with None in place of each `Optional`, which is Keras's None in a batch."""
+    spec = dataset.element_spec
+    if not any(isinstance(part, tf.OptionalSpec) for part in tf.nest.flatten(spec)):
+        return dataset
+
+    def plain(*parts: Any) -> Any:
+        element = parts if isinstance(spec, tuple) else parts[0]
+        return keras.tree.map_structure(
+            lambda part: None if isinstance(part, tf.experimental.Optional) else part, element
+        )
+
+    return dataset.map(plain)
 
 
 class Rows:
@@ -149,7 +203,8 @@ def is_uneven(array: Any) -> bool:
 
 def components(tensor: Any) -> list[Any]:
     """The dense tensors, or array, that it consists of."""
-    return tf.nest.flatten(tensor, expand_composites=True)  # type: ignore[no-any-return]
+    flat = tf.nest.flatten(tensor, expand_composites=True)
+    return [part for part in flat if not is_absent(part)]
 
 
 def _with_rows(tensor: Any, count: Any, like: Any) -> Any:

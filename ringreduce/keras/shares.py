@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import rows_in, rows_of
+from ringreduce.keras.rows import rows_in, slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.pure.epochs import own_rows
 from ringreduce.pure.shares import apportion, weights_of, weights_of_times
@@ -71,7 +71,7 @@ class Shares:
             first, end = tf.numpy_function(
                 lambda *numbers: self.rows(*map(int, numbers)), [index, count], [tf.int64] * 2
             )
-        rows = tf.nest.map_structure(lambda part: rows_of(part, first, end), batch)
+        rows = slice_rows(batch, first, end)
         return (rows, tf.cast(count, tf.int64)) if counts else rows
 
     def settle(self, seconds: float) -> list[int]:

@@ -113,7 +113,8 @@ def traced_for(function: Any, *arguments: Any) -> Callable[..., Any]:
     concrete = function.get_concrete_function(*arguments)
 
     def call(*arguments: Any) -> Any:
-        tensors = tf.nest.flatten(arguments, expand_composites=True)
+        flat = tf.nest.flatten(arguments, expand_composites=True)
+        tensors = [part for part in flat if part is not None]
         return concrete._call_flat(tensors, concrete.captured_inputs)
 
     return call

@@ -12,6 +12,7 @@ from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import passing
 from ringreduce.keras.join import empty_batch, filled, padded
 from ringreduce.keras.plan import Feed, Plan
+from ringreduce.keras.rows import none_for_optionals
 from ringreduce.keras.shares import Shares
 from ringreduce.keras.training.who import Training
 from ringreduce.vocabulary.errors import ConfigError
@@ -104,7 +105,7 @@ def _own_feed(data: Any, name: str) -> Feed:
             "ray.train.get_dataset_shard(name).to_tf(features, labels, batch_size=n).",
         )
     feed = Feed()
-    feed.dataset, feed.is_even = data, True
+    feed.dataset, feed.is_even = none_for_optionals(data), True
     return feed
 
 

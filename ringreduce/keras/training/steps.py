@@ -123,7 +123,6 @@ class Steps:
 
     def _on(self, element: Any) -> Any:
         """A step on one element of the data."""
-        element = keras.tree.map_structure(_none_of_optional, element)
         if not self._ranks:
             return self._step(element)
         with weighting.using(self._weight(element)):
@@ -146,7 +145,6 @@ class Steps:
 
     def _on_short(self, element: Any) -> Any:
         """The same where this rank may have no row of it."""
-        element = keras.tree.map_structure(_none_of_optional, element)
         return weighed(self._model, self._step, element[0], self._weight(element))
 
     def _weight(self, element: Any) -> weighting.Weight:
@@ -221,8 +219,3 @@ def _read(iterator: Any, now: Any) -> tuple[Any, Any]:
         element = iterator.get_next_as_optional()
     with tf.control_dependencies([element.has_value()]):
         return element, tf.timestamp() - now
-
-
-def _none_of_optional(part: Any) -> Any:
-    """None for what a PyDataset has left out, as Keras has it."""
-    return None if isinstance(part, tf.experimental.Optional) else part
