@@ -136,9 +136,10 @@ def test_a_rank_that_has_missed_the_others_commit_takes_their_weights(tmp_path):
 
 @pytest.mark.full
 def test_a_rank_that_has_missed_an_exchange_does_what_callbacks_do_after_it_once(tmp_path):
-    # The averages of the first epoch's metrics, after its steps but the first and four agreements.
+    # The averages of the first epoch's metrics, after two agreements in a step, but one in the
+    # first, and that on what steps have changed.
     fault = 2, "written", 1, "kill"
-    found, _ = trained(tmp_path, 3, fault, misses=[0, STEPS], halves=True)
+    found, _ = trained(tmp_path, 3, fault, misses=[0, 2 * STEPS], halves=True)
     for fact in found.values():
         assert fact["uses"] == [1.75] * BATCH * STEPS
         assert fact["history"] == found[0]["history"]
