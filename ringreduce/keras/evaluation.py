@@ -29,7 +29,7 @@ from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, remedy_of_unlike_data
 from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.wrappable import refuse_strategy, require_model, settle
+from ringreduce.keras.wrappable import refuse_states_of_rows, refuse_strategy, require_model, settle
 from ringreduce.tensorflow.variables import broadcast_variables, differing
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import for_rr
@@ -87,6 +87,7 @@ def evaluate(
     ring = communicator or default_communicator()
     if ring.size > 1:
         refuse_strategy(model)
+        refuse_states_of_rows(model, ring)
     settle(model)
     share = _Share(model, (x, y, sample_weight), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
@@ -166,6 +167,7 @@ def predict(
     ring = communicator or default_communicator()
     if ring.size > 1:
         refuse_strategy(model)
+        refuse_states_of_rows(model, ring)
     settle(model)
     share = _Share(model, (x, None, None), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0

@@ -43,6 +43,7 @@ from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
     refuse_other_optimizer,
     refuse_other_ring,
+    refuse_states_of_rows,
     require_compiled,
     require_distributed,
     wrappers_in,
@@ -156,6 +157,7 @@ def fit(
     # Also a rank that has the data alone may be one of several that have pieces of the model.
     if ring.size > 1 or ring.parent is not None or recording is not None:
         build(model, training.spec)
+        refuse_states_of_rows(model, ring)
     # Where ranks know no better, they tell each other how many rows they have.
     exchanges = ring.size > 1 and not (training.is_even or training.is_counted)
     exchanges = least is None and (sharded or exchanges)

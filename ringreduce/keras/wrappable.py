@@ -76,6 +76,23 @@ def refuse_strategy(model: Any = None) -> None:
     )
 
 
+def refuse_states_of_rows(model: Any, ring: Communicator) -> None:
+    """ConfigError on several ranks for an RNN that keeps a state for each row of a batch."""
+    for layer in private.layers_of(model) if ring.size > 1 else ():
+        states = keras.tree.flatten(getattr(layer, "states", None) or [])
+        if getattr(layer, "stateful", False) and states and states[0] is not None:
+            rows = int(states[0].shape[0])
+            raise ConfigError(
+                f"got the model {model.name} with {layer.name}, which is stateful: it keeps a "
+                f"state for each of {rows} rows of a batch, of which each of {ring.size} ranks "
+                f"gets {rows // ring.size} in training, and one batch in "
+                f"{ring.size} in evaluation",
+                **ring.config.who,
+                remedy="Leave out stateful=True and the batch size of keras.Input; or use the "
+                "model in one process.",
+            )
+
+
 def refuse_wrapped(inner: keras.Optimizer) -> None:
     """ConfigError if `inner` is distributed, or something that it or one in it has."""
     for held in (inner, *itertools.chain(*map(held_by, all_within(inner)))):
