@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -120,9 +121,17 @@ class Arrays:
             taken = components(self.take(np.concatenate([*group, none])))
             return [bounds, beside, *map(np.asarray, taken)]
 
+        # TensorFlow keeps what it calls from a graph for ever; a dataset keeps the arrays instead.
+        kept = weakref.ref(take)
+
+        def call(number: Any) -> Any:
+            if (taking := kept()) is None:
+                raise StopIteration  # It reads ahead while the last iterator ends.
+            return taking(int(number))
+
         def group(number: Any) -> Any:
             dtypes = [tf.int64, tf.int64, *(spec.dtype for spec in specs)]
-            bounds, beside, *parts = tf.numpy_function(lambda n: take(int(n)), [number], dtypes)
+            bounds, beside, *parts = tf.numpy_function(call, [number], dtypes)
             shaped = [tf.ensure_shape(p, s.shape) for p, s in zip(parts, specs, strict=True)]
             rows = packed(shaped, self.spec)
             return tf.ensure_shape(bounds, [None]), tf.ensure_shape(beside, [None]), rows
@@ -136,6 +145,7 @@ class Arrays:
 
         # Not `from_generator`: its kernel makes malloc return freed memory to the system at once.
         grouped = tf.data.Dataset.range(-(-count // length)).map(group)
+        grouped.ringreduce_takes = take
         return grouped.prefetch(1).flat_map(apart)
 
     def digest(self) -> list[Any]:

@@ -13,6 +13,7 @@ after the last if known. Single samples are handled, and compared, in groups. Wh
 """
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -73,18 +74,21 @@ def passing(
 ) -> Any:
     """`dataset` with what `then` makes of each batch, given its number in the pass and itself.
 
-    `passes` compares batches among ranks, or groups of elements; `first` is called with the first
-    rows of each pass. All in one function: each that tf.data calls costs as much as a step of a
-    small model.
+    `passes` compares batches among ranks, or groups of elements; `first`, a method, is called with
+    the first rows of each pass, as long as its object lives. All in one function: each that tf.data
+    calls costs as much as a step of a small model.
     """
-    zero, length = np.int64(0), int(dataset.cardinality())
+    zero, length, spec = np.int64(0), int(dataset.cardinality()), dataset.element_spec
     if passes is None and first is None:
         return dataset.enumerate().map(then)
+    # TensorFlow keeps what it calls from a graph for ever, and a feed has all its data.
+    noting = None if first is None else weakref.WeakMethod(first)
 
     def see(number: Any, before: Any, total: Any, fingerprint: Any, *rows: Any) -> Any:
-        if first is not None and before == 0:
+        note = None if noting is None or before else noting()
+        if note is not None:
             tensors = [tf.convert_to_tensor(part) for part in rows]
-            first(packed(tensors, dataset.element_spec))
+            note(packed(tensors, spec))
         if passes is None:
             return number
         number = np.int64(passes.next_number()) if before == 0 else number

@@ -285,11 +285,10 @@ class _Share:
     def _noting(self, dataset: Any) -> Any:
         """`dataset`, of which is noted whether it has any batch."""
         self._has_batch = False
+        return passing(dataset, lambda _, batch: batch, None, self._note)
 
-        def note(_: Any) -> None:
-            self._has_batch = True
-
-        return passing(dataset, lambda _, batch: batch, None, note)
+    def _note(self, _: Any) -> None:
+        self._has_batch = True
 
     def was_empty(self) -> bool:
         """Whether it is empty, which is known for sure after it was read."""

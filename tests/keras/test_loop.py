@@ -1,8 +1,10 @@
 """The loop of `rr.fit` beside Keras's own, in one process: what callbacks see, bits, errors."""
 
+import gc
 import os
 import signal
 import time
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -367,6 +369,21 @@ def test_data_that_ends_early_on_one_rank_is_named(is_counted: bool, where: str)
 
     with pytest.raises(MismatchError, match=where):
         ring_of_threads(2, work)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_data_are_freed_after_training(kind: str) -> None:
+    def work(ring: Any) -> None:
+        x, options = np.ones((8, 3), "float32"), {"verbose": 0, "communicator": ring}
+        data = (x, x[:, :1]) if kind == "arrays" else (dataset(),)
+        kept = weakref.ref(data[0])
+        validation = data if kind == "arrays" else None
+        rr.fit(in_ring(ring), *data, validation_data=validation, **options)
+        del x, data, validation
+        # A thread of TensorFlow's that reads ahead may have them for a moment.
+        assert any(gc.collect() >= 0 and kept() is None for _ in range(50))
+
+    ring_of_threads(1, work)
 
 
 @pytest.mark.filterwarnings("ignore:2 ranks will not train exactly")
