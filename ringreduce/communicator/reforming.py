@@ -335,8 +335,8 @@ class Survivors:
             f"More than half of {named('rank', members)} are needed, or half with the lowest",
             **self._who,
             peer=min(unknown),
-            remedy=f"See how {named('rank', sorted(unknown))} ended: with exit code 0, it has "
-            "finished the job; else start the job again from its last checkpoint.",
+            remedy=f"See how {named('rank', sorted(unknown))} ended: if with exit code 0, the "
+            "job is done; else start it again from its last checkpoint.",
         )
 
     def _receive(self, wait_s: float) -> None:
