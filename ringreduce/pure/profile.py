@@ -179,9 +179,8 @@ def _table(mean: MeanStep, latest: Sequence[Measurement], slow: _Straggler | Non
     ]
     if computed_s < mean.seconds:
         work = [
-            f"  Of a step's {_ms(mean.seconds)} all ranks together compute for {_ms(computed_s)}: "
-            "one rank that",
-            "  only computes would be faster. The rest is what to look at.",
+            f"  Of a step's {_ms(mean.seconds)} all ranks together compute for {_ms(computed_s)}:",
+            "  one rank that only computes would be faster. The rest is what to look at.",
         ]
     return [
         *_rows(rows, mean),

@@ -139,7 +139,7 @@ def test_a_saved_one_may_go_on_synchronized(tmp_path):
     """Where ringreduce is not installed it is a plain one, as in test_saving."""
     file, layer = tmp_path / "model.keras", rr.SyncBatchNormalization
     keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), layer(momentum=0.5)]).save(file)
-    loaded = keras.models.load_model(file, custom_objects={"BatchNormalization": layer})
+    loaded = rr.load_model(file, sync_batch_normalization=True)
     assert isinstance(loaded.layers[-1], layer)
     assert loaded.layers[-1].momentum == 0.5
 

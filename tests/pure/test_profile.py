@@ -85,8 +85,8 @@ def test_the_verdict_says_where_a_step_went_and_what_would_help():
 def test_ranks_that_hardly_compute_are_told_so():
     lines, _ = of(ranks(1, 2, communicating=20, hidden=0))
     assert lines[4:6] == [
-        "  Of a step's 22.0 ms all ranks together compute for 3.0 ms: one rank that",
-        "  only computes would be faster. The rest is what to look at.",
+        "  Of a step's 22.0 ms all ranks together compute for 3.0 ms:",
+        "  one rank that only computes would be faster. The rest is what to look at.",
     ]
 
 
