@@ -81,6 +81,9 @@ class _ArrayFeed(Feed):
         batches = arrays.batches(self._own, count, rows, most, wholes)
         if plan.is_elastic and plan.deal:
             batches = plan.dealt(batches)
+        elif plan.deal:
+            # A model's own `evaluate` may make another dataset of it, which is as long.
+            batches = batches.apply(tf.data.experimental.assert_cardinality(self._left()))
         # The thread that tunes buffers may keep an iterator from ending for a second.
         fixed = tf.data.Options()
         fixed.autotune.enabled = False

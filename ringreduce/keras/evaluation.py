@@ -23,6 +23,7 @@ from ringreduce.keras.averages import is_average, untrained
 from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of, passing
 from ringreduce.keras.mistakes import warn_of_last_batches, warn_of_metrics
+from ringreduce.keras.overridden import is_overridden, through_own
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, remedy_of_unlike_data
@@ -58,7 +59,8 @@ def evaluate(
     ranks. Metrics are computed from the sum of the ranks' states, as in one process.
 
     Args:
-        model: a compiled model.
+        model: a compiled model. An `evaluate` of its own class gets the whole data, of which what
+            it passes to ``super().evaluate`` is divided.
         x, y, sample_weight: as for ``model.evaluate``, equal on all ranks. Arrays or tensors, in
             lists or dicts too: rank r takes the r-th of `size` slices, which differ by at most one
             row. Or, as `x`, what yields batches, of which batch i goes to rank i mod size: a
@@ -83,12 +85,16 @@ def evaluate(
         ConfigError: the data are of no such form, or `model` is a `Pipeline`.
         MismatchError: the ranks read different data, or compiled different metrics.
     """
+    options = dict(locals())
     require_model(model, "evaluate")
     ring = communicator or default_communicator()
     if ring.size > 1:
         refuse_strategy(model)
         refuse_states_of_rows(model, ring)
     settle(model)
+    if is_overridden(model, "evaluate"):
+        del options["model"]
+        return through_own(model, "evaluate", evaluate, options)
     share = _Share(model, (x, y, sample_weight), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
@@ -151,7 +157,7 @@ def predict(
     Collective; data, weights and moving averages are as in `evaluate`.
 
     Args:
-        model: need not be compiled.
+        model: need not be compiled. A `predict` of its own class is as an `evaluate` of its own.
         x, batch_size, steps, check: as for `evaluate`. With random x pass ``check=False``.
         verbose: shows the progress of rank 0's share of arrays; nothing is shown for datasets.
 
@@ -163,12 +169,16 @@ def predict(
         ConfigError: as `evaluate`, or an output does not have rows of equal shape.
         MismatchError: the ranks read different data, or their models differ.
     """
+    options = dict(locals())
     require_model(model, "predict")
     ring = communicator or default_communicator()
     if ring.size > 1:
         refuse_strategy(model)
         refuse_states_of_rows(model, ring)
     settle(model)
+    if is_overridden(model, "predict"):
+        del options["model"]
+        return through_own(model, "predict", predict, options)
     share = _Share(model, (x, None, None), batch_size, steps, ring, check)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     if share.is_whole:

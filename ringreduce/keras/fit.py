@@ -23,6 +23,7 @@ from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, weigh_steps
 from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
+from ringreduce.keras.overridden import fit_through_own, is_overridden
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike
 from ringreduce.keras.plan import Feed
@@ -127,6 +128,10 @@ def fit(
         profile: measure where the time of steps goes, by `rr.callbacks.Profile`, as
             ``ringreduce run --profile`` does for all training.
 
+    A model whose class has a `fit` of its own is trained by that: it gets the whole data, and where
+    it calls ``super().fit``, what it passes is divided. So are `validation_data`, batch by batch,
+    before its own `evaluate` gets them.
+
     An epoch of `steps_per_epoch` goes on where the last one ended, and ends early with the data, as
     Keras's does; the next begins the data anew. Other arguments are those of ``model.fit``;
     data for validation may have each of these forms.
@@ -136,13 +141,18 @@ def fit(
 
     Raises:
         ConfigError: the data cannot be divided, arguments do not go together, the model is not
-            compiled, or its optimizer is a plain one.
+            compiled, its optimizer is a plain one, or its own `fit` does not call ``super().fit``.
         MismatchError: ranks were given different data or arguments, or have optimizers with
             different settings; or their weights differ after training, since a callback has changed
             something on some ranks only.
     """
     options = SimpleNamespace(**locals())
     ring = communicator or default_communicator()
+    require_compiled(model)
+    require_distributed(model, ring)
+    if is_overridden(model, "fit"):
+        del options.model
+        return fit_through_own(model, fit, vars(options), ring)
     who, arguments = _require_ready(options, ring)
     least = elastic_minimum() if ring.size > 1 else None
     # A package may have replaced `fit` on some ranks: all have the same loop.
@@ -195,8 +205,6 @@ def fit(
 def _require_ready(options: Any, ring: Communicator) -> tuple[Training, Settings]:
     """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
     model = options.model
-    require_compiled(model)
-    require_distributed(model, ring)
     refuse_other_ring(model, "rr.fit", ring)
     if options.check:
         refuse_other_optimizer(model, ring)

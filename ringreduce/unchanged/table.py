@@ -6,13 +6,11 @@ its own. So they do in a process that a rank has started.
 
 import atexit
 import builtins
-import contextlib
 import functools
 import inspect
 import os
 import sys
 import threading
-import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +26,7 @@ from ringreduce.keras.callbacks.together import given_callbacks
 from ringreduce.keras.evaluation import OutputsError, evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.overridden import keras_s
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.unchanged import guard, sums, written
 from ringreduce.unchanged.job import job
@@ -129,7 +128,7 @@ def _fit(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> 
         return original(model, *arguments, **options)  # On several ranks its scope was refused.
     _distribute(model)
     sums.note_steps(model, ring)
-    with _own_method(bound.pop("self"), "fit", original):
+    with keras_s(bound.pop("self"), "fit", original):
         # The order of rows follows from TensorFlow's seed, as Keras's, and is another in each call.
         seed = zlib.crc32(f"{_seed} {_calls}".encode())
         # After the program's, which may compile the model anew.
@@ -163,7 +162,7 @@ def _evaluate(original: Any, model: keras.Model, *arguments: Any, **options: Any
         return original(model, *arguments, **options)  # Callbacks see all batches, on each rank.
     given = {"verbose": "auto", **bound}
     ring = _meet("Model.evaluate")
-    with _own_method(given.pop("self"), "evaluate", original):
+    with keras_s(given.pop("self"), "evaluate", original):
         return evaluate(model, **given, communicator=ring)
 
 
@@ -173,25 +172,13 @@ def _predict(original: Any, model: keras.Model, *arguments: Any, **options: Any)
         return original(model, *arguments, **options)
     given = {"verbose": "auto", **bound}
     ring = _meet("Model.predict")
-    with _own_method(given.pop("self"), "predict", original):
+    with keras_s(given.pop("self"), "predict", original):
         try:
             return predict(model, **given, communicator=ring)
         except OutputsError:
             if isinstance(given["x"], Iterator):
                 raise  # It has been read.
             return original(model, *arguments, **options)
-
-
-@contextlib.contextmanager
-def _own_method(model: keras.Model, name: str, original: Any) -> Iterator[None]:
-    """Within the block ``model.name`` is Keras's: one of the program's has called this by super."""
-    before = {name: vars(model)[name]} if name in vars(model) else {}
-    vars(model)[name] = types.MethodType(original, model)
-    try:
-        yield
-    finally:
-        del vars(model)[name]
-        vars(model).update(before)
 
 
 def _distribute(model: keras.Model) -> None:
