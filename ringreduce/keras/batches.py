@@ -60,7 +60,7 @@ class _ArrayFeed(Feed):
         steps, size = plan.steps, plan.ring.size
         unit = plan.batch_size or (-(-arrays.count // steps) if steps else BATCH_SIZE)
         plan.require_rows(min(unit, arrays.count), "batch_size")
-        self.first = arrays.first()
+        self.first, self.rows = arrays.first(), min(unit, arrays.count)
         if plan.check:
             compare_arrays(arrays, plan.what, plan.readers or plan.ring)
         passed = -(-arrays.count // unit)
@@ -133,7 +133,9 @@ class _DatasetFeed(Feed):
         if 0 in ranks or len(rows) > 1:
             remedy = "Batch it by the global batch size, or pass that as batch_size."
             raise ConfigError(f"got a dataset of single samples as {plan.what}", remedy=remedy)
-        if (known := rows.pop()) is not None:
+        known = rows.pop()
+        self.rows = plan.batch_size or known
+        if known is not None:
             plan.require_rows(known, "batch size")
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
         count = int(global_batches.cardinality())
@@ -167,7 +169,8 @@ class _PyDatasetFeed(Feed):
             raise ConfigError(f"got an empty PyDataset as {plan.what}")
         self._ordered = _Ordered(dataset, plan, self)
         self.first = self._ordered.batch(0)
-        plan.require_rows(_rows_in(self.first), "size of its batches")
+        self.rows = _rows_in(self.first)
+        plan.require_rows(self.rows, "size of its batches")
         self._adapter = private.adapter_of_py_dataset(self._ordered)
         if self._ordered.num_batches:
             divided = none_for_optionals(self._adapter.get_tf_dataset())
@@ -255,7 +258,8 @@ class _StreamFeed(Feed):
         if not first:
             raise ConfigError(f"got an empty {type(source).__name__} as {plan.what}")
         self.first = first[0]
-        plan.require_rows(_rows_in(self.first), "size of its batches")
+        self.rows = _rows_in(self.first)
+        plan.require_rows(self.rows, "size of its batches")
         self._source, self._plan = source, plan
         self._first, self._rest = first, batches
         self.is_empty = plan.own_steps(len(first)) == 0

@@ -30,7 +30,13 @@ from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, remedy_of_unlike_data
 from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.wrappable import refuse_states_of_rows, refuse_strategy, require_model, settle
+from ringreduce.keras.wrappable import (
+    fixed_rows,
+    refuse_states_of_rows,
+    refuse_strategy,
+    require_model,
+    settle,
+)
 from ringreduce.tensorflow.variables import broadcast_variables, differing
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import for_rr
@@ -63,9 +69,10 @@ def evaluate(
             it passes to ``super().evaluate`` is divided.
         x, y, sample_weight: as for ``model.evaluate``, equal on all ranks. Arrays or tensors, in
             lists or dicts too: rank r takes the r-th of `size` slices, which differ by at most one
-            row. Or, as `x`, what yields batches, of which batch i goes to rank i mod size: a
-            `tf.data.Dataset`; a `keras.utils.PyDataset`, of which each rank makes its own; or a
-            generator, or torch's DataLoader, of which every rank makes all.
+            row, or by one batch where a `keras.Input` has a fixed number of rows. Or, as `x`, what
+            yields batches, of which batch i goes to rank i mod size: a `tf.data.Dataset`; a
+            `keras.utils.PyDataset`, of which each rank makes its own; or a generator, or torch's
+            DataLoader, of which every rank makes all.
         batch_size: samples that a rank takes at a time (32); only for arrays.
         return_dict: return a dict by metric name.
         verbose: shows the progress of rank 0's share.
@@ -257,7 +264,10 @@ class _Share:
             if steps is not None:
                 at_once = model.steps_per_execution
                 count = min(count, -(-steps // at_once) * at_once * (rows or BATCH_SIZE))
-            bounds = [count * r // ring.size for r in range(ring.size + 1)]
+            # Whole batches where layers may need as many rows as a keras.Input has fixed.
+            unit = fixed_rows(model) or 1
+            units = -(-count // unit)
+            bounds = [min(count, units * r // ring.size * unit) for r in range(ring.size + 1)]
             self.rows = np.diff(bounds).tolist()
             first, end = bounds[ring.rank : ring.rank + 2]
             self.parts, self.is_empty = slice_rows(data, first, end), first == end

@@ -42,6 +42,7 @@ from ringreduce.keras.training.feeds import example_of, feeds_of
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
+    refuse_fixed_rows,
     refuse_other_optimizer,
     refuse_other_ring,
     refuse_states_of_rows,
@@ -168,6 +169,8 @@ def fit(
     if ring.size > 1 or ring.parent is not None or recording is not None:
         build(model, training.spec)
         refuse_states_of_rows(model, ring)
+        if not sharded:
+            refuse_fixed_rows(model, ring, training.rows)
     # Where ranks know no better, they tell each other how many rows they have.
     exchanges = ring.size > 1 and not (training.is_even or training.is_counted)
     exchanges = least is None and (sharded or exchanges)

@@ -35,6 +35,7 @@ class Feed:
 
     # A tf.data.Dataset of this rank's parts; a new pass reads the epoch that was begun.
     dataset: Any
+    rows: int | None = None  # of a global batch; None: they are not known before it is read
     is_even = False  # whether every rank surely has equally many rows of each batch
     # Whether an element is a pair: this rank's part, and the number of rows of the whole batch.
     is_counted = False

@@ -93,6 +93,57 @@ def refuse_states_of_rows(model: Any, ring: Communicator) -> None:
             )
 
 
+def refuse_fixed_rows(model: Any, ring: Communicator, rows: int | None) -> None:
+    """ConfigError on several ranks for layers that need as many rows as a keras.Input has fixed.
+
+    `rows` are those of a global batch; None: as many as that input has. Most layers need none.
+    """
+    needed = fixed_rows(model)
+    if ring.size == 1 or needed is None:
+        return
+    rows = rows or needed
+    own = -(-rows // ring.size)
+    if own == needed:
+        return
+
+    def part_of(each: Any) -> Any:
+        kind = tf.SparseTensorSpec if getattr(each, "sparse", False) else tf.TensorSpec
+        return kind((own, *each.shape[1:]), each.dtype)
+
+    # A Sequential has none by that name.
+    specs = keras.tree.map_structure(part_of, getattr(model, "input", model.inputs[0]))
+    called = tf.function(lambda parts: model(parts, training=False), autograph=False)
+    try:
+        outputs = called.get_concrete_function(specs).structured_outputs
+        problem = None
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        outputs, problem = [], error
+    pairs = zip(model.outputs, tf.nest.flatten(outputs), strict=False)
+    is_kept = all(_rows(o) != needed or _rows(here) in (own, None) for o, here in pairs)
+    if problem is None and is_kept:
+        return
+    raise ConfigError(
+        f"got the model {model.name}, which works only on {needed} rows at a time, as its "
+        f"keras.Input says: each of {ring.size} ranks gets {own} of {rows} rows of a batch",
+        **ring.config.who,
+        remedy=f"Leave out the batch size: keras.Input({tuple(model.inputs[0].shape[1:])}); and "
+        "let layers take the number of rows from their inputs, not as a constant. Or use batches "
+        f"of {needed * ring.size} rows.",
+    ) from problem
+
+
+def fixed_rows(model: Any) -> int | None:
+    """How many rows the inputs of `model` have in each batch; None: any number."""
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    fixed = {count for each in inputs if (count := _rows(each)) is not None}
+    return fixed.pop() if len(fixed) == 1 else None
+
+
+def _rows(tensor: Any) -> int | None:
+    shape = tf.TensorShape(tensor.shape)
+    return shape[0] if shape.rank else None
+
+
 def refuse_wrapped(inner: keras.Optimizer) -> None:
     """ConfigError if `inner` is distributed, or something that it or one in it has."""
     for held in (inner, *itertools.chain(*map(held_by, all_within(inner)))):
