@@ -269,10 +269,13 @@ class Survivors:
         """Find out what has become of the others, but of those proven dead already."""
         others = {*members} - {self._rank, *self._dead}
         number, training = self._job.agreement.view.number, self._job.training
-        fates = {peer: fate(self._job.standing_of(peer), number, training) for peer in others}
+        standings = {peer: self._job.standing_of(peer) for peer in others}
+        fates = {peer: fate(each, number, training) for peer, each in standings.items()}
         self._dead |= {peer for peer, found in fates.items() if found is Fate.DEAD}
         self._went_on |= {peer for peer, found in fates.items() if found is Fate.WENT_ON}
-        self._is_told |= self._at_end and Fate.ENDED in fates.values()
+        # One that is there says so itself; or it will come, from a training after that.
+        ended = [peer for peer, found in fates.items() if found is Fate.ENDED]
+        self._is_told |= self._at_end and any(standings[peer].is_gone for peer in ended)
         silent = self._silent(members, 2 * TIMES.poll_s)
         silent = {peer for peer in silent if not self._is_busy(peer)}
         self._refused = self._refused & silent | self._visits.refused(silent)
