@@ -21,6 +21,7 @@ CONTENTS = {
             "docs/guides/unchanged",
             "docs/guides/data",
             "docs/guides/keras",
+            "docs/guides/train-step",
             "docs/guides/loops",
             "docs/guides/jobs",
         ),

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +49,17 @@ class Calls:
     @property
     def caller(self) -> int | None:
         return self._caller.value or None
+
+    @contextmanager
+    def kept_from_c(self) -> Iterator[None]:
+        """Within the block calls of this thread are left to Python; others wait for its end."""
+        with self.lock:
+            # As in a call: another one within it is not for C.
+            before, self._caller.value = self._caller.value, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller.value = before
 
     def use(self, small: SmallCalls) -> None:
         """Run calls that `small` knows wholly in C."""
@@ -107,6 +119,7 @@ class Calls:
         try:
             with self.lock:
                 if self.caller is not None:
+                    session.check()
                     raise MismatchError(
                         "made a call in a signal handler, within another call",
                         **session.config.who,

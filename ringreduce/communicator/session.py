@@ -8,12 +8,13 @@ watcher's (`ringreduce.engine.watch`) notices what happens elsewhere. All end wh
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -107,6 +108,7 @@ class Session:
         self.hosts: tuple[tuple[int, ...], ...] = ((0,),)
         self._watcher: Watcher | None = None
         self._has_aborted = False
+        self._refusal: tuple[int, Exception] | None = None  # of a thread's calls
         # The thread that leaves after the call in which it is, and why.
         self._leaves_later: tuple[int, str] | None = None
         self.calls, self.messages = Calls(self), Messages(self)
@@ -345,10 +347,29 @@ class Session:
         """Raise the error of a call that may not begin."""
         if self.is_inherited:
             raise forked(self.config)
+        if self._refusal is not None and self._refusal[0] == threading.get_ident():
+            raise self._refusal[1]
         if self._life.state is not SessionState.WORKING:
             if self.failure is None or self.is_closed:
                 raise closed(self.config)
             raise again(self.failure)
+
+    @contextlib.contextmanager
+    def refusing(self, error: Exception) -> Iterator[None]:
+        """Within the block all calls of this thread raise `error`, before anything is sent.
+
+        Those of groups too. Calls of other threads wait for its end.
+        """
+        sessions = [each for each in list(_opened) if each.config is self.config]
+        with contextlib.ExitStack() as stack:
+            for session in sessions:
+                stack.enter_context(session.calls.kept_from_c())
+                session._refusal = threading.get_ident(), error
+            try:
+                yield
+            finally:
+                for session in sessions:
+                    session._refusal = None
 
     def check_soon(self) -> None:
         """As `check`, once other ranks have had time to tell why the ring has ended."""

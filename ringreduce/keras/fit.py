@@ -40,6 +40,7 @@ from ringreduce.keras.settings import (
 from ringreduce.keras.shares import Measure, Shares, agreed_shares
 from ringreduce.keras.training.feeds import example_of, feeds_of
 from ringreduce.keras.training.loop import Loop
+from ringreduce.keras.training.trial import Trial
 from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
     refuse_fixed_rows,
@@ -53,9 +54,10 @@ from ringreduce.keras.wrappable import (
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
 
 # Arguments, and what else must be equal on all ranks; of data where all have the same.
-_EVERYWHERE = "epochs", "initial_epoch", "sharded", "profile", "loss", "run_eagerly"
+_EVERYWHERE = "epochs", "initial_epoch", "sharded", "profile", "check", "loss", "run_eagerly"
 _OF_DATA = (
     *("batch_size", "shuffle", "steps_per_epoch", "validation_split", "validation_steps"),
     *("validation_batch_size", "validation_data", "validation_freq", "seed"),
@@ -83,7 +85,7 @@ def fit(
     *,
     seed: int = 0,
     backup_dir: Any = None,
-    check: bool = True,
+    check: bool | str = True,
     sharded: bool = False,
     batch_share: str | float | None = None,
     profile: bool = False,
@@ -115,7 +117,9 @@ def fit(
         check: compare what ranks read: arrays before training, batches as they are read, of which
             only y where there is one, since x may be random on purpose. And the weights of all
             ranks after training, and before steps that would hide a difference (``sharded=True`` of
-            the optimizer, elastic jobs), if a callback has changed some.
+            the optimizer, elastic jobs), if a callback has changed some. ``"step"``: besides, try
+            the training step on a few rows before the first one, and warn where N ranks do not
+            train as one process does, whatever the cause (docs/guides/train-step.md).
         sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
             as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
             which ranks may have different numbers of batches and samples. A rank that runs out of
@@ -176,7 +180,8 @@ def fit(
     exchanges = least is None and (sharded or exchanges)
     who, before = Training.of(model, ring), who
     who.require_same(before, model)
-    _make_ready(model, who, training, weighs=exchanges and not sharded)
+    weighs = exchanges and not sharded
+    _make_ready(model, who, training, weighs=weighs, is_tried=_is_tried(options, who))
     with contextlib.ExitStack() as elastic:
         steps = None
         if least is not None:
@@ -184,6 +189,9 @@ def fit(
             batches = training.dataset.element_spec
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
         around = _around(options, who, training, validation, shares, own_callbacks)
+        trial = None
+        if _is_tried(options, who):
+            trial = Trial(model, training, who.everyone, has_own_data=sharded)
         if recording is not None:
             around.append(Record(*recording, arguments.found, who.everyone, training, model))
         if steps is not None and verbose:
@@ -195,6 +203,7 @@ def fit(
             validation,
             who if is_own_loop else None,
             around,
+            trial,
             exchanges=exchanges,
             elastic=steps,
             epochs=epochs,
@@ -208,6 +217,9 @@ def fit(
 def _require_ready(options: Any, ring: Communicator) -> tuple[Training, Settings]:
     """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
     model = options.model
+    if options.check not in (True, False, "step"):
+        text = f"check is {brief(options.check)}; accepted: True, False, 'step'"
+        raise ConfigError(text, **ring.config.who)
     refuse_other_ring(model, "rr.fit", ring)
     if options.check:
         refuse_other_optimizer(model, ring)
@@ -226,7 +238,9 @@ def _around(
 ) -> list[Any]:
     """The callbacks that `fit` adds, in order, around those of the user."""
     model, ring, check, validate = options.model, who.data, options.check, None
-    around: list[Any] = [Probe(training, who.everyone, compares=check and not options.sharded)]
+    around: list[Any] = []
+    if not _is_tried(options, who):
+        around.append(Probe(training, who.everyone, compares=bool(check) and not options.sharded))
     if shares.is_measured:
         around.append(Measure(shares, ring, options.verbose))
     if validation is not None:
@@ -241,7 +255,7 @@ def _around(
             validate=validate,
             is_global=not options.sharded,
             check=False,  # It does so itself, as `VerifyReplicas`.
-            compares=check,
+            compares=bool(check),
         )
     )
     return [*around, *([VerifyReplicas(None, ring)] if check else [])]
@@ -288,8 +302,18 @@ def _callbacks_of(
     return callbacks, recording
 
 
-def _make_ready(model: keras.Model, who: Training, training: Feed, *, weighs: bool) -> None:
-    """Make alike, and compare, what ranks begin with; with `weighs` they exchange their rows."""
+def _is_tried(options: Any, who: Training) -> bool:
+    """Whether the training step is tried before the first one."""
+    return bool(options.check == "step" and who.everyone.size > 1)
+
+
+def _make_ready(
+    model: keras.Model, who: Training, training: Feed, *, weighs: bool, is_tried: bool
+) -> None:
+    """Make alike, and compare, what ranks begin with; with `weighs` they exchange their rows.
+
+    Warns of what is known to differ from one process, unless that is left to a trial: `is_tried`.
+    """
     ring = who.data
     make_alike(model.weights, who.alike)
     if who.everyone.size == 1:
@@ -302,7 +326,8 @@ def _make_ready(model: keras.Model, who: Training, training: Feed, *, weighs: bo
         require_same_settings(settings_of_model(model), ring)
     fold_seeds(model, ring)
     draw_apart(model, ring)
-    warn_of_parity(differences(model), who.everyone)
+    if not is_tried:
+        warn_of_parity(differences(model), who.everyone)
     if weighs:
         is_counted = int(training.dataset.cardinality()) >= 0
         weigh_steps(model, ring, is_counted)
@@ -326,13 +351,15 @@ def fit_on(
     validation: Feed | None,
     who: Training | None,
     callbacks: list[Any],
+    trial: Trial | None = None,
     exchanges: bool = False,
     elastic: Elastic | None = None,
     **options: Any,
 ) -> Any:
     """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
 
-    By our loop if it is told `who` trains the model; else by Keras's.
+    By our loop if it is told `who` trains the model; else by Keras's. Before its first step the
+    `trial` runs.
     """
     evaluated = validation or Feed()  # Which does nothing.
     epochs = keras.callbacks.LambdaCallback(
@@ -344,8 +371,10 @@ def fit_on(
     try:
         with _quiet_without(validation):
             if who is not None:
-                loop = Loop(model, training, who, exchanges=exchanges, elastic=elastic)
+                loop = Loop(model, training, who, trial, exchanges=exchanges, elastic=elastic)
                 return loop.run([epochs, *callbacks], validation=validation, **options)
+            if trial is not None:
+                trial.run()
             return model.fit(
                 training.dataset,
                 callbacks=[epochs, *callbacks],

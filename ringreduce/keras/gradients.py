@@ -28,6 +28,8 @@ class Reducer:
     scale_local: bool = False
     # Divides the update among ranks: MEAN gradients of its variables become pieces, flat.
     sharding: Any = None
+    # Whether gradients are sums over rows, which are added up and not weighted.
+    adds_up: bool = False
 
     def reduce(
         self,
@@ -44,6 +46,9 @@ class Reducer:
             factors = {Averaging.MEAN: weight.factor, Averaging.LOCAL: factor}
         elif self.scale_local and size > 1:
             factors = {Averaging.LOCAL: 1 / size}
+        if self.adds_up and weight is not None:
+            # A rank without rows has the gradients of zeros.
+            factors[Averaging.MEAN] = tf.math.sign(weight.own)
         pairs = zip(gradients, kinds, strict=True)
         gradients = [weighted(g, factors[k]) if k in factors else g for g, k in pairs]
         # The others are not compared: ranks may have other local variables, with other names.
@@ -60,7 +65,7 @@ class Reducer:
             means |= dict(zip(numbers, reduced, strict=True))
         take = self.bridge.own
         final = [means[n] if n in means else take(value) for n, value in enumerate(gradients)]
-        if self.op is ReduceOp.MEAN or size == 1:
+        if (self.op is ReduceOp.MEAN and not self.adds_up) or size == 1:
             return final
         pairs = zip(final, kinds, strict=True)
         return [mean if kind is Averaging.LOCAL else weighted(mean, size) for mean, kind in pairs]

@@ -199,7 +199,7 @@ def _trace(model: keras.Model, step: Step, spec: Any) -> None:
         held = [(w, stack.enter_context(w.deferred())) for w in wrappable.wrappers_in(model)]
         tf.function(lambda data: step(filled(data)), autograph=False).get_concrete_function(spec)
     for wrapper, steps in held:
-        for variables in steps:
+        for _, variables in steps:
             if variables is not None and not wrapper.built:
                 wrapper.build_inner(variables)
 

@@ -72,7 +72,7 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
     rank keeps its own, and results that then differ are averaged. The metrics hold afterwards what
     they held before. MismatchError, on all ranks, if their metrics differ.
     """
-    pairs = list(zip(states.variables, states.values, strict=True))
+    pairs = zip(states.variables, states.values, strict=True)
     own_layout = [[v.path, v.aggregation, n.dtype.name, list(n.shape)] for v, n in pairs]
     values = [value.tobytes() for value in states.values]
     gathered = ring.all_gather_object([states.batches, own_layout, values])
@@ -82,24 +82,36 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
         return {}
     results: dict[str, Any] = {}
     if states.batches:
-        columns = {
-            id(variable): [np.frombuffer(n, value.dtype).reshape(value.shape).copy() for n in every]
-            for (variable, value), every in zip(pairs, zip(*had_batches, strict=True), strict=True)
-        }
-        with restored(states.variables):
-            for variable, value in pairs:
-                how = variable.aggregation
-                variable.assign(value if how == "none" else combined(columns[id(variable)], how))
-            for metric in metrics_in(model):
-                if hasattr(metric, "merge_states"):
-                    of_ranks = zip(*(columns[id(v)] for v in metric.variables), strict=True)
-                    together = metric.merge_states(list(map(list, of_ranks)))
-                    for variable, value in zip(metric.variables, together, strict=True):
-                        variable.assign(value)
-            results = numbers_in(model.get_metrics_result())
+        columns = [
+            [np.frombuffer(n, value.dtype).reshape(value.shape).copy() for n in every]
+            for value, every in zip(states.values, zip(*had_batches, strict=True), strict=True)
+        ]
+        results = results_of_all(model, states, columns)
     every = gathered_numbers(results, ring)
     names = dict.fromkeys(name for numbers in every for name in numbers)
     return {name: _agreed([logs[name] for logs in every if name in logs]) for name in names}
+
+
+def results_of_all(
+    model: Any, states: MetricStates, columns: Sequence[Sequence[np.ndarray]]
+) -> dict[str, Any]:
+    """The results of `model`'s metrics when each of the variables has combined its `columns`.
+
+    Those are its values on all ranks. With the aggregation "none" it has that of `states`. The
+    metrics hold afterwards what they held before.
+    """
+    by_id = {id(v): column for v, column in zip(states.variables, columns, strict=True)}
+    with restored(states.variables):
+        for variable, value in zip(states.variables, states.values, strict=True):
+            how = variable.aggregation
+            variable.assign(value if how == "none" else combined(by_id[id(variable)], how))
+        for metric in metrics_in(model):
+            if hasattr(metric, "merge_states"):
+                of_ranks = zip(*(by_id[id(v)] for v in metric.variables), strict=True)
+                together = metric.merge_states(list(map(list, of_ranks)))
+                for variable, value in zip(metric.variables, together, strict=True):
+                    variable.assign(value)
+        return numbers_in(model.get_metrics_result())
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
@@ -114,12 +126,20 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
     return entries
 
 
-def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ranks' logs: values of `together` where all log a metric's, means of other numbers."""
+def merged(
+    entries: Sequence[Entries], together: Mapping[str, Any], sums: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Merge ranks' logs: values of `together` where all log a metric's, means of other numbers.
+
+    Of numbers, and results of metrics, named in `sums` it is their sum.
+    """
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for entry in entries for name in entry):
         logged = [entry[name] for entry in entries if name in entry]
-        if name in together and all(is_metric for is_metric, _ in logged):
+        numbers = [number for _, number in logged if number is not None]
+        if name in sums and len(numbers) == len(entries):
+            result[name] = float(np.sum(numbers))
+        elif name in together and all(is_metric for is_metric, _ in logged):
             result[name] = together[name]
         elif all(isinstance(number, float) for _, number in logged):
             result[name] = _agreed([number for _, number in logged])

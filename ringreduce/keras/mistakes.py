@@ -261,8 +261,11 @@ def warn_of_last_batches(entries: Sequence[Entries], ring: Communicator) -> None
         )
 
 
-def differences(model: Any) -> list[str]:
-    """Name the parts of a compiled model that see its rank's rows only, with a remedy each."""
+def differences(model: Any, *, knows_losses: bool = False) -> list[str]:
+    """Name the parts of a compiled model that see its rank's rows only, with a remedy each.
+
+    With `knows_losses` what losses do was tried, and is not told from how they were made.
+    """
     layers = [layer for layer in private.layers_of(model) if layer.trainable]
     texts = []
     plain = [part for part in layers if isinstance(part, keras.layers.BatchNormalization)]
@@ -272,7 +275,7 @@ def differences(model: Any) -> list[str]:
         texts.append(f"{names}: each rank draws other random numbers")
     for loss in keras.tree.flatten(getattr(model, "loss", None) or []):
         reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else None
-        if reduction in NO_MEANS:
+        if reduction in NO_MEANS and not knows_losses:
             how = f"with reduction={reduction!r} it is no mean over samples"
             instead = "use the default, sum_over_batch_size"
             if reduction == "sum":

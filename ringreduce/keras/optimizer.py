@@ -95,6 +95,12 @@ class DistributedOptimizer(Wrapper):
             the table: docs/guides/keras.md says what momentum, decay and clipping mean then.
             For optimizers that work element by element; not under ``jit_compile=True``.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
+        gradients: what a step's gradients are of this rank's rows. ``"mean"``: their mean, as of
+            Keras's losses, so that ranks take the mean by rows. ``"sum"``: their sum, also divided
+            by a number that is the same for any rows, such as the global batch size; then ranks
+            add them up, and one without rows adds nothing. ``"tried"``, the default: ``"mean"``,
+            and `rr.fit` tries the step on a few rows before it trains, and warns if it is no mean.
+            ``"sum"`` goes neither with split layers and tables nor with `LocalSGD` and `DiLoCo`.
         sharded: divide the update: each rank keeps 1 / size of the optimizer's state, updates as
             much of the weights, and gets the rest from the others. For optimizers that work element
             by element; results are those of an update that is not divided. docs/guides/keras.md
@@ -137,6 +143,7 @@ class DistributedOptimizer(Wrapper):
         local_variables: Sequence[Any] = (),
         scale_local_gradients: bool = False,
         op: ReduceOp | str = ReduceOp.MEAN,
+        gradients: str = "tried",
         sharded: bool = False,
         **others: Any,
     ) -> None:
@@ -148,6 +155,8 @@ class DistributedOptimizer(Wrapper):
         refuse_divided(inner)
         if sharded:
             refuse_unshardable(inner, strategy, compression, update_rows)
+        scaled = scale_local_gradients or gradient_op(op) is ReduceOp.SUM
+        weighting.refuse_unknown_gradients(gradients, scaled)
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
         self.communicator = communicator
@@ -161,10 +170,16 @@ class DistributedOptimizer(Wrapper):
             "update_rows": update_rows,
             "scale_local_gradients": scale_local_gradients,
             "op": gradient_op(op),
+            "gradients": gradients,
             "sharded": sharded,
         }
         updates_rows = self._touched is not None
         self._running = strategy.begin(strategies.Use(self._ring, updates_rows, compression))
+        if gradients == "sum" and self._running.is_alone:
+            raise ConfigError(
+                f'got gradients="sum" with {strategy!r}, whose ranks step by themselves',
+                remedy="Divide by this rank's rows, tf.shape(x)[0], and leave gradients out.",
+            )
         self.strategy_state = state_of(self._running, self._bridge.low_rank, inner)
         if self.built:
             mark_state(inner)
@@ -178,6 +193,10 @@ class DistributedOptimizer(Wrapper):
     def options(self) -> dict[str, Any]:
         """The options as they were given, by name, and the number of local variables."""
         return {**self._options, "local_variables": len(self._local)}
+
+    def add_up_gradients(self) -> None:
+        """From now on as with ``gradients="sum"``; before the first step, on all ranks."""
+        self._options["gradients"] = "sum"
 
     def _ring(self) -> Communicator:
         return self.communicator or default_communicator()
@@ -204,7 +223,7 @@ class DistributedOptimizer(Wrapper):
         if not grads:
             return
         if self._deferred is not None:
-            self._deferred.append(variables)
+            self._deferred.append((grads, variables))
             return
         if not self.built and variables is not None:
             # The inner `apply` does so: variables get the same names.
@@ -230,7 +249,10 @@ class DistributedOptimizer(Wrapper):
         if self.recorder is not None:
             self.recorder.note_own(grads, known)
         options = self._options["op"], self._options["scale_local_gradients"]
-        reducer = Reducer(self._bridge, self._ring(), *options, self._sharding)
+        adds_up = self._options["gradients"] == "sum"
+        if adds_up:
+            weighting.refuse_sums(kinds)
+        reducer = Reducer(self._bridge, self._ring(), *options, self._sharding, adds_up)
         applied = partial(self._apply_means, apply)
         with draws.alike():
             self._running.take(strategies.Step(grads, known, kinds, weight, reducer, applied))
@@ -366,7 +388,7 @@ class DistributedOptimizer(Wrapper):
 
     @contextmanager
     def deferred(self) -> Iterator[list[Any]]:
-        """Within the block no gradients are used; yields a list of whose they were (None: all)."""
+        """Within the block no gradients are used; yields a list of them, and whose (None: all)."""
         self._deferred = []
         try:
             yield self._deferred
@@ -434,7 +456,7 @@ class DistributedOptimizer(Wrapper):
 
     def settings(self) -> list[settings.Settings]:
         """Collect the settings that must be equal on all ranks, and do not show in gradients."""
-        names = "strategy", "op", "scale_local_gradients", "update_rows", "sharded"
+        names = "strategy", "op", "gradients", "scale_local_gradients", "update_rows", "sharded"
         chosen = settings.settings_in({name: self._options[name] for name in names})
         if self._sharding is not None:
             chosen |= {"times that a file was loaded": str(self._loads)}

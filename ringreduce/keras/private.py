@@ -31,6 +31,7 @@ spec_of_batches = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec
 with_class_weights = named(
     f"{_DATA_ADAPTERS}.tf_dataset_adapter", "make_class_weight_map_fn", _missing
 )
+_global_attribute = named("keras.src.backend.common.global_state", "get_global_attribute", _missing)
 # A base of objects that Keras saves as a group of their own.
 KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missing)
 # Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
@@ -190,3 +191,8 @@ def save_as(kind: Any, plain: Any) -> None:
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Have `fit` begin with that epoch, or where its caller says."""
     model._initial_epoch = epoch
+
+
+def global_seed_generator() -> Any:
+    """The generator of `keras.random` without a seed, if it was used; or None."""
+    return _global_attribute("global_seed_generator")

@@ -41,11 +41,26 @@ class _Metrics:
 
     # The names in logs of those that do not combine; None: they were not tried.
     names_apart: list[str] | None = None
+    # In logs of training, whose batches are divided among ranks; and those that ranks add up there.
+    apart_in_steps: Sequence[str] = ()
+    sums: Sequence[str] = ()
 
 
 def names_apart(model: Any) -> list[str]:
     """The names in logs of metrics of `model` that were found not to combine."""
     return _metrics_of(model).names_apart or []
+
+
+def names_in_steps(model: Any) -> tuple[list[str], list[str]]:
+    """In logs of training, of `model`: metrics that do not combine, and numbers that add up."""
+    found = _metrics_of(model)
+    return [*found.apart_in_steps], [*found.sums]
+
+
+def note_names_in_steps(model: Any, apart: Sequence[str], sums: Sequence[str]) -> None:
+    """Keep what a trial has found for `names_in_steps`."""
+    found = _metrics_of(model)
+    found.apart_in_steps, found.sums = apart, sums
 
 
 def _metrics_of(model: Any) -> _Metrics:
@@ -75,7 +90,7 @@ def try_own(model: Any, batch: Any, ring: Communicator, *, with_losses: bool = T
         losses = _own_losses(model) if with_losses else []
         metrics = metrics_in(model) if _metrics_of(model).names_apart is None else []
         # Its name in logs begins with that of an output, where there are several.
-        names = [metric.name for metric in metrics if _may_not_combine(metric)]
+        names = [metric.name for metric in metrics if may_not_combine(metric)]
         x, y, weights = keras.utils.unpack_x_y_sample_weight(first_rows(batch))
         count = int(rows_in(x))
         if count == 1 or not (losses or names) or any(map(is_own_piece, model.weights)):
@@ -143,8 +158,13 @@ def _own_losses(model: Any) -> list[str]:
     return [str(getattr(loss, "name", getattr(loss, "__name__", loss))) for loss in custom]
 
 
-def _may_not_combine(metric: Any) -> bool:
-    combines = [hasattr(metric, "merge_states"), private.is_of_keras(type(metric))]
+def may_not_combine(metric: Any, *, in_steps: bool = False) -> bool:
+    """Whether its states may not combine, since its class is the user's own.
+
+    With `in_steps`, where ranks have parts of a batch, also of a function of whole batches.
+    """
+    parts = [type(metric), *([getattr(metric, "_fn", type(metric))] if in_steps else [])]
+    combines = [hasattr(metric, "merge_states"), all(map(private.is_of_keras, parts))]
     return not any(combines) and all(v.aggregation != "none" for v in metric.variables)
 
 

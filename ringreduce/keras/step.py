@@ -36,9 +36,14 @@ def step_without(model: keras.Model, place: int) -> Step:
     return step  # type: ignore[no-any-return]
 
 
+def innermost_step(model: keras.Model) -> Step:
+    """`model`'s training step as it was before anything was put around it."""
+    return getattr(model.train_step, _WRAPS, (model.train_step, {}))[0]  # type: ignore[no-any-return]
+
+
 def own_step(model: keras.Model) -> Step | None:
     """The innermost training step of `model`, if it is not Keras's."""
-    step = getattr(model.train_step, _WRAPS, (model.train_step, {}))[0]
+    step = innermost_step(model)
     return None if getattr(step, "__func__", None) is keras.Model.train_step else step
 
 

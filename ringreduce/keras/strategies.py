@@ -149,6 +149,9 @@ class _Accumulating(Running):
         gradients, variables, kinds, weight, reducer, apply = step
         cycle = self._cycle_of(gradients, variables)
         weight = weight or Weight(tf.constant(1.0), tf.constant(1.0))
+        if reducer.adds_up:
+            # The mean of the steps' sums, as Keras accumulates.
+            weight = Weight(tf.math.sign(weight.own), tf.constant(1.0))
         for gradient, total, kind in zip(gradients, cycle.sums, kinds, strict=True):
             if gradient is not None:
                 total.add(gradient, weight.mean if kind is Averaging.PART else weight.own)

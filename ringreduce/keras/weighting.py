@@ -108,6 +108,27 @@ def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     return across_ranks(value, collective)
 
 
+def refuse_unknown_gradients(gradients: str, is_scaled: bool) -> None:
+    """ConfigError unless `gradients` is a mode, and goes with the optimizer's other options."""
+    if gradients not in ("tried", "mean", "sum"):
+        raise ConfigError(f"gradients is {gradients!r}; accepted: 'tried', 'mean', 'sum'")
+    if gradients == "sum" and is_scaled:
+        raise ConfigError(
+            'got gradients="sum" with op="sum" or scale_local_gradients, which scale means',
+            remedy="Leave them out: sums are added up as they are.",
+        )
+
+
+def refuse_sums(kinds: Sequence[Averaging]) -> None:
+    """ConfigError if gradients that are to be added up may be of other ranks' batches."""
+    if Averaging.PART in kinds or _local.has_moved:
+        what = "layers in pieces" if Averaging.PART in kinds else "steps that send rows to ranks"
+        raise ConfigError(
+            f'got gradients="sum" with {what}, whose gradients are of the mean over all rows',
+            remedy="Divide by this rank's rows, tf.shape(x)[0], and leave gradients out.",
+        )
+
+
 def refuse_local(kinds: Sequence[Averaging], ring: Communicator) -> None:
     """ConfigError if gradients of local variables may have come from other ranks' batches."""
     # How much those count is not known here: a rank without rows would count them not at all.

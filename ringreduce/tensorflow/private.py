@@ -67,6 +67,11 @@ is_deterministic = named("tensorflow.python.framework.config", "is_op_determinis
 _ops = named("tensorflow.python.framework.op_def_registry", "get")
 _context = named("tensorflow.python.eager.context", "context")
 
+# Functions that TensorFlow calls, in a thread, with each op that was computed or made there.
+_CALLBACKS = "tensorflow.python.framework.op_callbacks"
+add_op_callback = named(_CALLBACKS, "add_op_callback")
+remove_op_callback = named(_CALLBACKS, "remove_op_callback")
+
 _autograph = named("tensorflow.python.autograph.core", "config")
 
 _graph = FuncGraph("ringreduce")
@@ -209,3 +214,17 @@ def ops_in(dataset: Any) -> dict[str, bool] | None:
             return None
         ops |= inner_ops
     return ops
+
+
+def state_of_eager_seeds() -> Any:
+    """The state of the generator that gives eager random ops their seeds."""
+    generator = getattr(_context(), "_rng", None)  # None before the first op.
+    return None if generator is None else generator.getstate()
+
+
+def restore_eager_seeds(state: Any) -> None:
+    """Give eager random ops the seeds again that come after `state`."""
+    if state is None:
+        return
+    _context()._rng.setstate(state)
+    _context().clear_kernel_cache()  # Else an op with the same seed goes on with its numbers.

@@ -16,7 +16,7 @@ from ringreduce.keras.mistakes import (
     warn_of_same_rows,
 )
 from ringreduce.keras.parts.replicas import model_group
-from ringreduce.keras.probe import names_apart
+from ringreduce.keras.probe import names_apart, names_in_steps
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.wrappable import require_equal, wrappers_in
 from ringreduce.tensorflow.agreement import Difference, refuse
@@ -129,6 +129,7 @@ class MetricAverage(keras.callbacks.Callback):
         """Combine `logs` into values equal on all ranks; None for what is to be left out."""
         ring = self._communicator or default_communicator()
         results = {**training.results, **_as_validation(validation.results)}
+        apart_in_steps, sums = names_in_steps(self.model)
         is_telling = self._is_first and not self._is_global and not model_group(self.model.weights)
         entry = {
             "entries": metric_states.entries_of(logs, results),
@@ -136,6 +137,7 @@ class MetricAverage(keras.callbacks.Callback):
             "rates": kept_rates(self.model),
             "digest": training.digest() if is_telling else "",
             "apart": names_apart(self.model),
+            "apart in steps": apart_in_steps,
         }
         gathered = ring.all_gather_object(entry)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
@@ -149,11 +151,13 @@ class MetricAverage(keras.callbacks.Callback):
             others = metric_states.combined_results(self.model, validation, ring)
             together.update(_as_validation(others))
         apart = {name for told in gathered for name in told["apart"]}
+        in_steps = {name for told in gathered for name in told["apart in steps"]}
         if self._is_first:
-            warn_of_metrics(apart, ring)
+            warn_of_metrics(apart | in_steps, ring)
             warn_of_last_batches([_of_validation(told["entries"]) for told in gathered], ring)
-        means = metric_states.merged([told["entries"] for told in gathered], together)
-        return means | {n: None for n in {**logs, **means} if n.removeprefix(_VALIDATION) in apart}
+        means = metric_states.merged([told["entries"] for told in gathered], together, sums)
+        left_out = apart | {_VALIDATION + name for name in apart} | in_steps
+        return means | {name: None for name in {**logs, **means} if name in left_out}
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Replace the values here too: Keras passes those from before the last `on_epoch_end`."""

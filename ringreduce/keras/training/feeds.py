@@ -43,7 +43,7 @@ def feeds_of(
         Plan,
         ring,
         at_once=options.model.steps_per_execution,
-        check=options.check,
+        check=bool(options.check),
         readers=who.everyone,
         is_elastic=is_elastic,
     )

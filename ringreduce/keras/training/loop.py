@@ -28,6 +28,7 @@ from ringreduce.keras.mistakes import DataWarning, in_fit, warn_at_users_line
 from ringreduce.keras.plan import Feed
 from ringreduce.keras.training.progress import training
 from ringreduce.keras.training.steps import Steps
+from ringreduce.keras.training.trial import Trial
 from ringreduce.keras.training.watching import all_of, that_look
 from ringreduce.keras.training.who import Training
 from ringreduce.tensorflow.private import is_deterministic
@@ -41,7 +42,7 @@ class Loop:
 
     `exchanges`: steps exchange their weights, so that where data has no known length the ranks find
     out in a step that there is none left. `elastic` makes the steps, one at a time, where it is
-    given.
+    given. Before the first step the `trial`, if there is one, runs.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class Loop:
         model: keras.Model,
         feed: Feed,
         who: Training,
+        trial: Trial | None = None,
         *,
         exchanges: bool = False,
         elastic: Elastic | None = None,
     ) -> None:
-        self._model, self._feed, self._who = model, feed, who
+        self._model, self._feed, self._who, self._trial = model, feed, who, trial
         self._exchanges, self._elastic = exchanges, elastic
         self._one_by_one = elastic is not None
         self._is_first = True  # whether no call was made
@@ -198,6 +200,17 @@ class Loop:
         self._end_skipping(epoch)
         return self._logs
 
+    def _tried(self, iterator: Any) -> Any:
+        """Have the step tried; what the first step reads from."""
+        trial, self._trial = self._trial, None
+        assert trial is not None
+        try:
+            if trial.needs_rows:
+                iterator = _ReadAhead(iterator)
+        finally:
+            trial.run()  # Also if this rank has no data: others wait for it.
+        return iterator
+
     def _suitable(self) -> int:
         """How many steps the next call should make at most."""
         singly = self._is_first or self._is_watched or self._one_by_one or self._model.run_eagerly
@@ -216,9 +229,13 @@ class Loop:
         steps, progress = self._prepare_steps(), self._progress
         if progress.unread:
             return self._skip(iterator, min(most, progress.unread)), {}
-        began = time.perf_counter()
         try:
-            done, logs, reading_s = steps.run(iterator, most, self._limit_s(most))
+            if self._trial is None:
+                limits = most, self._limit_s(most)
+            else:
+                iterator, limits = self._tried(iterator), (1, None)
+            began = time.perf_counter()
+            done, logs, reading_s = steps.run(iterator, *limits)
         except (StopIteration, tf.errors.OutOfRangeError):
             return 0, None  # As the exchange of weights says that no rank has any data.
         progress.called_s += time.perf_counter() - began
@@ -250,6 +267,17 @@ class Loop:
                 DataWarning,
             )
         progress.unread = 0
+
+
+class _ReadAhead:
+    """The next element of `iterator`, which has been read."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.element_spec = iterator.element_spec
+        self._element = next(iterator)
+
+    def __next__(self) -> Any:
+        return self._element
 
 
 class _Passes:

@@ -1,0 +1,91 @@
+"""How what a step gives for parts of some rows must combine to what it gives for all of them. Pure.
+
+Ranks take the mean of their gradients, weighted by rows. That is one process's gradient where a
+step's is a mean over its rows. A step that divides by a constant, or by nothing, needs the sum; one
+that mixes rows, or divides by what not every row counts in, neither.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Parts of the largest gradient below which a variable's own is noise, or is none at all.
+_SMALL, _NOTHING = 1e-4, 1e-12
+# How much worse than the tolerance the mean must be before a sum is believed.
+_MISSES = 10.0
+
+
+class Fit(enum.Enum):
+    """What makes the whole of the parts."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    NEITHER = "neither"
+    NOT_FINITE = "not finite"  # of a part, where the whole is
+    NOTHING = "nothing"  # all is 0, or the whole is not finite: it tells nothing
+
+
+class Comparison(NamedTuple):
+    """A `Fit`; where it is not a mean, the place that misses most, and by which part of it."""
+
+    fit: Fit
+    place: int = 0
+    missed: float = 0.0
+
+
+def compare(
+    whole: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+    rows: Sequence[int],
+    tolerance: float,
+) -> Comparison:
+    """Compare arrays of all rows with those of parts, which have that many `rows` each.
+
+    Args:
+        whole: arrays of floats, of any shapes.
+        parts: the same of each part of the rows.
+        tolerance: of the larger of whole and parts, for each array.
+    """
+    sizes = [
+        max(_largest(array), *map(_largest, those))
+        for array, *those in zip(whole, *parts, strict=True)
+    ]
+    if not all(np.isfinite(array).all() for array in whole):
+        return Comparison(Fit.NOTHING)
+    for place, (*those,) in enumerate(zip(*parts, strict=True)):
+        if not all(np.isfinite(array).all() for array in those):
+            return Comparison(Fit.NOT_FINITE, place, float("inf"))
+    largest = max(sizes, default=0.0)
+    if largest <= _NOTHING:
+        return Comparison(Fit.NOTHING)
+    counted, misses = sum(rows), {}
+    for fit, weights in ((Fit.MEAN, [n / counted for n in rows]), (Fit.SUM, [1.0] * len(rows))):
+        misses[fit] = [
+            _largest(array - sum(w * part for w, part in zip(weights, those, strict=True)))
+            / max(size, _SMALL * largest)
+            for array, size, *those in zip(whole, sizes, *parts, strict=True)
+        ]
+    worst = {fit: max(missed) for fit, missed in misses.items()}
+    if worst[Fit.MEAN] <= tolerance:
+        return Comparison(Fit.MEAN)
+    place = int(np.argmax(misses[Fit.MEAN]))
+    is_sum = worst[Fit.SUM] <= tolerance and worst[Fit.MEAN] > _MISSES * tolerance
+    return Comparison(Fit.SUM if is_sum else Fit.NEITHER, place, worst[Fit.MEAN])
+
+
+def chosen_rows(counts: np.ndarray, most: int) -> np.ndarray:
+    """Choose at most `most` rows, those with the smallest and largest `counts`, sorted by these.
+
+    So that a loss that divides by what counts sees parts in which unequal numbers of it do.
+    """
+    order = np.argsort(counts, kind="stable")
+    half = most // 2
+    return order if len(order) <= most else np.concatenate([order[:half], order[half - most :]])
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.max(np.abs(array), initial=0.0))

@@ -1,0 +1,265 @@
+"""The trial of a training step: what it finds, what it leaves behind, and what it does not try."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import ringreduce.keras as rr
+from ringreduce.keras.join import build
+from ringreduce.keras.trial import try_step
+from ringreduce.testing import ring_of_threads
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+
+ROWS = 20
+GENERATOR = np.random.default_rng(3)
+X = GENERATOR.normal(size=(ROWS, 5)).astype("float32")
+Y = X.sum(1, keepdims=True)
+CLASSES = np.arange(ROWS) % 3
+WORDS = GENERATOR.integers(1, 9, (ROWS, 6)) * (np.arange(6) < 3 + np.arange(ROWS)[:, None] % 4)
+
+
+def net(*inner, out=1):
+    return [keras.Input((5,)), layers.Dense(4, "tanh"), *inner, layers.Dense(out)]
+
+
+class Own(keras.Sequential):
+    """A model whose step is its own, with state in Python."""
+
+    def train_step(self, data):
+        x, y = data
+        self.steps = getattr(self, "steps", 0) + 1
+        self.seen.append(x)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"value": loss}
+
+    def loss_of(self, x, y):
+        return tf.reduce_mean((y - self(x, training=True)) ** 2)
+
+
+class Alone(Own):
+    """Divides by a number that is none of its rows."""
+
+    def loss_of(self, x, y):
+        return tf.reduce_sum((y - self(x, training=True)) ** 2) / ROWS
+
+
+class Traced(Alone):
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class Compared(Own):
+    """Compares its rows with each other."""
+
+    def loss_of(self, x, y):
+        each = ops.normalize(self(x))
+        scores = tf.matmul(each, each, transpose_b=True)
+        own = tf.range(tf.shape(x)[0])
+        return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(own, scores, True))
+
+
+class Gathered(Own):
+    def loss_of(self, x, y):
+        return tf.reduce_mean(rr.all_gather(self(x), communicator=self.ring))
+
+
+class Grouped(Own):
+    def loss_of(self, x, y):
+        return tf.reduce_mean(rr.all_reduce(self(x), communicator=self.group))
+
+
+class Shuffled(Own):
+    def loss_of(self, x, y):
+        return tf.reduce_mean((tf.random.shuffle(y) - self(x)) ** 2)
+
+
+class OfPython(Own):
+    def loss_of(self, x, y):
+        return super().loss_of(x, y) * np.random.default_rng().uniform()
+
+
+class Needy(Own):
+    def loss_of(self, x, y):
+        return super().loss_of(x, tf.ensure_shape(y, (ROWS, 1)))
+
+
+class Nothing(Own):
+    def train_step(self, data):
+        return None
+
+
+class Mixing(keras.Model):
+    """Its output for a row is of the rows beside it, as in a recommender of keras.io."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = layers.Embedding(9, 4)
+
+    def call(self, inputs):
+        first, second = self.words(inputs[:, 0]), self.words(inputs[:, 1])
+        return ops.tensordot(first, second, 2) + ops.sum(first, 1, keepdims=True)
+
+
+def masked(y, outputs):
+    counts = ops.cast(y > 0, "float32")
+    return ops.sum(counts * ops.square(y - outputs)) / ops.sum(counts)
+
+
+def share_of(y, outputs):
+    return ops.sum(y * outputs) / ops.sum(y)
+
+
+OF_BITS = (np.arange(ROWS)[:, None] % 4 == 1).astype("float32")
+SPARSE = keras.losses.SparseCategoricalCrossentropy
+# A model, its compile arguments, x, y; the fit, and what is named or why it is not tried.
+CASES = {
+    "dropout": (lambda: keras.Sequential(net(layers.Dropout(0.5))), "mse", X, Y, "mean", ""),
+    "noise": (lambda: keras.Sequential(net(layers.GaussianNoise(1.0))), "mse", X, Y, "mean", ""),
+    "normalized": (
+        lambda: keras.Sequential(net(layers.BatchNormalization())),
+        *("mse", X, Y, "mean", ""),
+    ),
+    "regularized": (
+        lambda: keras.Sequential(net(layers.Dense(3, kernel_regularizer="l2"))),
+        *("mse", X, Y, "mean", ""),
+    ),
+    "dice": (
+        lambda: keras.Sequential([*net(), layers.Activation("sigmoid")]),
+        *(keras.losses.Dice(), X, OF_BITS, "neither", "the loss dice"),
+    ),
+    "ignored": (
+        lambda: keras.Sequential(net(out=3)),
+        *(SPARSE(True, ignore_class=2), X, CLASSES, "neither", "the loss sparse_categorical"),
+    ),
+    "summed": (
+        lambda: keras.Sequential(net()),
+        *(keras.losses.MeanSquaredError("sum"), X, Y, "sum", ""),
+    ),
+    "of none": (
+        lambda: keras.Sequential(net()),
+        *(masked, X, np.sort(OF_BITS, 0), "not finite", "the loss masked"),
+    ),
+    "recurrent": (
+        lambda: keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(9, 3, mask_zero=True),
+                layers.LSTM(3, dropout=0.5),
+                layers.Dense(1),
+            ]
+        ),
+        *("mse", WORDS, Y, "mean", ""),
+    ),
+    "mixing": (Mixing, "mse", WORDS, Y, "neither", "the model's output for a row"),
+    "own": (lambda: Own(net()), None, X, Y, "mean", ""),
+    "own sum": (lambda: Alone(net()), None, X, Y, "sum", ""),
+    "in a function": (lambda: Traced(net()), None, X, Y, "sum", ""),
+    "compared": (lambda: Compared(net(out=3)), None, X, Y, "neither", "the gradients of compared/"),
+    "gathered": (lambda: Gathered(net()), None, X, Y, "nothing", "it makes a collective call"),
+    "in a group": (lambda: Grouped(net()), None, X, Y, "nothing", "it makes a collective call"),
+    "shuffled": (lambda: Shuffled(net()), None, X, Y, "nothing", "draws what belongs to no row"),
+    "of Python": (lambda: OfPython(net()), None, X, Y, "nothing", "random by other means"),
+    "all rows": (lambda: Needy(net()), None, X, Y, "nothing", "it raises"),
+    "no gradients": (lambda: Nothing(net()), None, X, Y, "nothing", "gets gradients of it"),
+    "few rows": (lambda: Own(net()), None, X[:5], Y[:5], "nothing", "5 rows are too few"),
+}
+
+
+def made(case, ring, policy="float32", **options):
+    make, loss, x, y, *_ = CASES[case]
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    if isinstance(model, Own):
+        model.seen = []
+    model.compile(rr.DistributedOptimizer(keras.optimizers.Adam(0.1), ring), loss, **options)
+    build(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(4).element_spec)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_step_is(case):
+    *_, x, y, fit, said = CASES[case]
+
+    def work(ring):
+        model = made(case, ring)
+        if "group" in case or case == "gathered":
+            model.ring, model.group = ring, ring.split(0)
+        # Rank 1 makes no call: one of rank 0 would wait for it.
+        return try_step(model, (x, y), ring) if ring.rank == 0 else None
+
+    verdict, _ = ring_of_threads(2, work)
+    assert (verdict.fit, said in (verdict.where or verdict.why)) == (fit, True), verdict
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_sixteen_bits_are_no_difference(policy):
+    def work(ring):
+        return try_step(made("dropout", ring, policy), (X, Y), ring)
+
+    assert ring_of_threads(1, work)[0].fit == "mean"
+
+
+def test_nothing_is_left_of_a_trial():
+    def work(ring):
+        model = made("own", ring)
+        model.seen.append("before")
+        dropout = layers.Dropout(0.5, seed=4)
+        model.loss_of = lambda x, y: tf.reduce_mean((y - dropout(model(x), training=True)) ** 2)
+        model.dropout = dropout
+        np.random.seed(5)
+        numbers = [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
+        assert try_step(model, (X, Y), ring).fit == "mean"
+        after = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+        assert all(map(np.array_equal, numbers, after))
+        assert model.seen == ["before"]
+        assert not hasattr(model, "steps")
+        return np.random.randint(1 << 30)
+
+    [drawn] = ring_of_threads(1, work)
+    np.random.seed(5)
+    assert drawn == np.random.randint(1 << 30)
+
+
+def fitted(size, case, *, data=None, **options):
+    *_, x, y, _, _ = CASES[case]
+
+    def work(ring):
+        model = made(case, ring, run_eagerly=True)
+        given = (x, y) if data is None else (data(ring),)
+        how = {"verbose": 0, "shuffle": False, "communicator": ring, "check": "step", **options}
+        return rr.fit(model, *given, **how).history
+
+    return ring_of_threads(size, work)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "data",
+    [None, lambda ring: tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)],
+    ids=["arrays", "dataset"],
+)
+def test_fit_warns_of_a_sum_where_it_is_asked_to_look(data):
+    how = {} if data is not None else {"batch_size": ROWS}
+    with pytest.raises(rr.ParityWarning, match='gradients="sum"'):
+        fitted(2, "own sum", data=data, **how)
+    fitted(2, "own sum", data=data, check=True, **how)
+    fitted(1, "own sum", data=data, **how)
+
+
+def test_ranks_with_data_of_their_own_tell_each_other():
+    def own(ring):
+        bits = OF_BITS if ring.rank else np.ones_like(OF_BITS)
+        return tf.data.Dataset.from_tensor_slices((X, bits)).batch(10)
+
+    with pytest.warns(rr.ParityWarning, match="the loss masked is not finite"):
+        fitted(2, "of none", data=own, sharded=True)
