@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.tensorflow.private import NoneTensorSpec
 from ringreduce.tensorflow.xla import is_compiling
 
 FIRST_ROWS = 64
@@ -84,7 +85,7 @@ def tensor_of(part: Any) -> Any:
 
 def is_absent(part: Any) -> bool:
     """Whether it is None, as an optional input may be, or the `tf.TypeSpec` of that."""
-    return part is None or isinstance(part, tf.NoneTensorSpec)
+    return part is None or isinstance(part, NoneTensorSpec)
 
 
 def map_arrays(function: Callable[[Any], Any], parts: Any) -> Any:

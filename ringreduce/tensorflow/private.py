@@ -47,6 +47,9 @@ _LoopGradient = named("tensorflow.python.ops.while_v2", "_WhileBodyGradFuncGraph
 # The class that `tf.Variable` makes, outside of strategies and functions.
 Variable = named("tensorflow.python.ops.resource_variable_ops", "ResourceVariable")
 
+# What an `element_spec` has for None; public in later versions.
+NoneTensorSpec = named("tensorflow.python.framework.none_tensor", "NoneTensorSpec")
+
 # A dataset of which only a handle is known.
 _VariantDataset = named("tensorflow.python.data.ops.dataset_ops", "_VariantDataset")
 

@@ -72,7 +72,8 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
         self.combiner = combiner
         # Shapes depend on the ids.
         self.supports_jit = False
-        if self.lora_rank or self.quantization_config or weights is not None:
+        quantization = getattr(self, "quantization_config", None)  # Of later versions.
+        if self.lora_rank or quantization or weights is not None:
             raise ConfigError(
                 f"got lora_rank, quantization_config or weights for {self.name}, a table in parts",
                 remedy="Leave them out; rr.load_model(path, replace=) divides a saved table.",

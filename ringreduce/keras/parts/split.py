@@ -98,7 +98,7 @@ class _SplitDense(SplitLayer, keras.layers.Dense):
             kernel_constraint=self.kernel_constraint,
             bias_constraint=self.bias_constraint,
             lora_rank=self.lora_rank,
-            quantization=self.quantization_config or self.quantization_mode,
+            quantization=getattr(self, "quantization_config", None) or self.quantization_mode,
         )
 
 
