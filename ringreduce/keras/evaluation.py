@@ -22,12 +22,12 @@ from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.averages import is_average, untrained
 from ringreduce.keras.batches import feed_of
 from ringreduce.keras.data_fingerprint import Reads, compare_reads, numbers_of, passing
+from ringreduce.keras.metric_trial import names_apart, try_metrics
 from ringreduce.keras.mistakes import warn_of_last_batches, warn_of_metrics
 from ringreduce.keras.overridden import is_overridden, through_own
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.plan import BATCH_SIZE, Feed, Plan, remedy_of_unlike_data
-from ringreduce.keras.probe import names_apart, try_own
 from ringreduce.keras.rows import slice_rows
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.wrappable import (
@@ -68,12 +68,11 @@ def evaluate(
         model: a compiled model. An `evaluate` of its own class gets the whole data, of which what
             it passes to ``super().evaluate`` is divided.
         x, y, sample_weight: as for ``model.evaluate``, equal on all ranks. Arrays or tensors, in
-            lists or dicts too: rank r takes the r-th of `size` slices, which differ by at most one
-            row, or by one batch where a `keras.Input` has a fixed number of rows. Or, as `x`, what
-            yields batches, of which batch i goes to rank i mod size: a `tf.data.Dataset`; a
-            `keras.utils.PyDataset`, of which each rank makes its own; or a generator, or torch's
-            DataLoader, of which every rank makes all.
-        batch_size: samples that a rank takes at a time (32); only for arrays.
+            lists or dicts too: rank r takes the r-th of `size` slices of whole batches, so data of
+            one batch are rank 0's. Or, as `x`, what yields batches, of which batch i goes to rank
+            i mod size: a `tf.data.Dataset`; a `keras.utils.PyDataset`, of which each rank makes its
+            own; or a generator, or torch's DataLoader, of which every rank makes all.
+        batch_size: samples in a batch (32), the same ones as in one process; only for arrays.
         return_dict: return a dict by metric name.
         verbose: shows the progress of rank 0's share.
         steps: use only this many batches of the whole.
@@ -126,7 +125,7 @@ def evaluate(
             logs = results
             # It matters only that the number of batches is not 0.
             states = metric_states.states_of(model, 1)
-            try_own(model, share.feed.first, ring, with_losses=False)
+            try_metrics(model, share.feed.first, ring)
         answering.finish(with_losses=True)
     names = [] if share.is_empty else in_order(model, logs)
     entries = metric_states.entries_of(logs, states.results)
@@ -264,10 +263,10 @@ class _Share:
             if steps is not None:
                 at_once = model.steps_per_execution
                 count = min(count, -(-steps // at_once) * at_once * (rows or BATCH_SIZE))
-            # Whole batches where layers may need as many rows as a keras.Input has fixed.
-            unit = fixed_rows(model) or 1
+            # Whole batches, the same as one process's: what mixes rows gets the same ones.
+            unit = fixed_rows(model) or rows or BATCH_SIZE
             units = -(-count // unit)
-            bounds = [min(count, units * r // ring.size * unit) for r in range(ring.size + 1)]
+            bounds = [min(count, -(-units * r // ring.size) * unit) for r in range(ring.size + 1)]
             self.rows = np.diff(bounds).tolist()
             first, end = bounds[ring.rank : ring.rank + 2]
             self.parts, self.is_empty = slice_rows(data, first, end), first == end

@@ -22,12 +22,11 @@ from ringreduce.keras.callbacks.together import Together, given_callbacks
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, weigh_steps
-from ringreduce.keras.mistakes import differences, note_sharding, warn_of_parity
+from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.overridden import fit_through_own, is_overridden
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.replicas import make_alike
 from ringreduce.keras.plan import Feed
-from ringreduce.keras.probe import Probe
 from ringreduce.keras.recovery import ending_together
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.seeds import draw_apart, fold_seeds
@@ -38,9 +37,9 @@ from ringreduce.keras.settings import (
     settings_of_model,
 )
 from ringreduce.keras.shares import Measure, Shares, agreed_shares
-from ringreduce.keras.training.feeds import example_of, feeds_of
+from ringreduce.keras.training.feeds import compares_data, example_of, feeds_of
 from ringreduce.keras.training.loop import Loop
-from ringreduce.keras.training.trial import Trial
+from ringreduce.keras.training.trial import AfterFirst, Trial
 from ringreduce.keras.training.who import Training
 from ringreduce.keras.wrappable import (
     refuse_fixed_rows,
@@ -114,12 +113,14 @@ def fit(
         backup_dir: a directory that all epochs are backed up to
             (`keras.callbacks.BackupAndRestore`), and that training continues from when the job is
             started again, to the weights of an undisturbed job if nothing but `fit` shuffles.
-        check: compare what ranks read: arrays before training, batches as they are read, of which
-            only y where there is one, since x may be random on purpose. And the weights of all
-            ranks after training, and before steps that would hide a difference (``sharded=True`` of
-            the optimizer, elastic jobs), if a callback has changed some. ``"step"``: besides, try
-            the training step on a few rows before the first one, and warn where N ranks do not
-            train as one process does, whatever the cause (docs/guides/train-step.md).
+        check: ``"step"``: try the training step on a few rows before the first one, and warn where
+            N ranks do not train as one process does, whatever the cause
+            (docs/guides/train-step.md). ``"data"``: compare what ranks read: arrays before
+            training, batches as they are read, of which only y where there is one, since x may be
+            random on purpose. Both, and True, the default, which is both: compare the weights of
+            all ranks after training, and before steps that would hide a difference
+            (``sharded=True`` of the optimizer, elastic jobs), if a callback has changed some. False
+            does nothing of that.
         sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
             as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
             which ranks may have different numbers of batches and samples. A rank that runs out of
@@ -181,7 +182,7 @@ def fit(
     who, before = Training.of(model, ring), who
     who.require_same(before, model)
     weighs = exchanges and not sharded
-    _make_ready(model, who, training, weighs=weighs, is_tried=_is_tried(options, who))
+    _make_ready(model, who, training, weighs=weighs)
     with contextlib.ExitStack() as elastic:
         steps = None
         if least is not None:
@@ -190,8 +191,9 @@ def fit(
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
         around = _around(options, who, training, validation, shares, own_callbacks)
         trial = None
-        if _is_tried(options, who):
-            trial = Trial(model, training, who.everyone, has_own_data=sharded)
+        if who.everyone.size > 1:
+            how = {"tries": check in (True, "step"), "compares": compares_data(check)}
+            trial = Trial(model, training, who.everyone, has_own_data=sharded, **how)
         if recording is not None:
             around.append(Record(*recording, arguments.found, who.everyone, training, model))
         if steps is not None and verbose:
@@ -217,8 +219,8 @@ def fit(
 def _require_ready(options: Any, ring: Communicator) -> tuple[Training, Settings]:
     """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
     model = options.model
-    if options.check not in (True, False, "step"):
-        text = f"check is {brief(options.check)}; accepted: True, False, 'step'"
+    if options.check not in (True, False, "data", "step"):
+        text = f"check is {brief(options.check)}; accepted: True, False, 'data', 'step'"
         raise ConfigError(text, **ring.config.who)
     refuse_other_ring(model, "rr.fit", ring)
     if options.check:
@@ -239,8 +241,6 @@ def _around(
     """The callbacks that `fit` adds, in order, around those of the user."""
     model, ring, check, validate = options.model, who.data, options.check, None
     around: list[Any] = []
-    if not _is_tried(options, who):
-        around.append(Probe(training, who.everyone, compares=bool(check) and not options.sharded))
     if shares.is_measured:
         around.append(Measure(shares, ring, options.verbose))
     if validation is not None:
@@ -302,18 +302,8 @@ def _callbacks_of(
     return callbacks, recording
 
 
-def _is_tried(options: Any, who: Training) -> bool:
-    """Whether the training step is tried before the first one."""
-    return bool(options.check == "step" and who.everyone.size > 1)
-
-
-def _make_ready(
-    model: keras.Model, who: Training, training: Feed, *, weighs: bool, is_tried: bool
-) -> None:
-    """Make alike, and compare, what ranks begin with; with `weighs` they exchange their rows.
-
-    Warns of what is known to differ from one process, unless that is left to a trial: `is_tried`.
-    """
+def _make_ready(model: keras.Model, who: Training, training: Feed, *, weighs: bool) -> None:
+    """Make alike, and compare, what ranks begin with; with `weighs` they exchange their rows."""
     ring = who.data
     make_alike(model.weights, who.alike)
     if who.everyone.size == 1:
@@ -326,8 +316,6 @@ def _make_ready(
         require_same_settings(settings_of_model(model), ring)
     fold_seeds(model, ring)
     draw_apart(model, ring)
-    if not is_tried:
-        warn_of_parity(differences(model), who.everyone)
     if weighs:
         is_counted = int(training.dataset.cardinality()) >= 0
         weigh_steps(model, ring, is_counted)
@@ -373,11 +361,10 @@ def fit_on(
             if who is not None:
                 loop = Loop(model, training, who, trial, exchanges=exchanges, elastic=elastic)
                 return loop.run([epochs, *callbacks], validation=validation, **options)
-            if trial is not None:
-                trial.run()
+            after_first = [] if trial is None else [AfterFirst(trial)]
             return model.fit(
                 training.dataset,
-                callbacks=[epochs, *callbacks],
+                callbacks=[epochs, *after_first, *callbacks],
                 validation_data=None if validation is None else validation.dataset,
                 shuffle=False,
                 **options,

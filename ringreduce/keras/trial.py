@@ -12,12 +12,15 @@ and nothing is applied. What the step has changed is put back (`ringreduce.keras
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -27,7 +30,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import metric_states, private
 from ringreduce.keras.metric_states import MetricStates, numbers_in, results_of_all, states_of
-from ringreduce.keras.probe import may_not_combine
+from ringreduce.keras.metric_trial import may_not_combine
 from ringreduce.keras.putting_back import put_back
 from ringreduce.keras.rows import is_uneven, map_arrays, rows_in, slice_rows
 from ringreduce.keras.step import innermost_step, own_step
@@ -57,6 +60,19 @@ class Verdict:
     sums: tuple[str, ...] = ()  # names in logs whose values of ranks are to be added up
     apart: tuple[str, ...] = ()  # names in logs of metrics whose states do not combine
     why: str = ""  # nothing was tried
+
+
+class _Switch:
+    """TensorFlow's, and the threads that have it on."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users, self.before = 0, False
+        self.filter: Any = None
+
+
+_switch = _Switch()
+_OF_DATASETS = "Even though the `tf.config.experimental_run_functions_eagerly`"
 
 
 class _NotTried(Exception):
@@ -310,13 +326,27 @@ def _cause(model: keras.Model, rows: Any, count: int, tolerance: float) -> str:
 
 @contextmanager
 def _eagerly() -> Iterator[None]:
-    """Within the block functions of TensorFlow run as Python does: none keeps what was traced."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
+    """Within the block functions of TensorFlow run as Python does: none keeps what was traced.
+
+    TensorFlow has one switch for all threads. It warns those that meanwhile make a tf.data.Dataset,
+    for which it does nothing.
+    """
+    with _switch.lock:
+        _switch.users += 1
+        if _switch.users == 1:
+            _switch.before = tf.config.functions_run_eagerly()
+            tf.config.run_functions_eagerly(True)
+            warnings.filterwarnings("ignore", _OF_DATASETS)
+            _switch.filter = warnings.filters[0]
     try:
         yield
     finally:
-        tf.config.run_functions_eagerly(before)
+        with _switch.lock:
+            _switch.users -= 1
+            if _switch.users == 0:
+                tf.config.run_functions_eagerly(_switch.before)
+                with contextlib.suppress(ValueError):  # Others may have put back older ones.
+                    list.remove(cast("list[Any]", warnings.filters), _switch.filter)
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def collective(
 
     def numbered(*arrays: np.ndarray) -> tuple[Any, ...]:
         *inputs, origin = arrays
+        ring._session.check()  # A call that is refused here, as in a trial, takes no number.
         number, sign = numbers.next(int(origin))
         # Copies, since TensorFlow's arrays may be shared. Scalars come as numpy's.
         outputs = run(*map(np.array, inputs), sign)

@@ -142,9 +142,40 @@ def test_a_test_step_of_ones_own_is_averaged_over_ranks_that_had_data():
         return eager(Model([keras.Input((1,)), keras.layers.Dense(1)]))
 
     x = np.array([[1.0], [4.0]])
+    options = {"batch_size": 1}
     with pytest.warns(rr.ParityWarning, match="a test_step of your own returns most beside"):
-        results = by_all(3, lambda m, comm: rr.evaluate(m, x, x, communicator=comm), make)
+        results = by_all(
+            3, lambda m, comm: rr.evaluate(m, x, x, communicator=comm, **options), make
+        )
     assert results == [2.5] * 3
+
+
+def test_what_looks_at_whole_batches_gets_those_of_one_process():
+    """A metric that is a function of a batch, and outputs that depend on the rows beside."""
+
+    def share(y, outputs):
+        return tf.reduce_sum(tf.cast(y, tf.float32) * outputs) / 8.0
+
+    class Mixing(keras.Model):
+        def call(self, x):
+            return x - tf.reduce_mean(x)
+
+    def make():
+        model = eager(Mixing())
+        model.compile(loss="mse", metrics=[share], run_eagerly=True)
+        return model
+
+    x, y = rows(23)
+    how = {"batch_size": 4}
+    expected = make().evaluate(x, y, verbose=0, **how), make().predict(x, verbose=0, **how)
+
+    def work(model, comm):
+        evaluated = rr.evaluate(model, x, y, communicator=comm, **how)
+        return evaluated, rr.predict(model, x, communicator=comm, **how)
+
+    for evaluated, predicted in by_all(3, work, make):
+        np.testing.assert_allclose(evaluated, expected[0], 1e-6)
+        assert_equal_outputs(predicted, expected[1])
 
 
 def test_own_states_stay_after_an_evaluation():
@@ -155,7 +186,7 @@ def test_own_states_stay_after_an_evaluation():
         rr.evaluate(model, x[:1], y[:1], communicator=comm)
         return [float(metric.variables[1].numpy()) for metric in model.metrics[:1]]
 
-    assert by_all(2, work) == [[0.0], [1.0]]
+    assert by_all(2, work) == [[1.0], [0.0]]
 
 
 def test_callbacks_see_this_ranks_share():
@@ -185,7 +216,11 @@ class Outputs(keras.Model):
 def test_the_structure_of_outputs_is_kept(count):
     x, _ = rows(count)
     expected = eager(Outputs()).predict(x, verbose=0)
-    results = by_all(3, lambda m, c: rr.predict(m, x, communicator=c), lambda: eager(Outputs()))
+    results = by_all(
+        3,
+        lambda m, c: rr.predict(m, x, batch_size=2, communicator=c),
+        lambda: eager(Outputs()),
+    )
     for predicted in results:
         assert_equal_outputs(predicted, expected)
 

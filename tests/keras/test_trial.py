@@ -236,7 +236,7 @@ def fitted(size, case, *, data=None, **options):
     def work(ring):
         model = made(case, ring, run_eagerly=True)
         given = (x, y) if data is None else (data(ring),)
-        how = {"verbose": 0, "shuffle": False, "communicator": ring, "check": "step", **options}
+        how = {"verbose": 0, "shuffle": False, "communicator": ring, **options}
         return rr.fit(model, *given, **how).history
 
     return ring_of_threads(size, work)
@@ -248,11 +248,13 @@ def fitted(size, case, *, data=None, **options):
     [None, lambda ring: tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)],
     ids=["arrays", "dataset"],
 )
-def test_fit_warns_of_a_sum_where_it_is_asked_to_look(data):
+def test_fit_warns_of_a_sum_unless_it_is_told_not_to_look(data):
     how = {} if data is not None else {"batch_size": ROWS}
-    with pytest.raises(rr.ParityWarning, match='gradients="sum"'):
-        fitted(2, "own sum", data=data, **how)
-    fitted(2, "own sum", data=data, check=True, **how)
+    for check in (True, "step"):
+        with pytest.raises(rr.ParityWarning, match='gradients="sum"'):
+            fitted(2, "own sum", data=data, check=check, **how)
+    for check in ("data", False):
+        fitted(2, "own sum", data=data, check=check, **how)
     fitted(1, "own sum", data=data, **how)
 
 

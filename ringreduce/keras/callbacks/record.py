@@ -20,11 +20,11 @@ from ringreduce.keras import private, weighting
 from ringreduce.keras.callbacks.profile import threads_in_use
 from ringreduce.keras.gradient_record import GradientRecord, in_whole
 from ringreduce.keras.metric_states import combined_results, entries_of, numbers_in, states_of
+from ringreduce.keras.metric_trial import names_apart
 from ringreduce.keras.mistakes import differences
 from ringreduce.keras.parts.part import Part, part_of
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.plan import Feed
-from ringreduce.keras.probe import names_apart
 from ringreduce.keras.rows import first_rows, rows_in, slice_rows
 from ringreduce.keras.step import RECORDED, own_step, put_around
 from ringreduce.keras.wrappable import all_within, wrappers_in

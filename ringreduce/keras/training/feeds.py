@@ -43,7 +43,7 @@ def feeds_of(
         Plan,
         ring,
         at_once=options.model.steps_per_execution,
-        check=bool(options.check),
+        check=compares_data(options.check),
         readers=who.everyone,
         is_elastic=is_elastic,
     )
@@ -60,7 +60,7 @@ def feeds_of(
         counts=may_count
         and not is_elastic
         and ring.size > 1
-        and options.check
+        and compares_data(options.check)
         and not shares.is_measured,
     )
     training = feed_of(data, plan)
@@ -120,3 +120,8 @@ def _is_batched(data: Any, model: keras.Model) -> bool:
 def example_of(spec: Any) -> Any:
     """Inputs for the model: a row of zeros."""
     return keras.utils.unpack_x_y_sample_weight(filled(empty_batch(spec)))[0]
+
+
+def compares_data(check: bool | str) -> bool:
+    """Whether ranks compare what they read, by `check` of `fit`."""
+    return check in (True, "data")

@@ -15,9 +15,9 @@ import keras
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.data_fingerprint import compare_codes
+from ringreduce.keras.metric_trial import note_names_in_steps, try_metrics
 from ringreduce.keras.mistakes import differences, warn_of_parity
 from ringreduce.keras.plan import Feed
-from ringreduce.keras.probe import note_names_in_steps, try_own
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.step import own_step
 from ringreduce.keras.trial import Verdict, try_step
@@ -38,17 +38,25 @@ _OF_OUTPUT = "let a row's output depend on that row alone, or train on one rank"
 
 
 class Trial:
-    """Tries the step of `model` on the first rows of `feed`, once.
+    """Tries the step of `model` on the first rows of `feed`, once, unless it `tries` nothing.
 
     `ring`: the ranks that train it. With `has_own_data` each rank tries its own rows; else all have
-    the same, whose words are compared.
+    the same, whose words are compared if it `compares`.
     """
 
     def __init__(
-        self, model: keras.Model, feed: Feed, ring: Communicator, *, has_own_data: bool
+        self,
+        model: keras.Model,
+        feed: Feed,
+        ring: Communicator,
+        *,
+        has_own_data: bool,
+        tries: bool,
+        compares: bool,
     ) -> None:
         self._model, self._feed, self._ring = model, feed, ring
-        self._has_own_data = has_own_data
+        self._has_own_data, self._tries = has_own_data, tries
+        self._compares = compares and not has_own_data
 
     @property
     def needs_rows(self) -> bool:
@@ -58,6 +66,19 @@ class Trial:
     def run(self) -> None:
         """Try the step, or learn what rank 0 has found, and warn. Collective."""
         model, ring, rows = self._model, self._ring, self._feed.first
+        verdict = self._agreed(rows) if self._tries else Verdict(why="it was not asked for")
+        note_names_in_steps(model, verdict.apart, verdict.sums)
+        known = differences(model, knows_losses=not verdict.why)
+        warn_of_parity([*known, *_findings(model, verdict, known)], ring)
+        if rows is not None:
+            # For validation, whose batches are not divided.
+            try_metrics(model, rows, ring)
+            if self._compares:
+                compare_codes(rows, ring)
+
+    def _agreed(self, rows: Any) -> Verdict:
+        """What rank 0 has found, or the gravest of what all ranks have on data of their own."""
+        ring = self._ring
         verdict = Verdict(why="it is tried on rank 0")
         if ring.rank == 0 or self._has_own_data:
             verdict = self._tried(rows)
@@ -65,14 +86,7 @@ class Trial:
         verdict = _gravest([Verdict(**each) for each in (told if self._has_own_data else told[:1])])
         if verdict.why:
             _log.info("[%d/%d] the step was not tried: %s", *ring.config.who.values(), verdict.why)
-        note_names_in_steps(model, verdict.apart, verdict.sums)
-        if rows is not None:
-            # For validation, whose batches are not divided.
-            try_own(model, rows, ring, with_losses=False)
-        known = differences(model, knows_losses=not verdict.why)
-        warn_of_parity([*known, *_findings(model, verdict, known)], ring)
-        if rows is not None and not self._has_own_data:
-            compare_codes(rows, ring)
+        return verdict
 
     def _tried(self, rows: Any) -> Verdict:
         if rows is None:
@@ -125,3 +139,18 @@ def _findings(model: keras.Model, verdict: Verdict, known: list[str]) -> list[st
             "they are too large (leave it out)"
         ]
     return []
+
+
+class AfterFirst(keras.callbacks.Callback):
+    """Runs a trial when the first batch has passed: for a `fit` that is not ours."""
+
+    looks_at_batches = False
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()
+        self._trial: Trial | None = trial
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.run()
