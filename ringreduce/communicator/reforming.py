@@ -186,6 +186,7 @@ class Survivors:
         warns_s = began_s + TIMES.slow_warning_s
         members = job.agreement.view.members
         seen: tuple[Any, ...] = ()
+        dying: set[int] = set()  # processes of this host
         # If others have proven it dead, they do not listen to it any more.
         while (chosen := job.agreement.successor) is None and self._rank not in job.agreement.dead:
             self._receive(TIMES.poll_s)
@@ -207,12 +208,15 @@ class Survivors:
                 _log.warning(text, self._rank, self._config.size, *missing)
             if unknown and now - busy_s < self._limit_s(members, here, busy):
                 continue
+            are_enough = may_choose(members, here, self._dead)
             if unknown and not kills_s:
-                killed = [peer for peer in unknown if self._kill(peer)]
-                kills_s = now if killed else now - TIMES.silent_s
-            if unknown and now - kills_s < TIMES.silent_s:
+                kills_s = now
+                # Another rank may have killed one already, which has not ended yet.
+                dying = {peer for peer in unknown if self._kill(peer) or self._process(peer)}
+            dying &= unknown
+            if dying and now - kills_s < (TIMES.silent_s if are_enough else self._config.timeout_s):
                 continue
-            if not may_choose(members, here, self._dead):
+            if not are_enough:
                 raise self._too_few(members, here, unknown)
             # The lowest proposes; the others do if nothing comes of it.
             delay_s = sorted(here).index(self._rank) * TIMES.answer_s

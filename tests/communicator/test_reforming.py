@@ -187,6 +187,31 @@ def test_a_stopped_rank_of_this_host_is_killed(tmp_path):
         ring.assert_ended(1)
 
 
+# As if another rank had killed it just before: it is not there any more, or ends.
+KILLED_BY_ANOTHER = """
+from ringreduce.communicator import reforming
+
+real = reforming.end_process
+
+
+def was_faster(process):
+    real(process)
+    return False
+
+
+reforming.end_process = was_faster
+"""
+
+
+def test_a_stopped_rank_that_another_has_killed_is_seen_to_be_dead(tmp_path):
+    with Ring(tmp_path, 2, KILLED_BY_ANOTHER + BROKEN, transport="shm", timeout_s=2.0) as ring:
+        ring.wait("formed")
+        ring.workers[0].signal(signal.SIGSTOP)
+        assert ring.wait("anew", [1])[0]["members"] == [1]
+        assert "killed rank 0" not in ring.workers[1].stderr
+        ring.assert_ended(1)
+
+
 # Rank 2 is stopped; the others go on without it, and end well.
 ENDS_WITHOUT_ONE = """
 from ringreduce.communicator.reforming import reform
