@@ -26,7 +26,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.arrays import Arrays
 from ringreduce.keras.mistakes import DataWarning, users_frame, warn_at_users_line
-from ringreduce.keras.repeating import repeated
+from ringreduce.keras.repeating import told_by_ranks
 from ringreduce.keras.rows import components, first_rows, is_absent, packed
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.wire import signature_of
@@ -270,13 +270,13 @@ def compare_codes(batch: Any, ring: Communicator) -> None:
     kinds = (tf.int32, tf.int64, tf.string)
     codes = [part for part in flat if compares_all_inputs or tf.as_dtype(part.dtype) in kinds]
     digest = Arrays(codes).digest() if codes else None
-    every = repeated(ring, lambda: ring.all_gather_object(digest)) if codes else [digest]
-    other = [rank for rank, code in zip(ring.members, every, strict=False) if code != every[0]]
+    (first, ours), *others = (told_by_ranks(ring, digest) if codes else {0: digest}).items()
+    other = [rank for rank, code in others if code != ours]
     if other and ring.rank == 0:
         what, remedy = ("values", _SAME) if compares_all_inputs else ("integers or words", _LOOKUP)
         warn_at_users_line(
             f"the ranks have read other {what} in x of the first batch: on {named('rank', other)} "
-            f"not those of rank {ring.members[0]}. {remedy}",
+            f"not those of rank {first}. {remedy}",
             DataWarning,
         )
 

@@ -100,6 +100,17 @@ def model_in_fit() -> Any:
     return None
 
 
+def data_in_fit(model: Any) -> tuple[Any, Any, Any] | None:
+    """x, y and sample_weight that ``model.fit`` of Keras was given, whose call this is in."""
+    frame = sys._getframe()
+    while frame is not None:
+        here = frame.f_locals if frame.f_code.co_name == "fit" else {}
+        if here.get("self") is model and "x" in here:
+            return here["x"], here.get("y"), here.get("sample_weight")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def warn_of_whole_data(model: Any, ring: Communicator) -> None:
     """Warn on rank 0, once, unless data was divided; `model` is being trained by its `fit`."""
     data = kept(ring.config, _Data)

@@ -23,6 +23,15 @@ def repeated(ring: Communicator, meeting: Callable[[], Any]) -> Any:
     return meeting() if repeat is None else repeat(meeting)
 
 
+def told_by_ranks(ring: Communicator, value: Any) -> dict[int, Any]:
+    """What each rank of `ring` passes as `value`, of plain types, by rank, in order. Collective.
+
+    Of the ranks that there were then: `ring` may have lost some when this returns.
+    """
+    told = repeated(ring, lambda: [*zip(ring.members, ring.all_gather_object(value), strict=True)])
+    return dict(told)
+
+
 def is_repeating(ring: Communicator) -> bool:
     """Whether training on `ring` goes on when ranks are lost."""
     return kept(ring, Repeating).by is not None

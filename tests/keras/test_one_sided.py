@@ -13,6 +13,9 @@ from keras.optimizers import SGD
 
 import ringreduce.keras as rr
 from ringreduce import MismatchError
+from ringreduce.keras.callbacks.one_sided import OneSided
+from ringreduce.keras.repeating import Repeating, told_by_ranks
+from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -129,6 +132,27 @@ def test_a_change_of_one_rank_is_told_before_an_elastic_step(monkeypatch):
         return len(begun)
 
     assert ring_of_threads(2, work) == [2, 2]
+
+
+def test_what_a_rank_hears_of_one_that_is_lost_now_is_compared_too():
+    """It missed the end of an exchange, whose result another rank gives it in the next ring."""
+
+    def work(ring):
+        model = made(ring, sharded=True)
+        model.optimizer.build(model.trainable_variables)
+        kept(ring, Repeating).by = lambda meeting: _with_rank_2(meeting())
+        one_sided = OneSided(model, [], ring)
+        one_sided.compare()  # Of what it began with.
+        one_sided.note(is_batch=False)
+        one_sided.compare()
+        return list(told_by_ranks(ring, ring.rank))
+
+    assert ring_of_threads(2, work) == [[0, 1, 2]] * 2
+
+
+def _with_rank_2(result):
+    is_by_ranks = isinstance(result, list) and isinstance(result[0], tuple)
+    return [*result, [2, result[0][1]]] if is_by_ranks else result
 
 
 def test_the_rank_that_has_changed_something_is_named_among_three():

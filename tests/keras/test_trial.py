@@ -1,5 +1,8 @@
 """The trial of a training step: what it finds, what it leaves behind, and what it does not try."""
 
+import warnings
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -256,6 +259,22 @@ def test_fit_warns_of_a_sum_unless_it_is_told_not_to_look(data):
     for check in ("data", False):
         fitted(2, "own sum", data=data, check=check, **how)
     fitted(1, "own sum", data=data, **how)
+
+
+@pytest.mark.filterwarnings("ignore:nothing has divided")
+def test_kerass_own_fit_with_together_tries_the_step_on_arrays():
+    *_, x, y, _, _ = CASES["own sum"]
+
+    def work(ring, check=True):
+        model = made("own sum", ring, run_eagerly=True)
+        together = rr.callbacks.Together([], ring, check=check)
+        model.fit(x, y, batch_size=10, verbose=0, callbacks=[together])
+
+    with pytest.warns(rr.ParityWarning, match='gradients="sum"'):
+        ring_of_threads(2, work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rr.ParityWarning)
+        ring_of_threads(2, partial(work, check=False))
 
 
 def test_ranks_with_data_of_their_own_tell_each_other():

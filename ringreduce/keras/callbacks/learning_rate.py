@@ -1,6 +1,6 @@
 """The learning rates of all ranks, which must be equal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
@@ -31,16 +31,16 @@ def kept_rates(model: Any) -> list[float]:
 
 def diverged(model: Any, rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
     """Which ranks, of whose `kept_rates` some differ, have other weights by now. Collective."""
-    unlike = unlike_rates(rates, ring)
+    unlike = unlike_rates(dict(zip(ring.members, rates, strict=True)))
     trained = model.optimizer.equal_now(model.trainable_variables) if unlike else []
     if unlike is None or not differing(trained, ring):
         return None  # A callback may have set them just now, at the end of the epoch.
     return unlike._replace(text=f"found that weights have gone apart: {unlike.text}")
 
 
-def unlike_rates(rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
-    """Which ranks have other learning rates, of all ranks' `kept_rates`; None: none."""
-    (first, ours), *others = zip(ring.members, rates, strict=True)
+def unlike_rates(rates: Mapping[int, list[float]]) -> Difference | None:
+    """Which ranks have other learning rates, of `kept_rates` by rank; None: none."""
+    (first, ours), *others = rates.items()
     unlike = [(rank, theirs) for rank, theirs in others if theirs != ours]
     if not unlike:
         return None

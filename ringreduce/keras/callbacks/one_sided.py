@@ -20,7 +20,7 @@ from ringreduce.keras.callbacks.learning_rate import kept_rates, unlike_rates
 from ringreduce.keras.mistakes import warn_of_change_between_meetings
 from ringreduce.keras.parts.part import pieces_in
 from ringreduce.keras.parts.replicas import training_ranks
-from ringreduce.keras.repeating import is_repeating, repeated
+from ringreduce.keras.repeating import is_repeating, repeated, told_by_ranks
 from ringreduce.keras.training.watching import all_of, that_see_batches
 from ringreduce.keras.wrappable import is_settled, wrappers_in
 from ringreduce.tensorflow.agreement import Difference, refuse
@@ -76,17 +76,17 @@ class OneSided:
         ring, weights, pieces = self._ring, self._weights(), self._pieces()
         changed = [any(map(held.is_changed, some)) for some in (weights, pieces)]
         entry = [*changed, kept_rates(self._model)]
-        gathered = repeated(ring, lambda: ring.all_gather_object(entry))
-        rates = unlike_rates([rates for *_, rates in gathered], ring)
+        told = told_by_ranks(ring, entry)
+        rates = unlike_rates({rank: rates for rank, (*_, rates) in told.items()})
         if rates is not None:
             rates = rates._replace(text=f"found, before a step, that {rates.text}")
             refuse(ring, rates, "comparison of learning rates")
-        if any(are_changed for are_changed, *_ in gathered):
+        if any(are_changed for are_changed, *_ in told.values()):
             if is_settled(self._model):
                 self._verify(weights)
             elif found := self._on_some(held, weights):
                 self._warn(*found[:2])
-        if any(are_changed for _, are_changed, _ in gathered) and (
+        if any(are_changed for _, are_changed, _ in told.values()) and (
             found := self._on_some(held, pieces)
         ):
             refuse(ring, _difference(*found), "comparison of what callbacks have changed")
@@ -123,15 +123,14 @@ class OneSided:
                 return _UNTOUCHED if np.prod(variable.shape) else _TOUCHED
             return _CHANGED if held.is_changed(variable) else _TOUCHED
 
-        ring, states = self._ring, list(map(state, variables))
-        gathered = repeated(ring, lambda: ring.all_gather_object(states))
-        for variable, *column in zip(variables, *gathered, strict=True):
+        told = told_by_ranks(self._ring, list(map(state, variables)))
+        for variable, *column in zip(variables, *told.values(), strict=True):
             if {_UNTOUCHED, _CHANGED} <= {*column}:
-                ranks = [
-                    [rank for rank, found in zip(ring.members, column, strict=True) if found == one]
+                changed, untouched = (
+                    [rank for rank, found in zip(told, column, strict=True) if found == one]
                     for one in (_CHANGED, _UNTOUCHED)
-                ]
-                return variable, *ranks
+                )
+                return variable, changed, untouched
         return None
 
     def _warn(self, variable: Any, changed: list[int]) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
-from ringreduce.keras.repeating import repeated
+from ringreduce.keras.repeating import told_by_ranks
 from ringreduce.keras.sharding import weights_to_divide
 from ringreduce.keras.training.progress import Progress, progress_of
 from ringreduce.keras.wrappable import wrappers_in
@@ -74,8 +74,7 @@ class Profile(keras.callbacks.Callback):
         # None but the first is measured with it.
         is_all = first is None or first.steps >= ended.steps
         measured = ended.since(self._began if first is None or is_all else first)
-        gathered = repeated(ring, lambda: ring.all_gather_object(measured))
-        ranks = [Measurement(*fields) for fields in gathered]
+        ranks = [Measurement(*fields) for fields in told_by_ranks(ring, measured).values()]
         if logs is not None:
             logs.update(step_of(ranks).logs())
         if self._has_compiled:  # In the epoch before, in the only step.

@@ -29,6 +29,7 @@ from ringreduce.keras.callbacks.rank_zero import (
 from ringreduce.keras.callbacks.replicas import broadcast_state, verify_model
 from ringreduce.keras.repeating import is_repeating, repeated
 from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.training.trial import try_in_fit
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
     is_settled,
@@ -118,7 +119,8 @@ class Together(Forwarding):
     - At the end of training the weights are compared, if a `DistributedOptimizer` has trained them
       (`VerifyReplicas`). Where a step would make one model of two (``sharded=True``, strategies
       whose ranks step alone, elastic `rr.fit`) also before it, if a callback has changed some.
-      ``check=False`` leaves both out.
+    - When training begins the step is tried on a few rows, as by `rr.fit`, if `fit` got arrays.
+      ``check=False`` leaves that out, and the comparison of weights.
     - `Profile`, if there is one, comes before all others. ``ringreduce run --profile`` adds one,
       unless `communicator` is a group; `profile` does too.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
@@ -234,6 +236,8 @@ class Together(Forwarding):
                 text = "[%d/%d] goes on after step %d of epoch %d, and reads those before again"
                 _log.warning(text, *every.config.who.values(), steps, (epoch or 0) + 1)
             skip(self.model, steps, every)
+        if self._check and ring.size > 1 and self._is_shared(ring):
+            try_in_fit(self.model, ring)
         if self._compares and self._is_shared(ring):
             self._one_sided = OneSided(self.model, self.members, ring)
 

@@ -7,18 +7,21 @@ the verdict, so none knows something else. What few rows cannot show is said by
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
+from dataclasses import asdict, replace
 from typing import Any
 
 import keras
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.data_fingerprint import compare_codes
+from ringreduce.keras.join import build
 from ringreduce.keras.metric_trial import note_names_in_steps, try_metrics
-from ringreduce.keras.mistakes import differences, warn_of_parity
+from ringreduce.keras.mistakes import data_in_fit, differences, warn_of_parity
 from ringreduce.keras.plan import Feed
-from ringreduce.keras.repeating import repeated
+from ringreduce.keras.repeating import told_by_ranks
 from ringreduce.keras.step import own_step
 from ringreduce.keras.trial import Verdict, try_step
 from ringreduce.keras.wrappable import wrappers_in
@@ -41,7 +44,8 @@ class Trial:
     """Tries the step of `model` on the first rows of `feed`, once, unless it `tries` nothing.
 
     `ring`: the ranks that train it. With `has_own_data` each rank tries its own rows; else all have
-    the same, whose words are compared if it `compares`.
+    the same, whose words are compared if it `compares`. `says_known`: it warns as well of what is
+    known to differ, whatever the rows.
     """
 
     def __init__(
@@ -52,10 +56,11 @@ class Trial:
         *,
         has_own_data: bool,
         tries: bool,
-        compares: bool,
+        compares: bool = False,
+        says_known: bool = True,
     ) -> None:
         self._model, self._feed, self._ring = model, feed, ring
-        self._has_own_data, self._tries = has_own_data, tries
+        self._has_own_data, self._tries, self._says_known = has_own_data, tries, says_known
         self._compares = compares and not has_own_data
 
     @property
@@ -69,7 +74,8 @@ class Trial:
         verdict = self._agreed(rows) if self._tries else Verdict(why="it was not asked for")
         note_names_in_steps(model, verdict.apart, verdict.sums)
         known = differences(model, knows_losses=not verdict.why)
-        warn_of_parity([*known, *_findings(model, verdict, known)], ring)
+        said = known if self._says_known else []
+        warn_of_parity([*said, *_findings(model, verdict, known)], ring)
         if rows is not None:
             # For validation, whose batches are not divided.
             try_metrics(model, rows, ring)
@@ -82,8 +88,8 @@ class Trial:
         verdict = Verdict(why="it is tried on rank 0")
         if ring.rank == 0 or self._has_own_data:
             verdict = self._tried(rows)
-        told = repeated(ring, lambda: ring.all_gather_object(dataclasses.asdict(verdict)))
-        verdict = _gravest([Verdict(**each) for each in (told if self._has_own_data else told[:1])])
+        told = [Verdict(**each) for each in told_by_ranks(ring, asdict(verdict)).values()]
+        verdict = _gravest(told if self._has_own_data else told[:1])
         if verdict.why:
             _log.info("[%d/%d] the step was not tried: %s", *ring.config.who.values(), verdict.why)
         return verdict
@@ -103,7 +109,7 @@ def _gravest(verdicts: list[Verdict]) -> Verdict:
     first = min(verdicts, key=lambda verdict: order.index(Fit(verdict.fit)))
     sums = {name for verdict in verdicts for name in verdict.sums}
     apart = {name for verdict in verdicts for name in verdict.apart}
-    return dataclasses.replace(first, sums=tuple(sorted(sums)), apart=tuple(sorted(apart)))
+    return replace(first, sums=tuple(sorted(sums)), apart=tuple(sorted(apart)))
 
 
 def _findings(model: keras.Model, verdict: Verdict, known: list[str]) -> list[str]:
@@ -154,3 +160,18 @@ class AfterFirst(keras.callbacks.Callback):
         trial, self._trial = self._trial, None
         if trial is not None:
             trial.run()
+
+
+def try_in_fit(model: keras.Model, ring: Communicator) -> None:
+    """Run the trial of a training by ``model.fit`` of Keras, which calls this. Collective.
+
+    Each rank has data of its own; their rows are at hand if they are arrays.
+    """
+    feed = Feed()
+    data = data_in_fit(model)
+    if data is not None and are_arrays(data[0]) and model.built:
+        with contextlib.suppress(Exception):  # Keras says what is wrong with them.
+            arrays = Arrays(*data)
+            build(model, arrays.spec)
+            feed.first = arrays.first()
+    Trial(model, feed, ring, has_own_data=True, tries=True, says_known=False).run()
