@@ -383,6 +383,22 @@ def fit(
 
 
 @app.command()
+def trial(
+    models: Annotated[str, typer.Option("--models", metavar="MODEL,...")] = "",
+    workers: Annotated[int, typer.Option("-n", "--workers", min=2, help="Ranks.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each, in new processes.")] = 5,
+    json_file: Json = None,
+) -> None:
+    """What the trial of a step costs before the first one, beside rr.fit without and model.fit."""
+    from bench import trial as trying
+
+    names = models.split(",") if models else list(trying.MODELS)
+    if unknown := sorted({*names} - {*trying.MODELS}):
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(trying.MODELS)}")
+    trying.run(models=names, workers=workers, rounds=rounds, json_file=json_file)
+
+
+@app.command()
 def simulate(
     workers: Annotated[
         str, typer.Option("-n", "--workers", metavar="N,...", help="Ranks of the rings.")

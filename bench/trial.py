@@ -1,0 +1,92 @@
+"""What the trial of a training's step costs: seconds from `fit` to the end of its first step.
+
+Each turn starts processes anew, since the first trial of a process is what a user waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from bench import report
+from bench.facts import facts
+from bench.systems import QUIET, Host, ring_processes
+from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
+
+MODELS = ("mlp", "cnn", "transformer", "resnet50")
+GLOBAL_BATCH = 32
+PEER, WITHOUT, WITH = "model.fit", "without", "with"
+COLUMNS = f"{'model':<12} {PEER:>10} {WITHOUT:>10} {WITH:>10} {'trial':>8} {'from':>7} {'to':>7}"
+
+
+def systems(model: str, workers: int) -> list[System]:
+    """One process of Keras, and two rings."""
+    command = [sys.executable, "-m", "bench.trial_worker"]
+    options = [model, "--global-batch", str(GLOBAL_BATCH)]
+    ring = [*command, "ring", *options]
+    return [
+        System(PEER, [Process([*command, "keras", *options], QUIET)], lines=1),
+        *(
+            System(name, ring_processes(ring, [Host()] * workers, "auto"), lines=workers)
+            for name in (WITHOUT, WITH)
+        ),
+    ]
+
+
+def run(*, models: list[str], workers: int, rounds: int, json_file: str | None) -> None:
+    """Measure, print a table, and write rows: medians of `rounds` turns of each model."""
+    header = facts()
+    what = f"{workers} workers, Adam, global batch {GLOBAL_BATCH}, {rounds} turns"
+    report.describe(header, what)
+    print("# s from fit to the end of its first step; trial: with less without, of each turn")
+    print(COLUMNS, flush=True)
+    rows: list[dict[str, Any]] = []
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
+        try:
+            for model in models:
+                found: dict[str, list[float]] = {PEER: [], WITHOUT: [], WITH: []}
+                for _ in track(range(rounds), model, console=console, transient=True):
+                    for name, seconds in _turn(model, workers).items():
+                        found[name].append(seconds)
+                rows.append(row(model, found))
+                print(table_line(rows[-1]), flush=True)
+        except SystemFailed as failure:
+            sys.exit(f"bench: {failure}; its output is above")
+    report.write(json_file, rows, header)
+
+
+def _turn(model: str, workers: int) -> dict[str, float]:
+    """Seconds of each system, of its slowest rank, in processes of their own."""
+    with Turns() as turns:
+        started = systems(model, workers)
+        for answer in turns.start(started).values():
+            if isinstance(answer, SystemFailed):
+                raise answer
+        checks = {PEER: None, WITHOUT: "data", WITH: True}
+        return {
+            name: max(each["seconds"] for each in turns.ask(name, {"check": check}))
+            for name, check in checks.items()
+        }
+
+
+def row(model: str, found: dict[str, list[float]]) -> dict[str, Any]:
+    """A model's figures."""
+    trial = np.subtract(found[WITH], found[WITHOUT])
+    medians = {name: float(np.median(seconds)) for name, seconds in found.items()}
+    middle = np.percentile(trial, [50, 25, 75]).tolist()
+    return {"model": model, **medians, "trial": middle[0], "from": middle[1], "to": middle[2]}
+
+
+def table_line(row: dict[str, Any]) -> str:
+    """A row as text."""
+    medians = " ".join(f"{row[name]:>10.2f}" for name in (PEER, WITHOUT, WITH))
+    return (
+        f"{row['model']:<12} {medians} {row['trial']:>8.2f} {row['from']:>7.2f} {row['to']:>7.2f}"
+    )

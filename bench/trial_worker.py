@@ -1,0 +1,71 @@
+"""A process of the benchmark of a training's start: trains two steps on an order of the driver.
+
+``python -m bench.trial_worker keras MODEL`` or ``ring MODEL``, the latter for each rank of a ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import keras
+import numpy as np
+
+import ringreduce.keras as rr
+from bench import models
+from bench.turns import Line
+
+
+class Clock(keras.callbacks.Callback):
+    """When the first batch has passed."""
+
+    first_s = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.first_s = self.first_s or time.perf_counter()
+
+
+def resnet50() -> tuple[keras.Model, tuple[int, ...]]:
+    """ResNet50 for 128 x 128 x 3: 23.6 M parameters."""
+    shape = (128, 128, 3)
+    return keras.applications.ResNet50(weights=None, input_shape=shape, classes=10), shape
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=("keras", "ring"))
+    parser.add_argument("model")
+    parser.add_argument("--global-batch", type=int, required=True)
+    given = parser.parse_args()
+    is_ring = given.system == "ring"
+    keras.utils.set_random_seed(1)
+    optimizer = keras.optimizers.Adam(0.001)
+    rank = 0
+    if is_ring:
+        rank = rr.init().rank
+        optimizer = rr.DistributedOptimizer(optimizer)
+    if given.model == "resnet50":
+        model, shape = resnet50()
+    else:
+        model = models.make(given.model)
+        shape = model.input_shape[1:]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=given.model != "resnet50")
+    model.compile(optimizer, loss)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2 * given.global_batch, *shape)).astype(np.float32)
+    y = rng.integers(0, 10, size=len(x))
+    line = Line(rank)
+    for order in line.orders():
+        clock = Clock()
+        options = {"batch_size": given.global_batch, "verbose": 0, "callbacks": [clock]}
+        began_s = time.perf_counter()
+        if is_ring:
+            rr.fit(model, x, y, check=order["check"], **options)
+        else:
+            model.fit(x, y, **options)
+        line.answer(seconds=clock.first_s - began_s)
+
+
+if __name__ == "__main__":
+    main()
