@@ -134,7 +134,7 @@ def _allowed(model: keras.Model, batch: Any) -> int:
     x = keras.utils.unpack_x_y_sample_weight(slice_rows(batch, 0, 2))[0]
     began = time.perf_counter()
     with put_back(model):
-        model(map_arrays(tf.convert_to_tensor, x), training=False)
+        model(map_arrays(_tensor_of, x), training=False)
     took = time.perf_counter() - began
     if took > _TOO_SLOW_S:
         raise _NotTried(f"two rows take {took:.1f} s")
@@ -156,6 +156,10 @@ def _chosen(batch: Any, most: int) -> Any:
         counts += np.count_nonzero(array.reshape(count, -1), axis=1)
     chosen = chosen_rows(counts, min(most, count // 2 * 2))  # Halves of it are equal.
     return _rows_of(batch, chosen)
+
+
+def _tensor_of(part: Any) -> Any:
+    return part if is_uneven(part) else tf.convert_to_tensor(part)
 
 
 def _rows_of(batch: Any, places: np.ndarray) -> Any:
