@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ringreduce.keras import private
 from ringreduce.keras.wrappable import all_within, wrappers_in
+from ringreduce.tensorflow.held import Held
 from ringreduce.tensorflow.private import restore_eager_seeds, state_of_eager_seeds
 
 _COLLECTIONS = (list, dict, set)
@@ -40,16 +41,13 @@ def put_back(model: keras.Model) -> Iterator[None]:
     tensors, and what is in lists, dicts and sets. What a step does elsewhere stays done.
     """
     objects = [model, *private.layers_of(model), *model.metrics]
-    variables = _variables_of(model, objects)
-    # Until it is assigned to, a variable shares its memory with this.
-    values = [(variable, tf.identity(variable)) for variable in variables]
+    held = Held(_variables_of(model, objects))
     tables = [(vars(thing), _noted(vars(thing))) for thing in objects]
     states = random.getstate(), np.random.get_state(), state_of_eager_seeds()
     try:
         yield
     finally:
-        for variable, value in values:
-            variable.assign(value)
+        held.put_back()
         for table, before in tables:
             _restore(table, before)
         random.setstate(states[0])

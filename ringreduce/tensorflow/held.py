@@ -38,6 +38,12 @@ class Held:
         held, before = self._values.get(id(plain), (None, None))
         return held is not plain or _bytes(before) != _bytes(plain.value())
 
+    def put_back(self) -> None:
+        """Assign these values again to the variables that were touched since then."""
+        for variable, value in self._values.values():
+            if self.is_touched(variable):
+                variable.assign(value)
+
 
 def _address(value: Any) -> tuple[int, int]:
     """Where a tensor's elements are; of one on another device, of a copy that is made here."""
