@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import keras
@@ -35,7 +35,7 @@ from ringreduce.keras.putting_back import put_back
 from ringreduce.keras.rows import is_uneven, map_arrays, rows_in, slice_rows
 from ringreduce.keras.step import innermost_step, own_step
 from ringreduce.keras.wrappable import all_within, wrappers_in
-from ringreduce.pure.parity import Comparison, Fit, chosen_rows, compare
+from ringreduce.pure.parity import Comparison, Fit, chosen_rows, compare, compare_each, gravest
 from ringreduce.tensorflow.eager_draws import Draws
 from ringreduce.tensorflow.variables import path_of
 
@@ -60,6 +60,8 @@ class Verdict:
     sums: tuple[str, ...] = ()  # names in logs whose values of ranks are to be added up
     apart: tuple[str, ...] = ()  # names in logs of metrics whose states do not combine
     why: str = ""  # nothing was tried
+    ranks: str = ""  # how the program itself learns of ranks
+    fits: tuple[str, ...] = ()  # of gradients of each distributed optimizer, as in `wrappers_in`
 
 
 class _Switch:
@@ -102,25 +104,34 @@ def _tried(model: keras.Model, batch: Any) -> Verdict:
     runs = _Runs(model, rows, count)
     whole, every = runs.whole(), np.arange(count)
     halves = [runs.of(part) for part in np.split(every, 2)]
-    found = runs.compared(whole, halves)
-    if found.fit is Fit.MEAN and whole.seconds < _SLOW_S:
+    each = runs.compared(whole, halves)
+    if _gravest(each).fit is Fit.MEAN and whole.seconds < _SLOW_S:
         # Such as a step that divides by half the rows of a batch.
         thirds = np.split(every, [(count + 1) // 3])
-        found = runs.compared(whole, [runs.of(part) for part in thirds])
-    if found.fit is Fit.SUM:
+        each = runs.compared(whole, [runs.of(part) for part in thirds])
+    if _gravest(each).fit is Fit.SUM:
         # Where nothing counts in one half, the other one is the whole.
         again = runs.compared(whole, [runs.of(every[::2]), runs.of(every[1::2])])
-        found = found if again.fit is Fit.SUM else found._replace(fit=Fit.NEITHER)
+        pairs = zip(each, again, strict=True)
+        each = [a if a.fit is b.fit else b._replace(fit=Fit.NEITHER) for a, b in pairs]
+    found = _gravest(each)
     if found.fit in (Fit.SUM, Fit.NEITHER, Fit.NOT_FINITE):
         again = runs.compared(whole, [runs.whole()])
-        if again.fit is not Fit.MEAN:
+        if _gravest(again).fit is not Fit.MEAN:
             raise _NotTried("it is random by other means than Keras's and TensorFlow's")
     where = ""
     if found.fit in (Fit.NEITHER, Fit.NOT_FINITE):
         of_variable = f"the gradients of {whole.names[found.place]}"
         where = _cause(model, rows, count, runs.tolerance) or of_variable
     sums, apart = _of_logs(model, whole, halves, found.fit)
-    return Verdict(found.fit.value, count, found.missed, where, tuple(sums), tuple(apart))
+    fits = tuple(one.fit.value for one in each)
+    verdict = Verdict(found.fit.value, count, found.missed, where, tuple(sums), tuple(apart))
+    return replace(verdict, fits=fits)
+
+
+def _gravest(each: Sequence[Comparison]) -> Comparison:
+    fit = gravest(one.fit for one in each)
+    return max((one for one in each if one.fit is fit), key=lambda one: one.missed)
 
 
 def _allowed(model: keras.Model, batch: Any) -> int:
@@ -179,7 +190,7 @@ class _Run:
 
     gradients: list[Any]  # as optimizers get them; None, tensors or slices
     names: list[str]  # of their variables
-    calls: list[int]  # how many gradients each call of an optimizer had
+    calls: list[list[int]]  # how many gradients each call of each optimizer had
     logs: dict[str, Any]  # its numbers
     states: MetricStates
     seconds: float
@@ -205,17 +216,19 @@ class _Runs:
         """On those of the rows, of which each gets the draws that it has among all."""
         return self._run(self._draws.given(part), _rows_of(self._rows, part), len(part))
 
-    def compared(self, whole: _Run, parts: Sequence[_Run]) -> Comparison:
-        """Compare the gradients of all rows with those of parts, of equal or known lengths."""
+    def compared(self, whole: _Run, parts: Sequence[_Run]) -> list[Comparison]:
+        """Compare each optimizer's gradients of all rows with those of parts."""
         if any(part.calls != whole.calls for part in parts):
             raise _NotTried("it calls its optimizer in another way for other rows")
         if self._draws.unfit:
             raise _NotTried(f"{self._draws.unfit} draws what belongs to no row")
-        if not any(whole.calls):
+        if not any(map(sum, whole.calls)):
             raise _NotTried("no wrapped optimizer gets gradients of it")
         arrays = _aligned([whole.gradients, *(part.gradients for part in parts)])
         counts = [part.rows for part in parts]
-        return compare(arrays[0], arrays[1:], counts, self.tolerance)
+        owners = [number for number, calls in enumerate(whole.calls) for _ in range(sum(calls))]
+        found = compare_each(arrays[0], arrays[1:], counts, self.tolerance, owners)
+        return [*found, *[Comparison(Fit.NOTHING)] * (len(whole.calls) - len(found))]
 
     def _run(self, draws: AbstractContextManager[None], rows: Any, count: int) -> _Run:
         model, wrappers = self._model, wrappers_in(self._model)
@@ -236,7 +249,7 @@ class _Runs:
         calls = [call for of_one in taken for call in of_one]
         gradients = [value for values, _ in calls for value in values]
         names = [path_of(v) for values, of in calls for v in of or self._trained_by(values)]
-        lengths = [len(values) for values, _ in calls]
+        lengths = [[len(values) for values, _ in of_one] for of_one in taken]
         return _Run(gradients, names, lengths, numbers, states, seconds, count)
 
     def _trained_by(self, values: Sequence[Any]) -> list[Any]:
@@ -312,15 +325,20 @@ def _cause(model: keras.Model, rows: Any, count: int, tolerance: float) -> str:
     if type(model).call is keras.Model.call:
         return ""
     with put_back(model), _eagerly():
-        spans = (0, count), (0, count // 2)
-        outputs = [model(slice_rows(x, *span), training=False) for span in spans]
-    for of_all, of_half in zip(*map(keras.tree.flatten, outputs), strict=True):
+        spans = (0, count), (0, count // 2), (count // 2, count)
+        outputs, added = [], []
+        for span in spans:
+            outputs.append(model(slice_rows(x, *span), training=False))
+            added.append([_numbers(loss) for loss in model.losses])
+    for of_all, of_half in zip(*map(keras.tree.flatten, outputs[:2]), strict=True):
         pair = _numbers(of_all)[: count // 2], _numbers(of_half)
         if (
             pair[0].shape != pair[1].shape
             or compare([pair[0]], [[pair[1]]], [1], tolerance).fit is Fit.NEITHER
         ):
             return "the model's output for a row depends on the rows beside it"
+    if compare(added[0], added[1:], [1, 1], tolerance).fit in (Fit.SUM, Fit.NEITHER):
+        return "what layers add to the loss (add_loss)"
     if own_step(model) is None:
         losses = [keras.losses.get(loss) for loss in keras.tree.flatten(model.loss) if loss]
         names = [str(getattr(v, "name", getattr(v, "__name__", v))) for v in losses]

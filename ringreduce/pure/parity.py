@@ -8,7 +8,7 @@ that mixes rows, or divides by what not every row counts in, neither.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +37,43 @@ class Comparison(NamedTuple):
     missed: float = 0.0
 
 
+# What is to be said of several, first.
+_GRAVEST_FIRST = (Fit.NOT_FINITE, Fit.NEITHER, Fit.SUM, Fit.MEAN, Fit.NOTHING)
+
+
+def gravest(fits: Iterable[Fit]) -> Fit:
+    """What is to be said of several, such as of two optimizers; of none NOTHING."""
+    return min(fits, key=_GRAVEST_FIRST.index, default=Fit.NOTHING)
+
+
+def compare_each(
+    whole: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+    rows: Sequence[int],
+    tolerance: float,
+    owners: Sequence[int],
+) -> list[Comparison]:
+    """`compare` for each owner: `owners` are those of the arrays, from 0 on.
+
+    What is noise is told from the largest array of all.
+    """
+    finite = (array for arrays in (whole, *parts) for array in arrays if np.isfinite(array).all())
+    largest = max(map(_largest, finite), default=0.0)
+    found = []
+    for owner in range(max(owners, default=-1) + 1):
+        own = [place for place, its in enumerate(owners) if its == owner]
+        of_whole, *of_parts = ([arrays[n] for n in own] for arrays in (whole, *parts))
+        one = compare(of_whole, of_parts, rows, tolerance, largest)
+        found.append(one._replace(place=own[one.place] if own else 0))
+    return found
+
+
 def compare(
     whole: Sequence[np.ndarray],
     parts: Sequence[Sequence[np.ndarray]],
     rows: Sequence[int],
     tolerance: float,
+    beside: float = 0.0,
 ) -> Comparison:
     """Compare arrays of all rows with those of parts, which have that many `rows` each.
 
@@ -49,6 +81,7 @@ def compare(
         whole: arrays of floats, of any shapes.
         parts: the same of each part of the rows.
         tolerance: of the larger of whole and parts, for each array.
+        beside: the largest number among other arrays, which tells what is noise in these.
     """
     sizes = [
         max(_largest(array), *map(_largest, those))
@@ -62,6 +95,7 @@ def compare(
     largest = max(sizes, default=0.0)
     if largest <= _NOTHING:
         return Comparison(Fit.NOTHING)
+    largest = max(largest, beside)
     counted, misses = sum(rows), {}
     for fit, weights in ((Fit.MEAN, [n / counted for n in rows]), (Fit.SUM, [1.0] * len(rows))):
         misses[fit] = [

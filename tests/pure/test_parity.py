@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ringreduce.pure.parity import Fit, chosen_rows, compare
+from ringreduce.pure.parity import Fit, chosen_rows, compare, compare_each, gravest
 
 ROWS = [4, 8]
 OF_A, OF_B = np.array([1.0, -2.0]), np.array([4.0, 1.0])
@@ -57,6 +57,32 @@ def test_parts_that_add_up_but_hardly_miss_the_mean_are_no_sum():
     """Where the parts are 0 the mean is near too: it takes ten times the tolerance."""
     whole, near = np.array([1.0]), np.array([1.0 + 5e-3])
     assert compare([near], [[whole], [near - whole]], [999, 1], 1e-3).fit is not Fit.SUM
+
+
+def test_each_owner_has_its_own_fit_and_places_are_those_among_all():
+    parts = [[OF_A] * 4, [OF_B] * 4]
+    each = compare_each([MEAN, SUM, MEAN, MEAN * 1.5], parts, ROWS, 1e-3, [0, 1, 0, 2])
+    assert [one.fit for one in each] == [Fit.MEAN, Fit.SUM, Fit.NEITHER]
+    assert [one.place for one in each] == [0, 1, 3]
+    each = compare_each([MEAN, SUM * np.inf], [[OF_A] * 2, [OF_B] * 2], ROWS, 1e-3, [0, 2])
+    assert [one.fit for one in each] == [Fit.MEAN, Fit.NOTHING, Fit.NOTHING]
+    assert compare_each([], [[], []], ROWS, 1e-3, []) == []
+
+
+def test_what_is_small_beside_another_owners_is_noise():
+    noise = np.array([1e-9])
+    parts = [[OF_A, -noise], [OF_B, noise]]
+    assert [one.fit for one in compare_each([MEAN, noise], parts, ROWS, 1e-3, [0, 1])] == [
+        Fit.MEAN,
+        Fit.MEAN,
+    ]
+    assert compare([noise], [[-noise], [noise]], ROWS, 1e-3).fit is Fit.NEITHER
+
+
+def test_what_no_rank_can_use_is_said_before_what_misses_the_mean():
+    assert gravest([Fit.MEAN, Fit.NOTHING, Fit.SUM]) is Fit.SUM
+    assert gravest([Fit.NEITHER, Fit.NOT_FINITE, Fit.SUM]) is Fit.NOT_FINITE
+    assert gravest([]) is Fit.NOTHING
 
 
 @pytest.mark.parametrize("count", [1, 6, 12])
