@@ -194,9 +194,12 @@ class DistributedOptimizer(Wrapper):
         """The options as they were given, by name, and the number of local variables."""
         return {**self._options, "local_variables": len(self._local)}
 
-    def add_up_gradients(self) -> None:
-        """From now on as with ``gradients="sum"``; before the first step, on all ranks."""
-        self._options["gradients"] = "sum"
+    def add_up_gradients(self, adds_up: bool = True) -> None:
+        """From now on as with ``gradients="sum"``, or with ``"tried"`` again.
+
+        On all ranks, before the first step; or if its function is traced anew.
+        """
+        self._options["gradients"] = "sum" if adds_up else "tried"
 
     def _ring(self) -> Communicator:
         return self.communicator or default_communicator()
@@ -319,6 +322,11 @@ class DistributedOptimizer(Wrapper):
         """Give all ranks what rank `root` has of the strategy and `PowerSGD`. Collective."""
         if self.strategy_state is not None:
             self.strategy_state.broadcast(self._ring(), root)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all ranks have begun alike, in a step before."""
+        return self._initial.are_given
 
     # Those of the strategy at work (`Running`).
     is_settled = property(attrgetter("_running.is_settled"))

@@ -10,7 +10,7 @@ Step = Callable[[Any], Any]
 # Attribute of a wrapped step: the one inside, and its wrappers by their places.
 _WRAPS = "_ringreduce_wraps"
 # Places of wrappers, from the inside out.
-PLAIN, WEIGHTED, APART, RECORDED = 0, 1, 2, 3
+WEIGHTED, APART, RECORDED = 0, 1, 2
 
 
 def put_around(model: keras.Model, place: int, around: Callable[[Any, Step, Any], Any]) -> None:

@@ -27,8 +27,9 @@ from ringreduce.keras.evaluation import OutputsError, evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.overridden import keras_s
+from ringreduce.keras.step import own_step
 from ringreduce.keras.wrapper import Wrapper
-from ringreduce.unchanged import guard, sums, written
+from ringreduce.unchanged import guard, written
 from ringreduce.unchanged.job import job
 from ringreduce.vocabulary.config import recording_wanted
 from ringreduce.vocabulary.errors import MismatchError
@@ -67,7 +68,6 @@ def install() -> None:
     _replace_everywhere(keras.utils.get_file, _download_once)
     _replace(builtins, "input", _ask_once)
     _replace(tf.random, "set_seed", _note_seed)
-    _replace(tf.GradientTape, "gradient", sums.gradient, within=True)
     _check_first(keras.optimizers.Optimizer, "apply", guard.require_distributed)
     _check_first(tf.distribute.Strategy, "scope", guard.refuse_strategy)
     data_fingerprint.compares_all_inputs = True
@@ -127,7 +127,6 @@ def _fit(original: Any, model: keras.Model, *arguments: Any, **options: Any) -> 
     if ring.size == 1 and private.strategy_of(model) is not None:
         return original(model, *arguments, **options)  # On several ranks its scope was refused.
     _distribute(model)
-    sums.note_steps(model, ring)
     with keras_s(bound.pop("self"), "fit", original):
         # The order of rows follows from TensorFlow's seed, as Keras's, and is another in each call.
         seed = zlib.crc32(f"{_seed} {_calls}".encode())
@@ -145,7 +144,11 @@ class _Distributing(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.model.optimizer is not self._known:
             _distribute(self.model)
-            self._known = self.model.optimizer
+            before, self._known = self._known, self.model.optimizer
+            # Its step was tried with another one, and has no loss of Keras's that may be new.
+            adds_up = isinstance(before, Wrapper) and before.options["gradients"] == "sum"
+            if adds_up and own_step(self.model) is not None:
+                self._known.add_up_gradients()
 
 
 def _note_seed(original: Any, seed: Any) -> None:

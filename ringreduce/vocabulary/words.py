@@ -21,6 +21,11 @@ def note_unchanged() -> None:
     _is_unchanged = True
 
 
+def is_unchanged() -> bool:
+    """Whether the program is one that nobody has changed."""
+    return _is_unchanged
+
+
 def for_rr(advice: str, unchanged: str | None = None) -> str:
     """`advice` that names what only a program with `rr` has; to another one `unchanged` instead.
 

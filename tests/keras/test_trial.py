@@ -11,8 +11,10 @@ from keras import layers, ops
 
 import ringreduce.keras as rr
 from ringreduce.keras.join import build
+from ringreduce.keras.training import trial
 from ringreduce.keras.trial import try_step
 from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary import words
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -119,6 +121,12 @@ def share_of(y, outputs):
     return ops.sum(y * outputs) / ops.sum(y)
 
 
+class Adding(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(ops.square(x)))
+        return x
+
+
 OF_BITS = (np.arange(ROWS)[:, None] % 4 == 1).astype("float32")
 SPARSE = keras.losses.SparseCategoricalCrossentropy
 # A model, its compile arguments, x, y; the fit, and what is named or why it is not tried.
@@ -159,6 +167,10 @@ CASES = {
             ]
         ),
         *("mse", WORDS, Y, "mean", ""),
+    ),
+    "adding": (
+        lambda: keras.Sequential(net(Adding())),
+        *("mse", X, Y, "neither", "what layers add to the loss"),
     ),
     "mixing": (Mixing, "mse", WORDS, Y, "neither", "the model's output for a row"),
     "own": (lambda: Own(net()), None, X, Y, "mean", ""),
@@ -275,6 +287,141 @@ def test_kerass_own_fit_with_together_tries_the_step_on_arrays():
     with warnings.catch_warnings():
         warnings.simplefilter("error", rr.ParityWarning)
         ring_of_threads(2, partial(work, check=False))
+
+
+def test_what_layers_add_has_a_remedy_of_its_own():
+    with pytest.warns(rr.ParityWarning, match=r"add_loss\) is no mean .* or what no row changes\)"):
+        fitted(2, "adding", batch_size=ROWS)
+
+
+class Both(keras.Sequential):
+    """Two optimizers: the first gets sums over rows, the second means."""
+
+    own_sums = True
+
+    def compile(self, first, second):
+        super().compile(run_eagerly=True)
+        self.first, self.second = first, second
+
+    def train_step(self, data):
+        x, y = data
+        head, tail = self.layers[0].trainable_variables, self.layers[1].trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            squares = (y - self(x)) ** 2
+            mean = tf.reduce_mean(squares)
+            loss = tf.reduce_sum(squares) / ROWS if self.own_sums else mean
+        self.first.apply_gradients(zip(tape.gradient(loss, head), head, strict=True))
+        self.second.apply_gradients(zip(tape.gradient(mean, tail), tail, strict=True))
+        return {"value": mean}
+
+
+def made_of_both(ring, *gradients):
+    model = Both(net())
+    # Ranks are threads here, which share a seed.
+    model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
+    both = [keras.optimizers.SGD(0.1) for _ in range(2)]
+    pairs = zip(both, gradients, strict=True)
+    model.compile(*(rr.DistributedOptimizer(sgd, ring, gradients=g) for sgd, g in pairs))
+    return model
+
+
+def trained(size, *gradients, count=ROWS, change=None):
+    """Rank 0's weights, and its optimizers' options in the end."""
+
+    def work(ring):
+        model = made_of_both(ring, *gradients)
+        if change is not None:
+            change(model, ring)
+        how = {"batch_size": ROWS, "shuffle": False, "verbose": 0, "communicator": ring}
+        rr.fit(model, X[:count], Y[:count], **how)
+        weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
+        return weights, [w.options["gradients"] for w in (model.first, model.second)]
+
+    return ring_of_threads(size, work)[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_of_two_optimizers_has_a_verdict_of_its_own():
+    alone, _ = trained(1, "tried", "tried")
+    with pytest.raises(rr.ParityWarning, match="the gradients that first gets of its train_step"):
+        trained(2, "tried", "tried")
+    with pytest.raises(rr.ParityWarning, match=r"and the gradients that second gets of its .* are"):
+        trained(2, "sum", "sum")
+    weights, _ = trained(2, "sum", "tried")
+    assert np.abs(weights - alone).max() < 1e-6
+
+
+@pytest.fixture
+def unchanged_program(monkeypatch):
+    """As with --unchanged, in a program that knows of no ranks."""
+    monkeypatch.setattr(words, "_is_unchanged", True)
+    monkeypatch.setattr(trial, "names_of_ranks", str)
+
+
+ADDED = "[0/2] the gradients that first gets of its train_step are sums over rows: the ranks' are"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [ROWS, 7])
+def test_in_an_unchanged_program_sums_are_added_up(unchanged_program, caplog, count):
+    alone, _ = trained(1, "tried", "tried", count=count)
+    assert caplog.text == ""
+    weights, options = trained(2, "tried", "tried", count=count)
+    assert np.abs(weights - alone).max() < 1e-6
+    assert options == ["sum", "tried"]
+    assert caplog.text.count(ADDED) == caplog.text.count("added up") == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_in_a_fit_that_is_not_keras_s_too(unchanged_program, caplog):
+    def change(model, _):
+        model.make_train_function = lambda force=False: keras.Model.make_train_function(model)
+
+    alone, _ = trained(1, "tried", "tried", change=change)
+    weights, options = trained(2, "tried", "tried", change=change)
+    assert np.abs(weights - alone).max() < 1e-6
+    assert options == ["sum", "tried"]
+
+
+def test_after_a_step_nothing_is_added_up_in_a_fit_that_is_not_keras_s(unchanged_program, caplog):
+    def change(model, ring):
+        model.make_train_function = lambda force=False: keras.Model.make_train_function(model)
+        rr.fit(model, X[:5], Y[:5], batch_size=5, verbose=0, communicator=ring)
+
+    with pytest.warns(rr.ParityWarning, match="has made a step before it was tried; let its loss"):
+        assert trained(2, "tried", "tried", change=change)[1] == ["tried", "tried"]
+    assert "added up" not in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_that_has_become_a_mean_is_one_again(unchanged_program):
+    def change(model, ring):
+        model.run_eagerly = False
+        rr.fit(model, X, Y, batch_size=ROWS, verbose=0, communicator=ring)
+        assert ring.size == 1 or model.first.options["gradients"] == "sum"
+        model.own_sums = False
+        model.train_function = None
+
+    alone, _ = trained(1, "tried", "tried", change=change)
+    weights, options = trained(2, "tried", "tried", change=change)
+    assert options == ["tried", "tried"]
+    assert np.abs(weights - alone).max() < 1e-6
+
+
+def test_an_unchanged_program_is_told_that_its_own_step_was_not_tried(unchanged_program, caplog):
+    for count in (ROWS, 5):
+        trained(2, "mean", "mean", count=count)
+    assert caplog.text.count("[0/2] the step was not tried: 5 rows are too few. If its") == 1
+    assert caplog.text.count("was not tried") == 1
+
+
+def test_a_program_that_knows_ranks_may_have_counted_them(unchanged_program, monkeypatch, caplog):
+    monkeypatch.setattr(trial, "names_of_ranks", lambda: "train.py:3 names WORLD_SIZE")
+    text = "not added up, since train.py:3 names WORLD_SIZE, so that it may count them already; let"
+    with pytest.warns(rr.ParityWarning, match=text) as shown:
+        assert trained(2, "tried", "tried")[1] == ["tried", "tried"]
+    assert not [warning for warning in shown if "rr." in str(warning.message)]
+    assert "added up" not in caplog.text
 
 
 def test_ranks_with_data_of_their_own_tell_each_other():

@@ -208,7 +208,9 @@ class Loop:
             if trial.needs_rows:
                 iterator = _ReadAhead(iterator)
         finally:
-            trial.run()  # Also if this rank has no data: others wait for it.
+            # Also if this rank has no data: others wait for it.
+            if trial.run(is_first=True):
+                self._model.train_function = None
         return iterator
 
     def _suitable(self) -> int:
@@ -234,6 +236,7 @@ class Loop:
                 limits = most, self._limit_s(most)
             else:
                 iterator, limits = self._tried(iterator), (1, None)
+                steps = self._prepare_steps()
             began = time.perf_counter()
             done, logs, reading_s = steps.run(iterator, *limits)
         except (StopIteration, tf.errors.OutOfRangeError):
