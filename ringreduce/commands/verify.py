@@ -16,16 +16,8 @@ import numpy as np
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.program import as_unchanged
 from ringreduce.commands.launch.supervisor import supervise
-from ringreduce.pure.verification import (
-    HEADER,
-    Arrays,
-    Comparison,
-    Recorded,
-    Run,
-    compare,
-    row,
-    verdict,
-)
+from ringreduce.pure.verification import Arrays, Comparison, Recorded, Run, compare
+from ringreduce.pure.verification_words import HEADER, row, verdict
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import note_unchanged
 

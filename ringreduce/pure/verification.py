@@ -1,7 +1,7 @@
-"""Whether N ranks train as one process does, and if not why, from records of the same steps. Pure.
+"""Whether N ranks train as one process does, from records of the same steps. Pure.
 
     initial weights | step 1: returned -> gradients -> weights | step 2: ... | outputs
-                      ------- what differs first says why -------
+                      -------- what differs first is named ------
 
 Gradients are those that the optimizer gets, after their reduction: some optimizers make steps of
 one size from any gradients, so that weights are nearly the same with half of them. Sums in another
@@ -11,13 +11,11 @@ compared more coarsely. What was not seen, or is not finite, is said: it never c
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-
-from ringreduce.vocabulary.words import for_rr
 
 # Larger relative differences are no rounding; in the first step, and in later ones. With 16-bit
 # floats ten times as large. What a step returns beside losses may count rows, as an accuracy does.
@@ -32,9 +30,8 @@ _HALF, _MAX = 10, 0.5
 _EPSILON, _SMALL, _TINY = 1e-7, 1e-3, 1e-30
 # Norms as far apart as this are equal. What is left of gradients that are a multiple of others is
 # less than this part: ranks whose rows differ by one have slightly other weights.
-_SAME_NORM, _SAME_FACTOR = 1e-5, 0.05
+_SAME_NORM, SAME_FACTOR = 1e-5, 0.05
 _FEW = 3  # numbers, which may be a multiple of others by chance
-_SHOWN = 3
 
 WEIGHTS, GRADIENTS, UNTRAINED = "weights", "gradients", "untrained variables"
 
@@ -312,7 +309,7 @@ def _factor(one: Arrays, two: Arrays, times: int) -> tuple[float | None, tuple[i
     square = float((mine[far] ** 2).sum())
     factor = float((mine[far] * theirs[far]).sum()) / max(square, _TINY)
     left = _norms(theirs[far] - factor * mine[far]) / np.maximum(_norms(theirs[far]), _TINY)
-    if not factor or left.max() > _SAME_FACTOR:
+    if not factor or left.max() > SAME_FACTOR:
         return None, (0, 0)
     return factor, (int(far.sum()), int(has_any.sum()))
 
@@ -341,188 +338,6 @@ def _clip(records: Sequence[Recorded]) -> str:
         if len(usual) > values.shape[1] / 2:
             return f"the largest that {what}, {most[usual[0]]:.4g}, is met again and again"
     return ""
-
-
-def reasons(first: Run, other: Run, difference: Comparison, again: Comparison) -> Iterator[str]:
-    """Why two runs differ as `difference`, the likeliest first.
-
-    `again` compares the first with another one that has as many ranks.
-    """
-    if again.first is not None and again.first.what == "initial weights":
-        yield (
-            "The initial weights differ in each run. Seed them: keras.utils.set_random_seed(1) "
-            "before the model is made."
-        )
-    elif again.first is not None:
-        yield (
-            f"Two runs with {first.who} differ too: something random has no seed, such as the "
-            "order of data, dropout or augmentation. See keras.utils.set_random_seed(1) and "
-            "shuffle(n, seed=1)."
-        )
-    elif difference.first is not None and difference.first.what == "initial weights":
-        yield "The initial weights depend on the number of ranks. Seed them alike for any number."
-    given = {**first.settings, **other.settings}
-    texts = [(n, *(run.settings.get(n, "absent") for run in (first, other))) for n in given]
-    for name, here, there in [text for text in texts if text[1] != text[2]][:_SHOWN]:
-        yield f"{name} is {here} with {first.who} and {there} with {other.who}."
-    if first.rows != other.rows:
-        yield (
-            f"A step has {first.rows} samples with {first.who} and {other.rows} with {other.who}: "
-            "batches given to rr.fit are those of all ranks together."
-        )
-    if difference.factor is not None:
-        # Nothing else makes one gradient another times a number.
-        why = _of_factor(first, other, difference.factor)
-        yield from (f"{text}." for text in other.of_gradients or [why])
-        return
-    cause = difference.first
-    if cause is not None and cause.what.startswith(WEIGHTS) and GRADIENTS not in difference.unseen:
-        yield (
-            "The gradients are the same, and not what is made of them: the optimizer, a constraint "
-            "or the step itself changes weights by something else, such as random numbers."
-        )
-        return
-    of_gradients = [*_of_clip(other, difference.clip), *other.of_gradients]
-    # Other gradients change what is returned only after the first step.
-    is_before = cause is not None and cause.step == 1 and not cause.what.startswith(GRADIENTS)
-    kinds = (other.of_batches, of_gradients)[:: 1 if is_before else -1]
-    yield from (f"{text}." for text in itertools.chain(*kinds))
-
-
-def _of_clip(run: Run, clip: str) -> Iterator[str]:
-    """What a step of the program's own does to gradients, if the records show it."""
-    if clip and run.own_step:
-        does = f"calls {run.clips}, which clips" if run.clips else "clips, or scales,"
-        yield (
-            f"{run.own_step} {does} each rank's gradients before the optimizer averages them: "
-            f"{clip} (leave it to the optimizer: clipnorm, clipvalue, global_clipnorm)"
-        )
-
-
-def _of_factor(first: Run, other: Run, factor: float) -> str:
-    """Why gradients are others times a number."""
-    step, ranks = other.own_step or "The loss", other.ranks / first.ranks
-    if _is_near(factor * ranks):
-        return (
-            f"{step} adds up over rows, and divides by a constant, by the rows of the whole batch, "
-            "or by nothing, while each rank has its part of the rows, and the optimizer averages "
-            "over the ranks. Divide by the rows at hand: tf.reduce_mean, or tf.shape(x)[0]"
-        )
-    if _is_near(factor / ranks):
-        return (
-            f"{step} adds up over the ranks, or multiplies by their number, what the optimizer "
-            "averages. Leave that to the optimizer"
-        )
-    return f"{step} multiplies gradients by what depends on the number of ranks or of their rows"
-
-
-def _is_near(ratio: float) -> bool:
-    return abs(ratio - 1) <= _SAME_FACTOR
-
-
-def _how_much(factor: float, ranks: float) -> str:
-    """``half of``, ``a third of``, ``2 times``, ``0.7 times``."""
-    if _is_near(factor * ranks) and ranks > 1:
-        names = {2: "half of", 3: "a third of", 4: "a quarter of"}
-        return names.get(round(ranks), f"one part in {ranks:g} of")
-    return f"{factor:.3g} times"
-
-
-def verdict(
-    runs: Sequence[Run], found: Sequence[Comparison], again: Comparison | None
-) -> Iterator[str]:
-    """Lines of text; `found` compares the first run with each of the others.
-
-    `again` compares it with one that has as many ranks, if any differs.
-    """
-    different = [n for n, each in enumerate(found, 1) if not each.agrees]
-    if again is not None:
-        yield from _of_difference(runs, found, different, again)
-        for name, why in _merged(each.unseen for each in found).items():
-            yield f"Not seen: {name}: {why}."
-    elif any(each.is_open for each in found):
-        yield "This does not show that the numbers agree:"
-        for name, step in _merged(each.infinite for each in found).items():
-            yield f"  not finite: {name}, from step {step} on, with any number of ranks"
-        for name, why in _merged(each.unseen for each in found).items():
-            yield f"  not seen: {name}: {why}"
-        yield "What was seen agrees, to these relative differences:"
-    else:
-        yield f"The numbers agree in {runs[0].steps} steps, to these relative differences:"
-    if again is None:
-        rows: dict[str, float] = {}
-        for part in (part for each in found for part in each.parts):
-            rows[part.what] = max(part.by, rows.get(part.what, 0.0))
-        yield from (f"  {what:<42}{_part(by):>6}" for what, by in rows.items())
-    for name, why in _merged(each.left_out for each in found).items():
-        yield f"Not compared: {name}: {why}."
-    fastest, slowest = (choose(runs, key=lambda run: run.speed) for choose in (max, min))
-    ratio = fastest.speed / slowest.speed
-    yield f"Fastest on this machine: {fastest.who}, {ratio:.2f} times as fast as {slowest.who}."
-
-
-def _of_difference(
-    runs: Sequence[Run], found: Sequence[Comparison], different: Sequence[int], again: Comparison
-) -> Iterator[str]:
-    first, other, own = runs[0], runs[different[0]], found[different[0] - 1]
-    yield f"The numbers differ between {first.who} and {other.who}:"
-    assert own.first is not None
-    yield f"  first {_described(own.first)}"
-    if own.factor is not None:
-        count, total = own.scaled
-        which = "all gradients" if count == total else f"{count} of {total} gradients"
-        much = _how_much(own.factor, other.ranks / first.ranks)
-        yield f"  {which} with {other.who} are {much} those with {first.who}"
-    # Other gradients explain all that comes after them.
-    parts = own.parts if own.factor is None else []
-    later = [part for part in parts if part.step is not None and part is not own.first]
-    for part in sorted(later, key=lambda part: part.step or 0)[:_SHOWN]:
-        yield f"  then {_described(part)}"
-    texts = list(reasons(first, other, own, again)) or [_unknown()]
-    yield "The likely reason:" if len(texts) == 1 else "The likely reasons, likeliest first:"
-    yield from (f"  {n}. {text}" for n, text in enumerate(texts, 1))
-    for run in (runs[n] for n in different[1:]):
-        yield f"The numbers differ between {first.who} and {run.who}, too."
-
-
-def _unknown() -> str:
-    gathered = for_rr(" (rr.all_gather gives those of all)", "")
-    return (
-        "Nothing in model and optimizer explains it. See what is computed from several rows at "
-        f"once, of which each rank has its part{gathered}, and what depends on the rank or on the "
-        "number of ranks, such as the data."
-    )
-
-
-def _described(part: Compared) -> str:
-    """What differs, and by how much."""
-    if math.isfinite(part.here) or math.isfinite(part.there):
-        return f"{part.what} of step {part.step}, which is {part.here:.6g} and {part.there:.6g}"
-    by = f", by {_part(part.at)}" if math.isfinite(part.at) else ""
-    return f"{part.what}{f': {part.name}' if part.name else ''}{by}"
-
-
-def _merged(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for each in found:
-        merged = {**each, **merged}
-    return merged
-
-
-HEADER = "ranks  threads  peak memory  ms/step  samples/s  first loss  last loss  differ"
-
-
-def row(run: Run, comparison: Comparison | None = None) -> str:
-    """A line of the table: a run, and how its losses differ from the first run's."""
-    samples = f"{run.speed:,.0f}" if run.rows else "-"
-    losses = run.losses
-    first, last = (f"{losses[n]:.5g}" if losses else "-" for n in (0, -1))
-    differ = "-" if comparison is None else _part(comparison.shown)
-    memory = f"{max(run.memory) / (1 << 30):.2f} GiB"
-    return (
-        f"{run.ranks:>5}{run.threads:>9}{memory:>13}{run.step_s * 1e3:>9,.1f}{samples:>11}"
-        f"{first:>12}{last:>11}{differ:>8}"
-    )
 
 
 def _in_steps(
@@ -587,12 +402,3 @@ def _ratio(apart: np.ndarray, size: np.ndarray) -> np.ndarray:
     ratio = apart / np.maximum(size, _TINY)
     found: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio)
     return found
-
-
-def _part(ratio: float) -> str:
-    """``12%``, ``0.3%``, or ``3e-05`` where it is little; ``-`` where it is not known."""
-    if not math.isfinite(ratio):
-        return "inf" if ratio > 0 else "-"
-    if ratio < 0.001:
-        return f"{ratio:.0e}" if ratio else "0"
-    return f"{ratio:.0%}" if ratio >= 0.1 else f"{ratio:.1%}"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ringreduce.commands.verify import read
-from ringreduce.pure.verification import Recorded, compare, reasons
+from ringreduce.pure.verification import Recorded, compare
+from ringreduce.pure.verification_words import reasons
 from tests.jobs import facts_in, run_job
 from tests.launching import command_line
 from tests.processes import launcher

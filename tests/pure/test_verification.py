@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 from ringreduce.pure.sketch import LENGTH
-from ringreduce.pure.verification import (
-    HEADER,
-    Arrays,
-    Recorded,
-    Run,
-    compare,
-    reasons,
-    row,
-    verdict,
-)
+from ringreduce.pure.verification import Arrays, Recorded, Run, compare
+from ringreduce.pure.verification_words import HEADER, reasons, row, verdict
 
 LOSSES = [2.3, 2.1, 1.9]
 NAMES = ["conv/kernel", "conv/bias", "norm/moving_mean"]
