@@ -259,6 +259,18 @@ def warn_of_metrics(names: Iterable[str], ring: Communicator) -> None:
         )
 
 
+def warn_of_functions(names: Iterable[str], ring: Communicator) -> None:
+    """Warn on rank 0 of metrics that are functions of a batch; logs of training lack them."""
+    if ring.rank == 0 and (apart := sorted(names)):
+        warn_at_users_line(
+            f"the metric {', '.join(apart)} is left out of what the ranks show of training: its "
+            "value for a batch is not the mean of those for the parts of it that ranks have. Make "
+            "it a keras.metrics.Metric that adds up what it counts. Validation, and evaluation "
+            "by all ranks, see whole batches, as in one process.",
+            ParityWarning,
+        )
+
+
 def warn_of_last_batches(entries: Sequence[Entries], ring: Communicator) -> None:
     """Warn on rank 0 of numbers of an evaluation that are of no metric; all ranks' `entries`."""
     every = [(name, *entry) for logs in entries for name, entry in logs.items()]

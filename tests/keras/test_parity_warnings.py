@@ -199,6 +199,19 @@ def test_a_metric_whose_state_is_no_sum_is_named_and_left_out_everywhere():
         assert {"share", "val_share"} - history.keys() == set()
 
 
+def most(y, outputs):
+    return ops.max(outputs)
+
+
+def test_a_metric_that_is_a_function_of_a_batch_is_left_out_of_training_alone():
+    results, [text] = trained("mse", lambda: most)
+    assert "the metric most is left out of what the ranks show of training" in text
+    for history, evaluated in results:
+        assert "most" not in history
+        # One batch of 16 rows, which one rank has whole.
+        assert history["val_most"] == evaluated["most"] == 15.0
+
+
 def test_a_metric_that_merges_states_is_that_of_all_rows():
     results, texts = trained("mse", Merged)
     assert texts == []

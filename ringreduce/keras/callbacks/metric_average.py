@@ -12,6 +12,7 @@ from ringreduce.keras.callbacks.learning_rate import diverged, kept_rates
 from ringreduce.keras.metric_states import MetricStates, states_of
 from ringreduce.keras.metric_trial import names_apart, names_in_steps
 from ringreduce.keras.mistakes import (
+    warn_of_functions,
     warn_of_last_batches,
     warn_of_metrics,
     warn_of_same_rows,
@@ -153,7 +154,8 @@ class MetricAverage(keras.callbacks.Callback):
         apart = {name for told in gathered for name in told["apart"]}
         in_steps = {name for told in gathered for name in told["apart in steps"]}
         if self._is_first:
-            warn_of_metrics(apart | in_steps, ring)
+            warn_of_metrics(apart, ring)
+            warn_of_functions(in_steps - apart, ring)
             warn_of_last_batches([_of_validation(told["entries"]) for told in gathered], ring)
         means = metric_states.merged([told["entries"] for told in gathered], together, sums)
         left_out = apart | {_VALIDATION + name for name in apart} | in_steps
