@@ -50,7 +50,10 @@ _NOT_TRIED = (
     ". If its gradients are no means over its rows, ranks train to something else than one "
     "process: compare them by ringreduce verify --unchanged."
 )
-_TOO_LATE = "it trains by a fit that is not Keras's, which has made a step before it was tried"
+_TOO_LATE = (
+    "the model has an evaluate or make_train_function of its own, with which a step was made "
+    "before it was tried: on a dataset, or in a fit before"
+)
 _OF_LOSS = "let it return a value for each sample; mask by sample_weight"
 _OF_ADDED = "let it be a mean over rows, or what no row changes"
 _OF_OUTPUT = "let a row's output depend on that row alone, or train on one rank"
