@@ -303,6 +303,8 @@ def _of_logs(
     sums, apart = [], []
     for name, value in whole.logs.items():
         parts = [half.logs.get(name, np.nan) for half in halves]
+        if any(np.shape(part) != np.shape(value) for part in parts) and name not in together:
+            continue  # A number for each row.
         mean = together[name] if name in together else np.mean(parts, 0)
         if _is_near(mean, value):
             continue

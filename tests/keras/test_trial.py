@@ -54,6 +54,13 @@ class Alone(Own):
         return tf.reduce_sum((y - self(x, training=True)) ** 2) / ROWS
 
 
+class Each(Own):
+    """Returns a number for each row."""
+
+    def loss_of(self, x, y):
+        return keras.losses.mean_squared_error(y, self(x, training=True))
+
+
 class Traced(Alone):
     @tf.function
     def train_step(self, data):
@@ -175,6 +182,7 @@ CASES = {
     "mixing": (Mixing, "mse", WORDS, Y, "neither", "the model's output for a row"),
     "own": (lambda: Own(net()), None, X, Y, "mean", ""),
     "own sum": (lambda: Alone(net()), None, X, Y, "sum", ""),
+    "own of each row": (lambda: Each(net()), None, X, Y, "sum", ""),
     "in a function": (lambda: Traced(net()), None, X, Y, "sum", ""),
     "compared": (lambda: Compared(net(out=3)), None, X, Y, "neither", "the gradients of compared/"),
     "gathered": (lambda: Gathered(net()), None, X, Y, "nothing", "it makes a collective call"),
