@@ -233,8 +233,8 @@ def trace(folder: Path = options.TRACED) -> None:
     context_settings={"ignore_unknown_options": True},
     no_args_is_help=True,
     help="Run the first steps of a program with each number of ranks, and say whether they train "
-    "alike, if not why, and which number is fastest. It uses rr.fit, or with --unchanged Keras "
-    "alone.\n\n"
+    "alike, if not why, and which number is fastest. It uses rr.fit, or averages gradients in a "
+    "loop of its own, or with --unchanged uses Keras alone.\n\n"
     "The program ends after these steps, and callbacks that write files are left out. The exit "
     "code is 0 if the numbers agree, 1 if they differ, 3 if nothing differs but gradients were not "
     "seen or numbers are not finite, else that of the failure or 2.",

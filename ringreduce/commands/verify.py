@@ -127,16 +127,47 @@ def _run(program: Sequence[str], count: int, steps: int, folder: Path, unchanged
 
 def read(folder: Path, program: str, count: int, unchanged: bool = False) -> Recorded:
     """Read a job's record from a folder; ConfigError if there is none."""
-    try:
-        run = msgspec.msgpack.decode((folder / "run").read_bytes(), type=Run)
-    except FileNotFoundError:
-        by = "Model.fit" if unchanged else "rr.fit"
-        raise ConfigError(
-            f"{program} with -n {count} has not trained by {by}, whose steps are compared",
-            remedy="A program with a loop of its own is run with -n 1."
-            if unchanged
-            else "Call rr.fit(model, ...) instead of model.fit(...), with the same data on every "
-            "rank and batches of all ranks together, and without rr.shard.",
-        ) from None
-    with np.load(folder / "arrays.npz") as arrays:
-        return Recorded(run, Arrays(**arrays))
+    if (folder / "run").exists():
+        return _read(folder / "run", folder / "arrays.npz")
+    parts = [(folder / f"run-{rank}", folder / f"arrays-{rank}.npz") for rank in range(count)]
+    if all(run.exists() for run, _ in parts):
+        return _together([_read(*part) for part in parts], f"{program} with -n {count}")
+    by = "Model.fit" if unchanged else "rr.fit, or averaged gradients in a loop of its own"
+    raise ConfigError(
+        f"{program} with -n {count} has not trained by {by}, whose steps are compared",
+        remedy="A program with a loop of its own is run with -n 1."
+        if unchanged
+        else "Call rr.fit(model, ...) instead of model.fit(...), with the same data on every "
+        "rank and batches of all ranks together, and without rr.shard.",
+    )
+
+
+def _read(run: Path, arrays: Path) -> Recorded:
+    with np.load(arrays) as loaded:
+        return Recorded(msgspec.msgpack.decode(run.read_bytes(), type=Run), Arrays(**loaded))
+
+
+def _together(parts: Sequence[Recorded], who: str) -> Recorded:
+    """The record of a loop, of which each rank has its part."""
+    run, first = parts[0]
+    for rank, (other, _) in enumerate(parts):
+        if (other.names, other.gradient_names) != (run.names, run.gradient_names):
+            raise ConfigError(
+                f"{who} trains other variables on rank {rank} than on rank 0: nothing to compare",
+                remedy="Make the same model and optimizer on every rank.",
+            )
+    steps = min(len(arrays.changes) for _, arrays in parts)
+
+    def total(name: str) -> np.ndarray:
+        found: np.ndarray = np.sum([getattr(each, name)[:steps] for _, each in parts], 0)
+        return found
+
+    arrays = first._replace(
+        before=np.sum([each.before for _, each in parts], 0),
+        changes=total("changes"),
+        gradients=total("gradients"),
+        calls=first.calls[:steps],
+        own=np.concatenate([each.own[:, :steps] for _, each in parts]),
+    )
+    memory = [most for other, _ in parts for most in other.memory]
+    return Recorded(msgspec.structs.replace(run, memory=memory, steps=steps), arrays)

@@ -22,6 +22,7 @@ from ringreduce.keras.callbacks.together import Together, given_callbacks
 from ringreduce.keras.elastic_fit import Elastic
 from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.join import build, weigh_steps
+from ringreduce.keras.loop_record import given_up
 from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.overridden import fit_through_own, is_overridden
 from ringreduce.keras.parts.answering import Answering
@@ -195,7 +196,7 @@ def fit(
             how = {"tries": check in (True, "step"), "compares": compares_data(check)}
             trial = Trial(model, training, who.everyone, has_own_data=sharded, **how)
         if recording is not None:
-            around.append(Record(*recording, arguments.found, who.everyone, training, model))
+            around.append(Record(*recording, arguments.found, who.everyone, training, model, trial))
         if steps is not None and verbose:
             # Another rank could not go on with Keras's own bar.
             around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))
@@ -294,7 +295,8 @@ def _callbacks_of(
     callbacks: list[Any], ring: Communicator
 ) -> tuple[list[Any], tuple[int, str] | None]:
     """Select the callbacks that act, and what `ringreduce verify` wants recorded, if anything."""
-    recording = recording_wanted(takes=True) if ring.parent is None else None
+    # Also if a loop was there before, which has made fewer steps.
+    recording = recording_wanted(takes=True) or given_up() if ring.parent is None else None
     if recording is not None:
         # A trial leaves no files, and begins with none.
         writers = [c for c in callbacks if acts_once(c) or isinstance(c, OnRankZero)]

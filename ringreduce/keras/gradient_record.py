@@ -15,6 +15,11 @@ import tensorflow as tf
 from ringreduce.keras.parts.part import Part
 from ringreduce.keras.weighting import Averaging
 from ringreduce.tensorflow.variables import lasting, path_of
+from ringreduce.vocabulary.words import is_unchanged
+
+HALVES = {"float16", "bfloat16"}
+OF_LOCAL = "each rank trains local variables of its own, on its own rows"
+OF_SUMS = 'op="sum" makes gradients as many times as large as there are ranks'
 
 
 class Noted(NamedTuple):
@@ -48,8 +53,7 @@ class GradientRecord:
         noted = self._set_of(variables)
 
         def assign() -> None:
-            numbers = [_norm_and_largest(_values(gradient)) for gradient in gradients]
-            noted.own.assign(tf.stack(numbers))
+            noted.own.assign(norms_and_largest(gradients))
 
         _if(self._is_on, assign)
 
@@ -59,7 +63,7 @@ class GradientRecord:
         variables: Sequence[Any],
         kinds: Sequence[Averaging],
         parts: Sequence[Part | None],
-    ) -> None:
+    ) -> Sequence[Any]:
         """Note the gradients that are applied; `parts` of them are this rank's pieces."""
         noted = self._set_of(variables)
         noted.parts = list(parts)
@@ -88,6 +92,7 @@ class GradientRecord:
 
         _if(tf.logical_and(self._is_on, tf.reduce_all(noted.calls == 0)), assign)
         noted.calls.assign_add(tf.constant(counts))
+        return gradients
 
     def read(self) -> list[Noted]:
         """Those of the last step, eagerly."""
@@ -131,6 +136,25 @@ class _Set:
         return in_whole(mean.numpy(), part)
 
 
+def facts_of(wrapper: Any) -> tuple[dict[str, str], list[str]]:
+    """The settings of a `DistributedOptimizer`, and what ranks do differently with gradients."""
+    rate = np.asarray(wrapper.learning_rate)
+    settings = {f"{wrapper.name}: learning_rate": f"{rate:g}"}
+    for what, texts, _ in wrapper.settings():
+        which = what.removeprefix("models: ").replace("optimizers", wrapper.name)
+        settings |= {f"{which}: {name}": text for name, text in texts.items()}
+    if is_unchanged():  # Where a trial has chosen it.
+        settings.pop(f"{wrapper.name}: gradients", None)
+    options, texts = wrapper.settings()[0].found, []
+    if "SUM" in options["op"]:
+        texts.append(OF_SUMS)
+    if wrapper.recorder.has_local:
+        texts.append(OF_LOCAL)
+    if wrapper.is_alone:
+        texts.append(f"strategy={options['strategy']}: ranks step alone between meetings")
+    return settings, texts
+
+
 def in_whole(value: np.ndarray, part: Part | None) -> np.ndarray:
     """`value`, this rank's piece of it, among zeros: the sum over all ranks is the whole."""
     if part is None:
@@ -152,6 +176,11 @@ def _if(condition: Any, then: Callable[[], None]) -> None:
         return tf.constant(0)
 
     tf.cond(condition, branch, lambda: tf.constant(0))
+
+
+def norms_and_largest(gradients: Sequence[Any]) -> Any:
+    """A tensor (gradients, 2): the norm and the largest magnitude of each; 0 where it is None."""
+    return tf.stack([_norm_and_largest(_values(gradient)) for gradient in gradients])
 
 
 def _values(gradient: Any) -> Any:

@@ -7,7 +7,6 @@ by the variables alone: those that it has not seen before.
 
 import itertools
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.elastic_refusals import facts_of, refuse
+from ringreduce.keras.loop_record import recorder_of
 from ringreduce.keras.mistakes import (
     compare_rows,
     model_in_fit,
@@ -39,7 +39,7 @@ from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.variables import plain_variable
-from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
+from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ def prepare(
     """
     refuse_strategy()
     ring, inner, initial = optimizer._ring(), optimizer._inner, optimizer._initial
+    optimizer.recorder = optimizer.recorder or recorder_of(optimizer, ring)
     optimizer._local.check(inner)
     # All variables that it may ever train, those frozen now included.
     every = [*optimizer.trained, *variables]
@@ -152,9 +153,6 @@ class InitialValues:
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
             return gradients
-        if recording_wanted() is not None:
-            # ``ringreduce verify`` need not wait for training of which `rr.fit` records nothing.
-            sys.exit()
         own = {id(plain_variable(variable)) for variable in state}
         states = [v for v in seed_states_in_use() if id(plain_variable(v)) not in own]
         drawn, group = draws.drawn() if ring.size > 1 else [], model_group(variables)

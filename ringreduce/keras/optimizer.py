@@ -123,7 +123,8 @@ class DistributedOptimizer(Wrapper):
     communicator: Communicator | None = None
     # Where all updates of a step begin; set by what repeats a step that a lost rank has broken.
     commit_point: CommitPoint | None = None
-    # What `ringreduce verify` wants to know of each step; a `GradientRecord`, or None.
+    # What `ringreduce verify` wants to know of each step; a `GradientRecord` or
+    # `LoopRecorder`, or None.
     recorder: Any = None
     # State of the strategy and of `PowerSGD`, for Keras to save; or None.
     strategy_state: StrategyState | None = None
@@ -264,7 +265,7 @@ class DistributedOptimizer(Wrapper):
         if self.recorder is not None:
             kinds = [self._kind_of(variable) for variable in variables]
             parts = [self._part_in_update(variable) for variable in variables]
-            self.recorder.note_means(gradients, variables, kinds, parts)
+            gradients = self.recorder.note_means(gradients, variables, kinds, parts)
 
         def update(means: Sequence[Any]) -> None:
             if self._sharding is None:

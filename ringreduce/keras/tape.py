@@ -15,6 +15,7 @@ from ringreduce.keras.elastic_refusals import refuse
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues
 from ringreduce.keras.local import LocalVariables
+from ringreduce.keras.loop_record import recorder_of_tapes
 from ringreduce.keras.mistakes import compare_rows
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.repeating import is_repeating
@@ -130,8 +131,13 @@ class DistributedGradientTape:
         if is_first:
             compare_rows(bridge, ring)
         weighting.refuse_local(kinds, ring)
+        recorder = recorder_of_tapes(ring, self._op is ReduceOp.SUM, bool(len(self._local)))
+        if recorder is not None:
+            recorder.note_own(gradients, flat)
         reducer = Reducer(bridge, ring, self._op, self._scale_local)
         reduced = reducer.reduce(gradients, flat, kinds, weighting.current())
+        if recorder is not None:
+            reduced = recorder.note_means(reduced, flat, kinds, [None] * len(flat))
         draws.end_apart()  # Noise of the plain optimizer must be equal.
         return tf.nest.pack_sequence_as(nested, reduced)
 

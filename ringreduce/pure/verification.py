@@ -31,9 +31,21 @@ _EPSILON, _SMALL, _TINY = 1e-7, 1e-3, 1e-30
 # Norms as far apart as this are equal. What is left of gradients that are a multiple of others is
 # less than this part: ranks whose rows differ by one have slightly other weights.
 _SAME_NORM, SAME_FACTOR = 1e-5, 0.05
+_EXPLAINED = 0.2  # of a difference may be left if a factor is to explain it
 _FEW = 3  # numbers, which may be a multiple of others by chance
 
+# What is compared, as the first words of it.
+INITIAL, OUTPUTS, VARIABLES = "initial weights", "outputs", "the variables"
 WEIGHTS, GRADIENTS, UNTRAINED = "weights", "gradients", "untrained variables"
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """What a trial of the step on a few rows has found before the first one."""
+
+    found: str = ""  # of gradients, a `ringreduce.pure.parity.Fit`; empty: nothing was tried
+    rows: int = 0  # that were tried
+    why: str = ""  # nothing was tried
+    findings: list[str] = []  # in words: by what ranks train differently, with a remedy each
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -58,12 +70,16 @@ class Run(msgspec.Struct, frozen=True):
     skips: bool  # whether the optimizer skips a step whose gradients are not finite
     own_step: str  # the name of a training step of the program's own; empty: Keras's
     clips: str  # the function by which that may clip; empty: none is known
-    # In words, what looks at a whole batch, and what changes gradients as one process does not.
+    # In words, what by how it was made looks at a whole batch, beside what was tried; and what
+    # changes gradients as one process does not.
     of_batches: list[str]
     of_gradients: list[str]
     rows_of_outputs: str = ""  # a digest of the rows for which `Arrays.outputs` are
     unseen: dict[str, str] = {}  # what that matters was not seen, and why
     left_out: dict[str, str] = {}  # the same of what shows nothing that the rest does not show
+    tried: Tried = Tried()
+    is_loop: bool = False  # whether it is a loop of the program's own, of which rows are not known
+    adds_up_by: str = 'gradients="sum" to rr.DistributedOptimizer'  # what sums over rows need
 
     @property
     def who(self) -> str:
@@ -140,7 +156,7 @@ class Comparison(NamedTuple):
     def shown(self) -> float:
         """The difference of losses, or of gradients where there are none; NaN: not known."""
         for part in self.parts:
-            if part.what != "initial weights":
+            if part.what != INITIAL:
                 return math.nan if part.what in self.infinite else part.by
         return math.nan
 
@@ -158,7 +174,7 @@ def compare(one: Recorded, two: Recorded) -> Comparison:
     infinite: dict[str, int] = {}
     if alien := next((one or two for one, two in names if one != two), ""):
         parts = [*_returned(first, other, times, infinite)]
-        parts.append(Compared("the variables", math.inf, 0, alien, math.inf))
+        parts.append(Compared(VARIABLES, math.inf, 0, alien, math.inf))
     else:
         parts = [*_parts(one, two, times, unseen, left_out, infinite)]
     far = [(part.step, n) for n, part in enumerate(parts) if part.step is not None]
@@ -183,14 +199,14 @@ def _parts(
     norms = _norms(here.before)
     apart = np.maximum(0, _norms(here.before - there.before) - _EPSILON * norms)
     initial = _ratio(apart, norms)[None]
-    yield _compared("initial weights", initial, (_INITIAL_MAX,), first.names, step=0)
+    yield _compared(INITIAL, initial, (_INITIAL_MAX,), first.names, step=0)
     yield from _returned(first, two.run, times, infinite)
     if GRADIENTS not in unseen:
         yield from _gradients(one, two, times, unseen, infinite)
     yield from _changes(one, two, times, infinite)
     if first.rows_of_outputs != two.run.rows_of_outputs:
-        left_out.setdefault("outputs", "the runs have not kept the same rows")
-    elif not (first.left_out.get("outputs") or two.run.left_out.get("outputs")):
+        left_out.setdefault(OUTPUTS, "the runs have not kept the same rows")
+    elif not (first.left_out.get(OUTPUTS) or two.run.left_out.get(OUTPUTS)):
         yield from _outputs(here, there, times, infinite)
 
 
@@ -280,14 +296,14 @@ def _outputs(
     step = len(here.changes) + 1
     one, two = here.outputs, there.outputs
     if _infinite(one[None], two[None]):
-        infinite["outputs"] = step - 1
+        infinite[OUTPUTS] = step - 1
         return
     if len(one) != len(two):
-        yield Compared("outputs", math.inf, step, f"of which there are {len(one)} and {len(two)}")
+        yield Compared(OUTPUTS, math.inf, step, f"of which there are {len(one)} and {len(two)}")
         return
     parts = _ratio(_norms(one - two), np.maximum(_norms(one), _norms(two)))[None]
     names = [f"output {number}" for number in range(1, len(one) + 1)]
-    yield _compared("outputs", parts, (min(_MAX, times * _OUTPUT_MAX),), names, step=step)
+    yield _compared(OUTPUTS, parts, (min(_MAX, times * _OUTPUT_MAX),), names, step=step)
 
 
 def _factor(one: Arrays, two: Arrays, times: int) -> tuple[float | None, tuple[int, int]]:
@@ -309,7 +325,8 @@ def _factor(one: Arrays, two: Arrays, times: int) -> tuple[float | None, tuple[i
     square = float((mine[far] ** 2).sum())
     factor = float((mine[far] * theirs[far]).sum()) / max(square, _TINY)
     left = _norms(theirs[far] - factor * mine[far]) / np.maximum(_norms(theirs[far]), _TINY)
-    if not factor or left.max() > SAME_FACTOR:
+    most = min(SAME_FACTOR, _EXPLAINED * float((apart[far] / norms[far]).max()))
+    if not factor or left.max() > most:
         return None, (0, 0)
     return factor, (int(far.sum()), int(has_any.sum()))
 

@@ -1,13 +1,18 @@
 """What is said of two runs that were compared, and why they differ. Pure."""
 
-import itertools
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ringreduce.pure.parity import Fit
 from ringreduce.pure.verification import (
     GRADIENTS,
+    INITIAL,
+    OUTPUTS,
     SAME_FACTOR,
+    UNTRAINED,
+    VARIABLES,
     WEIGHTS,
     Compared,
     Comparison,
@@ -15,7 +20,10 @@ from ringreduce.pure.verification import (
 )
 from ringreduce.vocabulary.words import for_rr
 
-_SHOWN = 3
+_SHOWN, _WHY_MAX = 3, 200
+_FOUND = "The trial before the first step found: "
+_TOLD_LITTLE = "told nothing: their gradients are 0, or not finite."
+_DIVIDE = "by the rows at hand: tf.reduce_mean, or tf.shape(x)[0]."
 
 
 def reasons(first: Run, other: Run, difference: Comparison, again: Comparison) -> Iterator[str]:
@@ -45,23 +53,87 @@ def reasons(first: Run, other: Run, difference: Comparison, again: Comparison) -
             f"A step has {first.rows} samples with {first.who} and {other.rows} with {other.who}: "
             "batches given to rr.fit are those of all ranks together."
         )
+    yield from _of_numbers(first, other, difference)
+
+
+def _of_numbers(first: Run, other: Run, difference: Comparison) -> Iterator[str]:
+    """Why runs that begin alike, with the same settings, come to other numbers."""
+    cause, found = difference.first, [_of_finding(text) for text in other.tried.findings]
+    if cause is not None and cause.what == VARIABLES:
+        yield "The program makes another model or optimizer with another number of ranks."
+        return
     if difference.factor is not None:
         # Nothing else makes one gradient another times a number.
-        why = _of_factor(first, other, difference.factor)
-        yield from (f"{text}." for text in other.of_gradients or [why])
+        yield from (f"{text}." for text in other.of_gradients)
+        if not other.of_gradients:
+            yield from _of_factor(first, other, difference.factor, found)
         return
-    cause = difference.first
-    if cause is not None and cause.what.startswith(WEIGHTS) and GRADIENTS not in difference.unseen:
+    is_seen = GRADIENTS not in difference.unseen
+    if is_seen and cause is not None and cause.what.startswith(WEIGHTS):
         yield (
             "The gradients are the same, and not what is made of them: the optimizer, a constraint "
             "or the step itself changes weights by something else, such as random numbers."
         )
         return
-    of_gradients = [*_of_clip(other, difference.clip), *other.of_gradients]
+    kinds = GRADIENTS, WEIGHTS, UNTRAINED, INITIAL, OUTPUTS
+    others = {part.what for part in difference.parts if part.step is not None}
+    if is_seen and others and not any(what.startswith(kinds) for what in others):
+        yield (
+            f"Gradients and weights agree, and only what a step returns differs: "
+            f"{', '.join(sorted(others))}. A number that is no metric is the mean of the ranks' "
+            "values, weighted by their rows, or their sum where the trial has found that: it "
+            "differs if it is made of several rows in another way. Let the model keep a metric, "
+            "and return its result."
+        )
+        return
+    if cause is not None and math.isfinite(cause.here) != math.isfinite(cause.there):
+        yield (
+            f"{cause.what} is not finite in one of the runs: "
+            + for_rr(
+                'check_numerics="raise" of rr.DistributedOptimizer names rank and variable. '
+                "A rank may divide by a number that is 0 in its part of the rows.",
+                "a rank may divide by a number that is 0 in its part of the rows.",
+            )
+        )
+    clips = [f"{text}." for text in _of_clip(other, difference.clip)]
+    if clips:  # Which says why the trial has found other gradients.
+        found = [text for text in found if f"{_FOUND}the gradients of" not in text]
+    of_gradients = [*clips, *(f"{text}." for text in other.of_gradients), *found]
     # Other gradients change what is returned only after the first step.
     is_before = cause is not None and cause.step == 1 and not cause.what.startswith(GRADIENTS)
-    kinds = (other.of_batches, of_gradients)[:: 1 if is_before else -1]
-    yield from (f"{text}." for text in itertools.chain(*kinds))
+    of_batches = [f"{text}." for text in other.of_batches]
+    yield from (of_batches + of_gradients if is_before else of_gradients + of_batches)
+    if other.is_loop:
+        yield _of_rows(first, other)
+
+
+def _of_rows(first: Run, other: Run) -> str:
+    """What a loop must do with rows, which are not known."""
+    return (
+        f"The loop's steps may have other rows: {other.who} together must have those that "
+        f"{first.who} has, as from rr.shard(data).batch(n // rr.size()). With batches of n on each "
+        "rank, or a shuffle after rr.shard, the numbers differ though the step may be right."
+    )
+
+
+def _of_finding(text: str) -> str:
+    """What a trial has found, as a sentence."""
+    return f"{_FOUND}{text}."
+
+
+def _of_trial(run: Run) -> str:
+    """What is known of a step of which a trial has found nothing that explains a difference."""
+    tried = run.tried
+    if tried.found == Fit.MEAN.value:
+        return (
+            f"The trial of {tried.rows} rows before the first step found that their gradients are "
+            "means over rows, as ranks need them. What so few rows need not show: a branch by step "
+            "or epoch, a mask that none of them has, clipping that does not act on them, data that "
+            "depend on the rank."
+        )
+    if tried.found:
+        return f"The trial of {tried.rows} rows before the first step {_TOLD_LITTLE}"
+    return f"The step was not tried on a few rows: {textwrap.shorten(tried.why, _WHY_MAX)}."
 
 
 def _of_clip(run: Run, clip: str) -> Iterator[str]:
@@ -74,21 +146,40 @@ def _of_clip(run: Run, clip: str) -> Iterator[str]:
         )
 
 
-def _of_factor(first: Run, other: Run, factor: float) -> str:
+def _of_factor(first: Run, other: Run, factor: float, found: Sequence[str]) -> Iterator[str]:
     """Why gradients are others times a number."""
     step, ranks = other.own_step or "The loss", other.ranks / first.ranks
-    if _is_near(factor * ranks):
-        return (
+    fit = other.tried.found
+    if _is_near(factor * ranks) and fit in ("", Fit.SUM.value, Fit.NOTHING.value):
+        add_up = f"Pass {other.adds_up_by}, or divide "
+        shown = f": the trial of {other.tried.rows} rows has shown it" * (fit == Fit.SUM.value)
+        yield (
             f"{step} adds up over rows, and divides by a constant, by the rows of the whole batch, "
             "or by nothing, while each rank has its part of the rows, and the optimizer averages "
-            "over the ranks. Divide by the rows at hand: tf.reduce_mean, or tf.shape(x)[0]"
+            f"over the ranks{shown}. {for_rr(add_up, 'Divide ')}{_DIVIDE}"
         )
-    if _is_near(factor / ranks):
-        return (
+    elif _is_near(factor * ranks) and fit == Fit.NEITHER.value:
+        yield (
+            f"{step} adds up over rows, and divides by a constant, by the rows of the whole batch, "
+            f"or by nothing; but the trial of {other.tried.rows} rows found no plain sum, as where "
+            "a penalty of weights is in it, which ranks must not add up. "
+            f"Divide {_DIVIDE}"
+        )
+    elif found:
+        yield from found
+    elif _is_near(factor / ranks):
+        yield (
             f"{step} adds up over the ranks, or multiplies by their number, what the optimizer "
-            "averages. Leave that to the optimizer"
+            "averages. Leave that to the optimizer."
         )
-    return f"{step} multiplies gradients by what depends on the number of ranks or of their rows"
+    else:
+        if other.is_loop:
+            yield _of_rows(first, other)
+        yield (
+            f"{step} multiplies gradients by what depends on the number of ranks or of their rows."
+        )
+        if fit == Fit.MEAN.value:
+            yield _of_trial(other)
 
 
 def _is_near(ratio: float) -> bool:
@@ -126,7 +217,9 @@ def verdict(
         yield f"The numbers agree in {runs[0].steps} steps, to these relative differences:"
     if again is None:
         rows: dict[str, float] = {}
-        for part in (part for each in found for part in each.parts):
+        # Of what is not finite from the first step on nothing was compared.
+        seen = (p for each in found for p in each.parts if each.infinite.get(p.what) != 1)
+        for part in seen:
             rows[part.what] = max(part.by, rows.get(part.what, 0.0))
         yield from (f"  {what:<42}{_part(by):>6}" for what, by in rows.items())
     for name, why in _merged(each.left_out for each in found).items():
@@ -153,19 +246,30 @@ def _of_difference(
     later = [part for part in parts if part.step is not None and part is not own.first]
     for part in sorted(later, key=lambda part: part.step or 0)[:_SHOWN]:
         yield f"  then {_described(part)}"
-    texts = list(reasons(first, other, own, again)) or [_unknown()]
+    texts = list(reasons(first, other, own, again)) or [_unknown(other, own.first)]
     yield "The likely reason:" if len(texts) == 1 else "The likely reasons, likeliest first:"
     yield from (f"  {n}. {text}" for n, text in enumerate(texts, 1))
+    if other.of_batches and other.tried.found == Fit.MEAN.value and own.factor is None:
+        yield (
+            f"A trial of {other.tried.rows} rows, without what depends on the batch or on chance "
+            "in these layers, found that gradients are means over rows, as ranks need them."
+        )
     for run in (runs[n] for n in different[1:]):
         yield f"The numbers differ between {first.who} and {run.who}, too."
 
 
-def _unknown() -> str:
+def _unknown(run: Run, cause: Compared | None) -> str:
+    """What to look at where nothing explains a difference."""
+    begins = ""
+    if cause is not None and (cause.step or 0) > 1:
+        begins = f" The steps before step {cause.step} agree: see what begins there."
+    if run.tried.found == Fit.MEAN.value:
+        return _of_trial(run) + begins
     gathered = for_rr(" (rr.all_gather gives those of all)", "")
     return (
-        "Nothing in model and optimizer explains it. See what is computed from several rows at "
-        f"once, of which each rank has its part{gathered}, and what depends on the rank or on the "
-        "number of ranks, such as the data."
+        f"{_of_trial(run)} See what is computed from several rows at once, of which each rank has "
+        f"its part{gathered}, and what depends on the rank or on the number of ranks, such as the "
+        f"data.{begins}"
     )
 
 

@@ -108,11 +108,76 @@ def test_the_reason_for_a_difference_is_found(folders, case, texts):
 
 
 @pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("case", "found", "why"),
+    [
+        ("alike", "mean", ""),
+        ("layers", "mean", ""),
+        ("sums", "sum", ""),
+        ("clipping", "neither", ""),
+    ],
+)
+def test_what_the_trial_has_found_is_recorded(folders, case, found, why):
+    one, two = recorded(folders, case)
+    assert not one.run.tried.found
+    assert (two.run.tried.found, two.run.tried.why) == (found, why)
+    assert len(two.run.tried.findings) == (found in ("sum", "neither"))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("case", "steps"), [("loop", 7), ("loop-accumulates", 7), ("loop-short", 3)]
+)
+def test_a_loop_of_one_s_own_is_recorded(folders, case, steps):
+    one, two = recorded(folders, case)
+    found = compare(one, two)
+    assert found.agrees
+    assert not found.is_open
+    assert (one.run.steps, two.run.steps) == (steps, steps)
+    assert [part.what.split()[0] for part in found.parts] == [
+        *("initial", "gradients", "gradients", "weights", "weights"),
+    ]
+    # All was seen, and is no zeros; that of a divided update is whole.
+    assert two.arrays.calls.all()
+    for array in (two.arrays.before[:1], *two.arrays.changes, *two.arrays.gradients):
+        assert np.abs(array).max(1).all()
+    assert two.arrays.own.shape[0] == len(two.run.memory) == 2
+    assert (two.arrays.own > 0).all()
+
+
+@pytest.mark.tensorflow
+def test_a_sum_in_a_loop_of_one_s_own_is_named(folders):
+    one, two = recorded(folders, "loop-sums")
+    found = compare(one, two)
+    assert found.factor == pytest.approx(0.5, rel=1e-3)
+    [text] = reasons(one.run, two.run, found, compare(one, one))
+    assert text.startswith("The step at verified.py:")
+    assert 'Pass op="sum" to rr.DistributedGradientTape, or divide' in text
+
+
+@pytest.mark.tensorflow
+def test_layers_of_a_loop_s_model_are_named_and_what_steps_change_is_compared(folders):
+    one, two = recorded(folders, "loop-jit")
+    found = compare(one, two)
+    said = list(reasons(one.run, two.run, found, compare(one, one)))
+    assert [text for text in said if text.startswith("norm: each rank normalizes its rows")]
+    far = [part.what.split()[0] for part in found.parts if part.step]
+    assert {"gradients", "untrained"} <= set(far)
+
+
+@pytest.mark.tensorflow
+def test_rr_fit_that_follows_a_short_loop_is_what_is_recorded(folders):
+    one, two = recorded(folders, "loop-before")
+    assert compare(one, two).agrees
+    assert (two.run.is_loop, two.run.steps, two.run.loss) == (False, 7, "loss")
+
+
+@pytest.mark.tensorflow
 def test_numbers_that_a_step_returns_are_those_of_all_ranks(folders):
     one, two = recorded(folders, "sums")
-    # Without a metric behind it: half on each rank, whose mean it is.
+    # Without a metric behind it: half on each rank, of which the trial has found that it adds up.
     ratios = np.divide(two.run.losses[:1], one.run.losses[:1])
-    assert ratios == pytest.approx(0.5, rel=1e-5)
+    assert ratios == pytest.approx(1, rel=1e-5)
     assert (len(one.run.losses), one.run.rows, two.run.rows) == (7, 16, 16)
 
 

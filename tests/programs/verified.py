@@ -88,10 +88,7 @@ def trains(
     made = model(inputs, outputs)
     optimizer = rr.DistributedOptimizer(inner or keras.optimizers.Adam(0.01), **options)
     made.compile(optimizer, loss="mse", run_eagerly=not (in_graph or jit), jit_compile=jit)
-    folder = Path(sys.argv[1], case)
-    if comm.rank == 0:
-        folder.mkdir()
-    os.environ["RINGREDUCE_VERIFY"] = f"7 {folder}"
+    wanted(case)
     options = {"batch_size": 16, "epochs": 3, "verbose": 0, "callbacks": [Writes()]}
     # For the next case the program goes on.
     with contextlib.suppress(SystemExit):
@@ -99,10 +96,48 @@ def trains(
         raise AssertionError("rr.fit has returned")
 
 
-# Other training than by rr.fit is not waited for.
+def loops(case, *layers, steps=9, tape=False, jit=None, divisor=None, **options):
+    """Trains in a loop of its own: as a function that XLA compiles, or not; or eagerly."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(6), *layers])
+    inner = keras.optimizers.Adam(0.01)
+    optimizer = inner if tape else rr.DistributedOptimizer(inner, **options)
+    optimizer.build(model.trainable_variables)
+    wanted(case)
+
+    def step(x, y):
+        with rr.DistributedGradientTape() if tape else tf.GradientTape() as noting:
+            errors = (y - model(x, training=True)) ** 2
+            loss = tf.reduce_sum(errors) / divisor if divisor else tf.reduce_mean(errors)
+        gradients = noting.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = step if jit is None else tf.function(step, jit_compile=jit)
+    with contextlib.suppress(SystemExit):
+        for number in range(steps):
+            begin = 16 * (number % 4)
+            rows = (array[begin : begin + 16][comm.rank :: comm.size] for array in DATA)
+            step(*(array.astype("float32") for array in rows))
+        if steps > 8:
+            raise AssertionError("the loop has gone on")
+    return optimizer
+
+
+def wanted(case):
+    """Have the next training recorded."""
+    folder = Path(sys.argv[1], case)
+    if comm.rank == 0:
+        folder.mkdir()
+    comm.barrier()
+    os.environ["RINGREDUCE_VERIFY"] = f"7 {folder}"
+
+
+# Training by a group is not waited for.
 os.environ["RINGREDUCE_VERIFY"] = "1 nowhere"
 try:
-    rr.DistributedOptimizer(keras.optimizers.SGD()).apply([tf.ones(1)], [keras.Variable([1.0])])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(), communicator=comm.split(0))
+    optimizer.apply([tf.ones(1)], [keras.Variable([1.0])])
 except SystemExit as error:
     say("other", code=error.code)
 
@@ -119,3 +154,16 @@ trains("sums", model=Sums)
 trains("silent", model=Silent, jit=True)
 trains("divided", in_graph=True, sharded=True, accumulate_steps=2)
 trains("alone", strategy=rr.LocalSGD(2))
+loops("loop", jit=False, sharded=True)
+loops("loop-accumulates", accumulate_steps=2, jit=False, steps=17)
+loops("loop-sums", tape=True, divisor=96)
+loops("loop-jit", keras.layers.BatchNormalization(name="norm"), jit=True)
+# A loop that rr.fit follows before it has made all steps is not what is compared.
+with contextlib.suppress(SystemExit):
+    loops("loop-before", steps=2)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    rr.fit(model, *DATA, batch_size=16, epochs=3, verbose=0)
+    raise AssertionError("rr.fit has returned")
+# Written when the program ends.
+loops("loop-short", steps=3, jit=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringreduce.pure.sketch import LENGTH
-from ringreduce.pure.verification import Arrays, Recorded, Run, compare
+from ringreduce.pure.verification import Arrays, Recorded, Run, Tried, compare
 from ringreduce.pure.verification_words import HEADER, reasons, row, verdict
 
 LOSSES = [2.3, 2.1, 1.9]
@@ -159,8 +159,13 @@ FASTER = {
     "changes": 2 * CHANGES,
     "settings": ONE.run.settings | {"Adam: learning_rate": "1"},
 }
+OPEN = {"unseen": {"gradients": "for a reason"}}
 TURNED = {"gradients": GRADIENTS[:, :, ::-1]}
 CUT = np.minimum(OWN[:1], 1.0)  # All have the same norm.
+ACTIVE = {"own": np.repeat(CUT, 2, 0)}
+MEANS = {"tried": Tried("mean", 12)}
+SUMS = {"tried": Tried("sum", 12, "", ["the gradients of its train_step are sums (do that)"])}
+NEITHER = {"tried": Tried("neither", 12, "", ["the gradients of a differ (do that)"])}
 
 
 @pytest.mark.parametrize(
@@ -175,11 +180,39 @@ CUT = np.minimum(OWN[:1], 1.0)  # All have the same norm.
         ),
         (FASTER, {}, "Adam: learning_rate is 0.001 with 1 rank and 1 with 2 ranks."),
         ({"returned": losses(0.1), "rows": 128}, {}, "A step has 64 samples with 1 rank and 128"),
-        ({"returned": losses(0.1)}, {}, LAYER),
+        ({"returned": losses(0.1)} | TURNED, {}, LAYER),
+        # Each of these would change gradients too.
+        (
+            {"returned": losses(0.1)},
+            {},
+            "Gradients and weights agree, and only what a step returns",
+        ),
+        (renamed("other", *NAMES[1:]), {}, "The program makes another model or optimizer"),
         (TURNED | CLIPS, {}, LAYER),
-        (TURNED | CLIPS | {"own": np.repeat(CUT, 2, 0)}, {}, "Own.train_step calls clip_by_norm, "),
+        (TURNED | CLIPS | ACTIVE, {}, "Own.train_step calls clip_by_norm, "),
+        (TURNED | CLIPS | ACTIVE | NEITHER, {}, "Own.train_step calls clip_by_norm, "),
+        (TURNED | CLIPS | NEITHER, {}, "The trial before the first step found: the gradients of a"),
+        (TURNED | NEITHER, {}, "The trial before the first step found: the gradients of a"),
+        (TURNED | MEANS | {"of_batches": []}, {}, None),
         (TURNED | CLIPS | {"of_batches": []}, {}, None),
         ({"gradients": GRADIENTS / 2} | CLIPS, {}, "Own.train_step adds up over rows"),
+        ({"gradients": GRADIENTS / 2} | SUMS, {}, "The loss adds up over rows"),
+        # What a trial has seen is no sum.
+        ({"gradients": GRADIENTS / 2} | MEANS, {}, "The loss multiplies gradients by what depends"),
+        (
+            {"gradients": GRADIENTS / 2} | NEITHER,
+            {},
+            "The loss adds up over rows, and divides by a",
+        ),
+        (
+            {"gradients": GRADIENTS * 0.7} | NEITHER,
+            {},
+            "The trial before the first step found: the",
+        ),
+        (TURNED | {"returned": losses(math.nan)}, {}, "loss is not finite in one of the runs"),
+        # Where rows are not known, other ones are a reason.
+        ({"gradients": GRADIENTS * 0.7, "is_loop": True}, {}, "The loop's steps may have other"),
+        (TURNED | {"is_loop": True, "of_batches": []}, {}, "The loop's steps may have other rows"),
         ({"gradients": GRADIENTS * 2}, {}, "The loss adds up over the ranks"),
         ({"gradients": GRADIENTS * 2, "of_gradients": ["op"]}, {}, "op."),
         ({"gradients": GRADIENTS * 0.7}, {}, "The loss multiplies gradients by what depends on"),
@@ -193,6 +226,40 @@ def test_the_likeliest_reason_comes_first(changes, again, first):
     assert not found[0].agrees
     said = next(reasons(ONE.run, other.run, *found), None)
     assert said == first if first is None else said.startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("tried", "changes", "said", "unsaid"),
+    [
+        (MEANS, TURNED, "The trial of 12 rows before the first step found that their", "several"),
+        (MEANS, TURNED, "a mask that none of them has", "steps before"),
+        (MEANS, {"changes": moved(CHANGES, (2, 0), 0.2)} | OPEN, "The steps before step 3", "try"),
+        ({"tried": Tried("nothing", 12)}, TURNED, "rows before the first step told nothing", "try"),
+        (
+            {"tried": Tried(why="it makes a collective call")},
+            TURNED,
+            "The step was not tried on a few rows: it makes a collective call. See what is",
+            "trial",
+        ),
+    ],
+)
+def test_without_a_reason_it_is_said_what_a_trial_has_seen(tried, changes, said, unsaid):
+    other = recorded(**changes, **tried)
+    [text] = [
+        line
+        for line in verdict([ONE.run, other.run], [compare(ONE, other)], compare(ONE, ONE))
+        if line.startswith("  1.")
+    ]
+    assert said in text
+    assert unsaid not in text
+
+
+def test_beside_layers_that_look_at_a_batch_it_is_said_that_the_rest_is_a_mean():
+    other = recorded(**TURNED, **MEANS, of_batches=[LAYER])
+    lines = list(verdict([ONE.run, other.run], [compare(ONE, other)], compare(ONE, ONE)))
+    assert f"  1. {LAYER}." in lines
+    [text] = [line for line in lines if line.startswith("A trial of 12 rows, without what depends")]
+    assert lines.index(text) == lines.index(f"  1. {LAYER}.") + 1
 
 
 def test_clipping_that_was_not_active_is_not_blamed():
@@ -230,6 +297,23 @@ def test_a_multiple_of_some_gradients_or_of_one_number_is_none_of_all():
     found = compare(recorded(1, gradients=single), recorded(gradients=single / 2))
     assert not found.agrees
     assert found.factor is None
+
+
+def test_gradients_that_differ_by_little_are_no_multiple():
+    gradients = GRADIENTS * 1.06
+    gradients += 0.04 * np.linalg.norm(gradients, axis=2, keepdims=True) * np.eye(LENGTH)[0]
+    found = compare(ONE, recorded(gradients=gradients))
+    assert not found.agrees
+    assert found.factor is None
+
+
+def test_what_was_never_finite_has_no_difference():
+    one, two = (recorded(n, returned={"loss": [math.nan] * 3, "mae": LOSSES}) for n in (1, 2))
+    lines = list(verdict([one.run, two.run], [compare(one, two)], None))
+    shown = lines[lines.index("What was seen agrees, to these relative differences:") :]
+    names = [line.split()[0] for line in shown]
+    assert "mae" in names
+    assert "loss" not in names
 
 
 def test_gradients_may_come_in_a_later_step_alone():

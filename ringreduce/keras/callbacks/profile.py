@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
@@ -18,10 +17,10 @@ from ringreduce.keras.training.progress import Progress, progress_of
 from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.profile import Measurement, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
+from ringreduce.tensorflow.threads import threads_in_use
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.cores import core_limit
 from ringreduce.vocabulary.words import for_rr
-from ringreduce.vocabulary.worker_environment import compute_threads
 
 _log = logging.getLogger(__name__)
 _has_measured = False
@@ -120,11 +119,6 @@ class Profile(keras.callbacks.Callback):
             threads=self._threads,
             updated=self._updated,
         )
-
-
-def threads_in_use() -> int:
-    """With how many threads TensorFlow computes in this process."""
-    return tf.config.threading.get_intra_op_parallelism_threads() or compute_threads()
 
 
 def warn_of_no_profile() -> None:

@@ -17,23 +17,23 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private, weighting
-from ringreduce.keras.callbacks.profile import threads_in_use
-from ringreduce.keras.gradient_record import GradientRecord, in_whole
+from ringreduce.keras.gradient_record import HALVES, GradientRecord, facts_of, in_whole
 from ringreduce.keras.metric_states import combined_results, entries_of, numbers_in, states_of
-from ringreduce.keras.metric_trial import names_apart
+from ringreduce.keras.metric_trial import names_apart, names_in_steps
 from ringreduce.keras.mistakes import differences
 from ringreduce.keras.parts.part import Part, part_of
 from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.plan import Feed
 from ringreduce.keras.rows import first_rows, rows_in, slice_rows
 from ringreduce.keras.step import RECORDED, own_step, put_around
+from ringreduce.keras.training.trial import Trial
 from ringreduce.keras.wrappable import all_within, wrappers_in
 from ringreduce.pure.sketch import LENGTH, sketch
-from ringreduce.pure.verification import GRADIENTS, Arrays, Run
+from ringreduce.pure.verification import GRADIENTS, Arrays, Run, Tried
+from ringreduce.tensorflow.threads import threads_in_use
 from ringreduce.tensorflow.variables import lasting, path_of, value_of
 from ringreduce.vocabulary.types import ReduceOp
 
-_HALVES = {"float16", "bfloat16"}
 _ROWS = 4  # for which outputs are compared
 
 
@@ -52,8 +52,10 @@ class Record(keras.callbacks.Callback):
         ring: Communicator,
         feed: Feed,
         model: keras.Model,
+        trial: Trial | None,
     ) -> None:
         super().__init__()
+        self._trial = trial
         self._wanted, self._folder, self._ring = steps, Path(folder), ring
         self._settings, self._feed = dict(arguments), feed
         self._steps: list[_Step] = []
@@ -112,14 +114,13 @@ class Record(keras.callbacks.Callback):
         sys.exit()
 
     def _run(self, memory: list[int], digest: str) -> Run:
-        model, steps = self.model, self._steps
+        model, steps, trial = self.model, self._steps, self._trial
         step = own_step(model)
+        of_gradients: list[str] = []
         for wrapper in self._wrappers:
-            rate = np.asarray(wrapper.learning_rate)
-            self._settings[f"{wrapper.name}: learning_rate"] = f"{rate:g}"
-            for what, texts, _ in wrapper.settings():
-                which = what.removeprefix("models: ").replace("optimizers", wrapper.name)
-                self._settings |= {f"{which}: {name}": text for name, text in texts.items()}
+            settings, texts = facts_of(wrapper)
+            self._settings |= settings
+            of_gradients += texts
         seconds = [step.seconds for step in steps]
         timed = seconds[max(1, self._wanted // 2) :] or seconds[1:] or seconds
         trained = {id(variable) for variable in model.trainable_variables}
@@ -142,15 +143,16 @@ class Record(keras.callbacks.Callback):
             names=[self._name(variable) for variable in self._variables],
             trained=[id(variable) in trained for variable in self._variables],
             gradient_names=self._gradient_names(),
-            is_half=any(layer.compute_dtype in _HALVES for layer in private.layers_of(model)),
+            is_half=any(layer.compute_dtype in HALVES for layer in private.layers_of(model)),
             skips=any(isinstance(o, keras.optimizers.LossScaleOptimizer) for o in within),
             own_step="" if step is None else f"{type(model).__name__}.train_step",
             clips=_clips_of(step),
-            of_batches=differences(model),
-            of_gradients=list(dict.fromkeys(self._of_gradients())),
+            of_batches=differences(model) if trial is None else trial.known,
+            of_gradients=list(dict.fromkeys(of_gradients)),
             rows_of_outputs=digest,
             unseen=self._unseen,
             left_out=self._left_out,
+            tried=_tried(trial),
         )
 
     # --- Numbers that a step returns ------------------------------------------------------------
@@ -177,11 +179,14 @@ class Record(keras.callbacks.Callback):
         if ring.size > 1:
             together = combined_results(model, states_of(model, 1), ring)
         returned: dict[str, float] = {}
-        apart = names_apart(model)
+        apart_in_steps, added = names_in_steps(model)
+        apart = [*names_apart(model), *apart_in_steps]
         for name in dict.fromkeys(name for told in every for name in told[1]):
             entries = [told[1].get(name, (False, None)) for told in every]
             if name in apart:
                 self._left_out[name] = "the states of this metric do not combine"
+            elif name in added and all(number is not None for _, number in entries):
+                returned[name] = float(sum(number for _, number in entries))
             elif name in together and all(is_metric for is_metric, _ in entries):
                 returned[name] = float(np.linalg.norm(together[name]))
             elif any(number is None for _, number in entries):
@@ -192,7 +197,8 @@ class Record(keras.callbacks.Callback):
         if names:
             values = np.array([told[2][1] for told in every])
             has_any = np.array([bool(told[2][0]) for told in every])
-            returned[names[0]] = _mean(values, weights * has_any)
+            mean = _mean(values, weights * has_any)
+            returned[names[0]] = float(values.sum()) if names[0] in added else mean
         name = names[0] if names else next((n for n in returned if "loss" in n), "")
         return returned, name, weights.tolist()
 
@@ -329,17 +335,6 @@ class Record(keras.callbacks.Callback):
         digest = hashlib.blake2b(data, digest_size=8).hexdigest()
         return np.array(named).reshape(len(named), LENGTH), digest
 
-    def _of_gradients(self) -> Iterator[str]:
-        """Say what ranks do differently from one process with gradients, as far as it is known."""
-        for wrapper in self._wrappers:
-            options = wrapper.settings()[0].found
-            if "SUM" in options["op"]:
-                yield 'op="sum" makes gradients as many times as large as there are ranks'
-            if wrapper.recorder.has_local:
-                yield "each rank trains local variables of its own, on its own rows"
-            if wrapper.is_alone:
-                yield f"strategy={options['strategy']}: ranks step alone between meetings"
-
 
 class _Gradient(NamedTuple):
     """A variable's in a step; zeros for the sketch of what other ranks have."""
@@ -367,6 +362,13 @@ def _mean(values: Any, weights: np.ndarray) -> float:
     if not counts.any():
         return float("nan")
     return float(np.average(np.array(values, np.float64)[counts], weights=weights[counts]))
+
+
+def _tried(trial: Trial | None) -> Tried:
+    if trial is None:
+        return Tried(why="that is done on two ranks or more")
+    found = trial.verdict
+    return Tried("" if found.why else found.fit, found.rows, found.why, trial.findings)
 
 
 def _clips_of(step: Any) -> str:

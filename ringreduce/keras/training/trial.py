@@ -83,6 +83,10 @@ class Trial:
         self._model, self._feed, self._ring = model, feed, ring
         self._has_own_data, self._tries, self._says_known = has_own_data, tries, says_known
         self._compares = compares and not has_own_data
+        # For `ringreduce verify`, once it has run; `known` is what the making of the model tells.
+        self.verdict = Verdict(why="no step was made")
+        self.findings: list[str] = []
+        self.known: list[str] = []
 
     @property
     def needs_rows(self) -> bool:
@@ -110,8 +114,9 @@ class Trial:
             if added and ring.rank == 0:
                 text = "[%d/%d] %s are sums over rows: the ranks' are added up"
                 _log.warning(text, *ring.config.who.values(), _what(model, added))
-        said = known if self._says_known else []
-        warn_of_parity([*said, *_findings(model, verdict, known)], ring)
+        findings = _findings(model, verdict, known)
+        self.verdict, self.known, self.findings = verdict, known, findings
+        warn_of_parity([*(known if self._says_known else []), *findings], ring)
         if rows is not None:
             # For validation, whose batches are not divided.
             try_metrics(model, rows, ring)
