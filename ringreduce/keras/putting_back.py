@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ from ringreduce.keras.wrappable import all_within, wrappers_in
 from ringreduce.tensorflow.held import Held
 from ringreduce.tensorflow.private import restore_eager_seeds, state_of_eager_seeds
 
-_COLLECTIONS = (list, dict, set)
+_COLLECTIONS = (list, dict, set, deque)
+# Of longer ones it is not looked at what is in their items.
+_LOOKED_AT_MAX = 1000
 # What a step may replace; not layers and variables, which Keras keeps track of.
 _PLAIN = (
     bool,
@@ -38,7 +41,8 @@ def put_back(model: keras.Model) -> Iterator[None]:
     """After the block `model`, its layers, metrics and optimizers are as they are now.
 
     That is their variables, the states of generators, and of their attributes numbers, texts,
-    tensors, and what is in lists, dicts and sets. What a step does elsewhere stays done.
+    tensors, and what is in lists, dicts, sets and queues, and in such as are in these. What a step
+    does elsewhere stays done.
     """
     objects = [model, *private.layers_of(model), *model.metrics]
     held = Held(_variables_of(model, objects))
@@ -69,27 +73,38 @@ def _variables_of(model: keras.Model, objects: list[Any]) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def _noted(table: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of what is in it if it is a collection."""
-    return {name: (value, _items(value)) for name, value in table.items()}
+def _noted(table: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, list[Any]]]]:
+    """The attributes, and copies of what is in collections among them, the outer ones first."""
+    collections: dict[int, tuple[Any, list[Any]]] = {}
+    waiting = [value for value in table.values() if isinstance(value, _COLLECTIONS)]
+    while waiting:
+        value = waiting.pop(0)
+        if id(value) in collections:
+            continue
+        items = _items(value)
+        collections[id(value)] = value, items
+        if len(items) <= _LOOKED_AT_MAX:
+            within = value.values() if isinstance(value, dict) else items
+            waiting += [item for item in within if isinstance(item, _COLLECTIONS)]
+    return dict(table), list(collections.values())
 
 
-def _items(value: Any) -> list[Any] | None:
-    if not isinstance(value, _COLLECTIONS):
-        return None
+def _items(value: Any) -> list[Any]:
     return [*value.items()] if isinstance(value, dict) else [*value]
 
 
-def _restore(table: dict[str, Any], noted: dict[str, tuple[Any, Any]]) -> None:
+def _restore(table: dict[str, Any], noted: tuple[dict[str, Any], list[tuple[Any, Any]]]) -> None:
+    before, collections = noted
     for name, now in list(table.items()):
-        if name not in noted and isinstance(now, (*_PLAIN, *_COLLECTIONS)):
+        if name not in before and isinstance(now, (*_PLAIN, *_COLLECTIONS)):
             del table[name]
-    for name, (value, items) in noted.items():
-        if table.get(name, noted) is not value and isinstance(value, (*_PLAIN, *_COLLECTIONS)):
+    for name, value in before.items():
+        if table.get(name, before) is not value and isinstance(value, (*_PLAIN, *_COLLECTIONS)):
             table[name] = value
-        if items is not None and not _are_same(_items(value), items):
+    for value, items in collections:
+        if not _are_same(_items(value), items):
             value.clear()
-            (value.extend if isinstance(value, list) else value.update)(items)
+            (value.extend if isinstance(value, (list, deque)) else value.update)(items)
 
 
 def _are_same(items: Any, others: list[Any]) -> bool:

@@ -5,7 +5,8 @@
     as two ranks have them   g(a)   ,   g(b)              must be (4 g(a) + 8 g(b)) / 12
 
 It looks at what optimizers would get, not for known causes: so it finds a loss that divides by a
-constant, one over what counts in its batch, a model that mixes rows. The step runs eagerly, each
+constant, one over what counts in its batch, a model that mixes rows; and at the numbers that a step
+keeps beside what it trains, such as a mean of its rows. The step runs eagerly, each
 row gets the same random draws alone and with others, batch normalization uses its moving averages,
 and nothing is applied. What the step has changed is put back (`ringreduce.keras.putting_back`).
 """
@@ -14,8 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -29,6 +33,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import metric_states, private
+from ringreduce.keras.averages import is_average, untrained
 from ringreduce.keras.metric_states import MetricStates, numbers_in, results_of_all, states_of
 from ringreduce.keras.metric_trial import may_not_combine
 from ringreduce.keras.putting_back import put_back
@@ -37,7 +42,7 @@ from ringreduce.keras.step import innermost_step, own_step
 from ringreduce.keras.wrappable import all_within, wrappers_in
 from ringreduce.pure.parity import Comparison, Fit, chosen_rows, compare, compare_each, gravest
 from ringreduce.tensorflow.eager_draws import Draws
-from ringreduce.tensorflow.variables import path_of
+from ringreduce.tensorflow.variables import path_of, plain_variable, value_of
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ _ROWS_MAX, _ROWS_MIN = 12, 6
 TOLERANCE, _TOLERANCE_16 = 1e-3, 3e-2
 # Where a forward pass of two rows takes longer, fewer rows are tried, or none.
 _SLOW_S, _TOO_SLOW_S = 0.25, 2.0
+_LINE_MAX = 300
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Verdict:
     where: str = ""  # what differs first
     sums: tuple[str, ...] = ()  # names in logs whose values of ranks are to be added up
     apart: tuple[str, ...] = ()  # names in logs of metrics whose states do not combine
+    of_rows: tuple[str, ...] = ()  # variables that it sets by its rows, and trains not
     why: str = ""  # nothing was tried
     ranks: str = ""  # how the program itself learns of ranks
     fits: tuple[str, ...] = ()  # of gradients of each distributed optimizer, as in `wrappers_in`
@@ -90,12 +97,31 @@ def try_step(model: keras.Model, batch: Any, ring: Communicator) -> Verdict:
     try:
         with put_back(model), ring._session.refusing(_NotTried("it makes a collective call")):
             return _tried(model, batch)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and _is_of_signal(error):
+            raise
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, _NotTried):
             cause = cause.__cause__ or cause.__context__
-        why = f"on few rows it raises {type(error).__name__}: {error}"
-        return Verdict(why=str(cause or why))
+        return Verdict(why=_line_of(cause or error))
+
+
+def _is_of_signal(error: BaseException) -> bool:
+    """Whether a handler of signals has raised it, which the process must obey."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _line_of(error: BaseException) -> str:
+    """Why nothing was tried, in one line."""
+    if isinstance(error, _NotTried):
+        return str(error)
+    text = f"on few rows it raises {type(error).__name__}"
+    with contextlib.suppress(Exception):  # Of a class of the user's, that has no text.
+        said = re.sub("\x1b\\[[0-9]+m", "", str(error)).split()  # Keras writes in bold letters.
+        text += ": " + " ".join(said)
+    return text[:_LINE_MAX]
 
 
 def _tried(model: keras.Model, batch: Any) -> Verdict:
@@ -125,8 +151,9 @@ def _tried(model: keras.Model, batch: Any) -> Verdict:
         where = _cause(model, rows, count, runs.tolerance) or of_variable
     sums, apart = _of_logs(model, whole, halves, found.fit)
     fits = tuple(one.fit.value for one in each)
+    of_rows = tuple(_set_by_rows(whole, halves, runs.tolerance))
     verdict = Verdict(found.fit.value, count, found.missed, where, tuple(sums), tuple(apart))
-    return replace(verdict, fits=fits)
+    return replace(verdict, of_rows=of_rows, fits=fits)
 
 
 def _gravest(each: Sequence[Comparison]) -> Comparison:
@@ -193,6 +220,7 @@ class _Run:
     calls: list[list[int]]  # how many gradients each call of each optimizer had
     logs: dict[str, Any]  # its numbers
     states: MetricStates
+    assigned: dict[str, np.ndarray]  # what it has set of variables that it does not train
     seconds: float
     rows: int
 
@@ -241,21 +269,60 @@ class _Runs:
             stack.enter_context(_eagerly())
             stack.enter_context(_with_moving_averages(model))
             stack.enter_context(draws)
+            averages = _averages_of(model)
+            before = [np.array(value_of(variable)) for variable in averages]
             began = time.perf_counter()
             logs = self._step(rows)
             seconds = time.perf_counter() - began
             numbers = numbers_in(logs) if isinstance(logs, dict) else {}
             states = states_of(model, 1)
+            assigned = {
+                path_of(variable): after
+                for variable, old in zip(averages, before, strict=True)
+                if (after := np.array(value_of(variable))).tobytes() != old.tobytes()
+            }
         calls = [call for of_one in taken for call in of_one]
         gradients = [value for values, _ in calls for value in values]
         names = [path_of(v) for values, of in calls for v in of or self._trained_by(values)]
         lengths = [[len(values) for values, _ in of_one] for of_one in taken]
-        return _Run(gradients, names, lengths, numbers, states, seconds, count)
+        return _Run(gradients, names, lengths, numbers, states, assigned, seconds, count)
 
     def _trained_by(self, values: Sequence[Any]) -> list[Any]:
         """The variables of a call of `apply` that does not say which."""
         every = [wrapper.trained for wrapper in wrappers_in(self._model)]
         return next((v for v in every if len(v) == len(values)), [self._model] * len(values))
+
+
+def _averages_of(model: keras.Model) -> list[Any]:
+    """The floating-point variables that training sets beside what it trains.
+
+    Without those of metrics, and of batch normalization, of which `fit` warns anyway.
+    """
+    layers = [v for v in private.layers_of(model) if isinstance(v, keras.layers.BatchNormalization)]
+    known = [*model.metrics_variables, *(v for layer in layers for v in layer.variables)]
+    left_out = {id(plain_variable(variable)) for variable in known}
+    every = filter(is_average, untrained(model))
+    return [variable for variable in every if id(plain_variable(variable)) not in left_out]
+
+
+def _set_by_rows(whole: _Run, parts: Sequence[_Run], tolerance: float) -> list[str]:
+    """The names of variables that get another value from all rows than from a part of them.
+
+    What follows from weights alone, as a momentum encoder or spectral normalization, does not.
+    """
+    return [
+        name
+        for name, value in whole.assigned.items()
+        if np.isfinite(value).all()
+        and any(_differ(value, part.assigned.get(name), tolerance) for part in parts)
+    ]
+
+
+def _differ(value: np.ndarray, other: np.ndarray | None, tolerance: float) -> bool:
+    if other is None:
+        return True
+    size = max(np.abs(value).max(initial=0), np.abs(other).max(initial=0))
+    return not np.allclose(value, other, 0, tolerance * size)
 
 
 def _aligned(runs: Sequence[Sequence[Any]]) -> list[list[np.ndarray]]:

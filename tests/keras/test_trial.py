@@ -1,5 +1,6 @@
 """The trial of a training step: what it finds, what it leaves behind, and what it does not try."""
 
+import signal
 import warnings
 from functools import partial
 
@@ -10,11 +11,13 @@ import tensorflow as tf
 from keras import layers, ops
 
 import ringreduce.keras as rr
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.join import build
 from ringreduce.keras.training import trial
-from ringreduce.keras.trial import try_step
+from ringreduce.keras.trial import Verdict, try_step
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary import words
+from ringreduce.vocabulary.config import Config
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -117,6 +120,26 @@ class Mixing(keras.Model):
     def call(self, inputs):
         first, second = self.words(inputs[:, 0]), self.words(inputs[:, 1])
         return ops.tensordot(first, second, 2) + ops.sum(first, 1, keepdims=True)
+
+
+class Running(layers.Layer):
+    """Keeps a mean of its rows, beside what no row changes: a count, and a copy of weights."""
+
+    def build(self, shape):
+        options = {"trainable": False, "initializer": "zeros"}
+        self.kernel = self.add_weight(name="kernel", shape=shape[-1:])
+        self.center = self.add_weight(name="center", shape=shape[-1:], **options)
+        self.count = self.add_weight(name="count", shape=(), **options)
+        self.follower = self.add_weight(name="follower", shape=shape[-1:], **options)
+        self.plain = tf.Variable(tf.zeros(()), name="plain")
+
+    def call(self, values):
+        mean = ops.mean(values, 0)
+        self.center.assign(0.9 * self.center + 0.1 * mean)
+        self.plain.assign(tf.reduce_max(values))
+        self.count.assign_add(1.0)
+        self.follower.assign(0.9 * self.follower + self.kernel)
+        return values * self.kernel
 
 
 def masked(y, outputs):
@@ -441,3 +464,119 @@ def test_ranks_with_data_of_their_own_tell_each_other():
 
     with pytest.warns(rr.ParityWarning, match="the loss masked is not finite"):
         fitted(2, "of none", data=own, sharded=True)
+
+
+class Odd(Exception):
+    def __str__(self):
+        raise ValueError("it has no text")
+
+
+def raising(error):
+    def loss_of(self, x, y):
+        if len(x) < 8:
+            raise error
+        return tf.reduce_mean((y - self(x)) ** 2)
+
+    return type("Raising", (Own,), {"loss_of": loss_of})
+
+
+class Filtering(Own):
+    """Has rows left among many, and none among few."""
+
+    def loss_of(self, x, y):
+        among = tf.range(tf.shape(x)[0]) >= 7
+        return tf.reduce_mean((tf.boolean_mask(y - self(x), among)) ** 2)
+
+
+class Constant(Own):
+    def loss_of(self, x, y):
+        return tf.reduce_mean((y - tf.reshape(self(x), (10, 1))) ** 2)
+
+
+FAILING = {
+    "raises": (raising(ValueError("few\nrows")), "on few rows it raises ValueError: few rows"),
+    "exits": (raising(SystemExit(3)), "on few rows it raises SystemExit: 3"),
+    "is odd": (raising(Odd()), "on few rows it raises Odd"),
+    "needs its batch": (Constant, "on few rows it raises InvalidArgumentError"),
+    "filters": (Filtering, ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:2 ranks will not train exactly")
+@pytest.mark.parametrize("case", FAILING)
+def test_training_goes_on_where_a_trial_fails(case, caplog):
+    make, why = FAILING[case]
+
+    def work(ring):
+        model = make(net())
+        model.seen = []
+        model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.1), ring), run_eagerly=True)
+        how = {"batch_size": ROWS, "shuffle": False, "verbose": 0, "communicator": ring}
+        rr.fit(model, X, Y, check="step", **how)
+        return [len(rows) for rows in model.seen]
+
+    caplog.set_level("INFO")
+    assert ring_of_threads(2, work) == [[ROWS // 2]] * 2
+    lines = [each.getMessage() for each in caplog.records if "not tried" in each.getMessage()]
+    assert len(lines) == (2 if why else 0)
+    assert all(f"the step was not tried: {why}" in line and "\n" not in line for line in lines)
+
+
+def test_what_a_signal_raises_in_a_trial_is_obeyed():
+    def leave(*_):
+        raise SystemExit(7)
+
+    def loss_of(x, y):
+        signal.raise_signal(signal.SIGUSR2)
+        return tf.reduce_mean(x)
+
+    def work(ring):
+        model = made("own", ring)
+        model.loss_of = loss_of
+        return try_step(model, (X, Y), ring)
+
+    before = signal.signal(signal.SIGUSR2, leave)
+    try:
+        with pytest.raises(SystemExit, match="7"), Communicator(Config(rank=0, size=1)) as ring:
+            work(ring)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_rank_without_data_is_told():
+    def own(ring):
+        rows = ROWS if ring.rank else 0
+        return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(10)
+
+    with pytest.warns(rr.ParityWarning, match='gradients="sum"'):
+        fitted(2, "own sum", data=own, sharded=True, check="step")
+
+
+def test_what_rows_set_is_named_and_what_follows_from_weights_is_not():
+    def work(ring):
+        inner = [Running(name="running"), layers.BatchNormalization()]
+        inner.append(layers.SpectralNormalization(layers.Dense(3)))
+        verdicts = []
+        for part in (inner, inner[:1]):
+            model = keras.Sequential(net(*part))
+            model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.1), ring), "mse")
+            build(model, tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).element_spec)
+            verdicts.append(try_step(model, (X, Y), ring))
+        rr.fit(model, X, Y, batch_size=10, verbose=0, communicator=ring, check="step")
+        return verdicts
+
+    with pytest.warns(rr.ParityWarning, match="each rank sets .*running/center") as shown:
+        verdicts, _ = ring_of_threads(2, work)
+    assert not any("follower" in str(each.message) for each in shown)
+    for verdict in verdicts:
+        center, plain = verdict.of_rows
+        assert verdict.fit == "mean"
+        assert center.endswith("running/center")
+        assert plain.endswith("running/plain:0")
+
+
+def test_what_any_rank_has_found_on_its_own_rows_is_named():
+    found = [Verdict("mean", of_rows=("center",)), Verdict(why="no rows"), Verdict("sum")]
+    found.append(Verdict("mean", of_rows=("center", "plain")))
+    assert trial._gravest(found).of_rows == ("center", "plain")
+    assert trial._gravest(found).fit == "sum"

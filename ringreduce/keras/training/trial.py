@@ -56,6 +56,10 @@ _TOO_LATE = (
 )
 _OF_LOSS = "let it return a value for each sample; mask by sample_weight"
 _OF_ADDED = "let it be a mean over rows, or what no row changes"
+_OF_AVERAGE = (
+    'combine what it is computed from, rr.all_reduce(values, op="mean"), or use '
+    "rr.SyncBatchNormalization"
+)
 _OF_OUTPUT = "let a row's output depend on that row alone, or train on one rank"
 
 _SHOWN = 0.01  # A smaller difference is shown with a decimal.
@@ -160,6 +164,7 @@ def _gravest(verdicts: list[Verdict]) -> Verdict:
         first,
         sums=tuple(sorted({name for verdict in verdicts for name in verdict.sums})),
         apart=tuple(sorted({name for verdict in verdicts for name in verdict.apart})),
+        of_rows=tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.of_rows)),
         fits=tuple(gravest(map(Fit, of_one)).value for of_one in fits),
     )
 
@@ -191,6 +196,17 @@ def _what(model: keras.Model, wrappers: Sequence[Any]) -> str:
 
 def _findings(model: keras.Model, verdict: Verdict, known: list[str]) -> list[str]:
     """What is to be warned of, with a remedy each."""
+    findings = _of_gradients(model, verdict, known)
+    if verdict.of_rows:
+        more = f" and {len(verdict.of_rows) - 3} more" if len(verdict.of_rows) > 3 else ""
+        findings.append(
+            f"each rank sets {', '.join(verdict.of_rows[:3])}{more} by its own rows, and all get "
+            f"rank 0's at the end of an epoch ({for_rr(_OF_AVERAGE)})"
+        )
+    return findings
+
+
+def _of_gradients(model: keras.Model, verdict: Verdict, known: list[str]) -> list[str]:
     fit, rows, where = Fit(verdict.fit), verdict.rows, verdict.where
     pairs = list(zip(wrappers_in(model), map(Fit, verdict.fits), strict=bool(verdict.fits)))
     asked = [(wrapper, own, wrapper.options["gradients"]) for wrapper, own in pairs]
