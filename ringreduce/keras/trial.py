@@ -393,21 +393,26 @@ def _cause(model: keras.Model, rows: Any, count: int, tolerance: float) -> str:
     x = keras.utils.unpack_x_y_sample_weight(rows)[0]
     if type(model).call is keras.Model.call:
         return ""
-    with put_back(model), _eagerly():
-        spans = (0, count), (0, count // 2), (count // 2, count)
-        outputs, added = [], []
-        for span in spans:
-            outputs.append(model(slice_rows(x, *span), training=False))
-            added.append([_numbers(loss) for loss in model.losses])
-    for of_all, of_half in zip(*map(keras.tree.flatten, outputs[:2]), strict=True):
-        pair = _numbers(of_all)[: count // 2], _numbers(of_half)
-        if (
-            pair[0].shape != pair[1].shape
-            or compare([pair[0]], [[pair[1]]], [1], tolerance).fit is Fit.NEITHER
-        ):
-            return "the model's output for a row depends on the rows beside it"
-    if compare(added[0], added[1:], [1, 1], tolerance).fit in (Fit.SUM, Fit.NEITHER):
-        return "what layers add to the loss (add_loss)"
+    for training in (False, True):
+        draws = Draws(count)
+        outputs: list[Any] = []
+        added: list[Any] = []
+        for first, end in ((0, count), (0, count // 2), (count // 2, count)):
+            drawn = draws.given(np.arange(first, end)) if outputs else draws.made()
+            with put_back(model), _eagerly(), _with_moving_averages(model), drawn:
+                outputs.append(model(slice_rows(x, first, end), training=training))
+                added.append([_numbers(loss) for loss in model.losses])
+        if draws.unfit:
+            continue
+        for of_all, of_half in zip(*map(keras.tree.flatten, outputs[:2]), strict=True):
+            pair = _numbers(of_all)[: count // 2], _numbers(of_half)
+            if (
+                pair[0].shape != pair[1].shape
+                or compare([pair[0]], [[pair[1]]], [1], tolerance).fit is Fit.NEITHER
+            ):
+                return "the model's output for a row depends on the rows beside it"
+        if compare(added[0], added[1:], [1, 1], tolerance).fit in (Fit.SUM, Fit.NEITHER):
+            return "what layers add to the loss (add_loss)"
     if own_step(model) is None:
         losses = [keras.losses.get(loss) for loss in keras.tree.flatten(model.loss) if loss]
         names = [str(getattr(v, "name", getattr(v, "__name__", v))) for v in losses]

@@ -110,6 +110,14 @@ class Nothing(Own):
         return None
 
 
+class Centred(keras.Sequential):
+    """It mixes rows in training alone."""
+
+    def call(self, x, training=False, mask=None):
+        y = super().call(x)
+        return y - ops.mean(y) if training else y
+
+
 class Mixing(keras.Model):
     """Its output for a row is of the rows beside it, as in a recommender of keras.io."""
 
@@ -136,7 +144,7 @@ class Running(layers.Layer):
     def call(self, values):
         mean = ops.mean(values, 0)
         self.center.assign(0.9 * self.center + 0.1 * mean)
-        self.plain.assign(tf.reduce_max(values))
+        self.plain.assign(tf.reduce_sum(tf.abs(values)))
         self.count.assign_add(1.0)
         self.follower.assign(0.9 * self.follower + self.kernel)
         return values * self.kernel
@@ -202,6 +210,7 @@ CASES = {
         lambda: keras.Sequential(net(Adding())),
         *("mse", X, Y, "neither", "what layers add to the loss"),
     ),
+    "centred": (lambda: Centred(net()), "mse", X, Y, "neither", "the model's output for a row"),
     "mixing": (Mixing, "mse", WORDS, Y, "neither", "the model's output for a row"),
     "own": (lambda: Own(net()), None, X, Y, "mean", ""),
     "own sum": (lambda: Alone(net()), None, X, Y, "sum", ""),
