@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -77,7 +77,6 @@ class _Switch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users, self.before = 0, False
-        self.filter: Any = None
 
 
 _switch = _Switch()
@@ -425,15 +424,18 @@ def _eagerly() -> Iterator[None]:
     """Within the block functions of TensorFlow run as Python does: none keeps what was traced.
 
     TensorFlow has one switch for all threads. It warns those that meanwhile make a tf.data.Dataset,
-    for which it does nothing.
+    for which it does nothing; that is left out from now on. To take the filter away again would
+    have Python repeat all warnings that it shows once.
     """
     with _switch.lock:
         _switch.users += 1
         if _switch.users == 1:
             _switch.before = tf.config.functions_run_eagerly()
             tf.config.run_functions_eagerly(True)
-            warnings.filterwarnings("ignore", _OF_DATASETS)
-            _switch.filter = warnings.filters[0]
+            if not any(
+                str(getattr(entry[1], "pattern", "")) == _OF_DATASETS for entry in warnings.filters
+            ):
+                warnings.filterwarnings("ignore", _OF_DATASETS)
     try:
         yield
     finally:
@@ -441,8 +443,6 @@ def _eagerly() -> Iterator[None]:
             _switch.users -= 1
             if _switch.users == 0:
                 tf.config.run_functions_eagerly(_switch.before)
-                with contextlib.suppress(ValueError):  # Others may have put back older ones.
-                    list.remove(cast("list[Any]", warnings.filters), _switch.filter)
 
 
 @contextmanager

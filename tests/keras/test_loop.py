@@ -216,8 +216,13 @@ def test_an_interrupt_is_heard_after_few_steps_where_data_has_become_slow(
         return tf.ensure_shape(x, (4, 3)), tf.ensure_shape(y, (4, 1))
 
     model = made()
-    with pytest.raises(KeyboardInterrupt):
-        rr.fit(model, tf.data.Dataset.range(2 * at).map(batch), verbose=0)
+    # Where the tests run in the background, a shell may have had it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rr.fit(model, tf.data.Dataset.range(2 * at).map(batch), verbose=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert int(model.optimizer.iterations.numpy()) <= at + 3
 
 
