@@ -195,6 +195,10 @@ def fit(
         if who.everyone.size > 1:
             how = {"tries": check in (True, "step"), "compares": compares_data(check)}
             trial = Trial(model, training, who.everyone, has_own_data=sharded, **how)
+        if trial is not None and model.steps_per_execution > 1:
+            # An execution reads by itself, so its rows are at hand when it has passed.
+            around.insert(0, AfterFirst(trial))
+            trial = None
         if recording is not None:
             around.append(Record(*recording, arguments.found, who.everyone, training, model, trial))
         if steps is not None and verbose:
