@@ -39,18 +39,22 @@ class BatchCallback(keras.callbacks.Callback):
         self.largest = max(self.largest, logs["loss"])
 
 
+def begun(system: str) -> tuple[int, keras.Optimizer]:
+    """Begin as one process of Keras, or as a rank; return the rank, and the optimizer for that."""
+    keras.utils.set_random_seed(1)
+    optimizer = keras.optimizers.Adam(0.001)
+    if system == "keras":
+        return 0, optimizer
+    return rr.init().rank, rr.DistributedOptimizer(optimizer)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=("keras", "ring"))
     parser.add_argument("--global-batch", type=int, required=True)
     arguments = parser.parse_args()
     is_ring = arguments.system == "ring"
-    keras.utils.set_random_seed(1)
-    optimizer = keras.optimizers.Adam(0.001)
-    rank = 0
-    if is_ring:
-        rank = rr.init().rank
-        optimizer = rr.DistributedOptimizer(optimizer)
+    rank, optimizer = begun(arguments.system)
     model = keras.Sequential(
         [
             keras.Input((INPUTS,)),

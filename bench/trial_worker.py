@@ -14,6 +14,7 @@ import numpy as np
 
 import ringreduce.keras as rr
 from bench import models
+from bench.fit_worker import begun
 from bench.turns import Line
 
 
@@ -39,12 +40,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, required=True)
     given = parser.parse_args()
     is_ring = given.system == "ring"
-    keras.utils.set_random_seed(1)
-    optimizer = keras.optimizers.Adam(0.001)
-    rank = 0
-    if is_ring:
-        rank = rr.init().rank
-        optimizer = rr.DistributedOptimizer(optimizer)
+    rank, optimizer = begun(given.system)
     if given.model == "resnet50":
         model, shape = resnet50()
     else:

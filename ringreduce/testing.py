@@ -43,6 +43,10 @@ def ring_of_threads(
 ) -> list[_Result]:
     """Run `work` on every rank of a ring, each in a thread of this process.
 
+    Ranks wait for each other in TensorFlow's graphs, which share its threads: of more ranks than
+    it has (``tf.config.threading``, between operations; by default one for each core) some never
+    get one, if they exchange in graphs. Run those by `ring_of_processes`.
+
     Args:
         work: called with each rank's communicator, once all have formed the ring; it is closed
             afterwards.

@@ -195,10 +195,10 @@ def fit(
         if who.everyone.size > 1:
             how = {"tries": check in (True, "step"), "compares": compares_data(check)}
             trial = Trial(model, training, who.everyone, has_own_data=sharded, **how)
-        if trial is not None and model.steps_per_execution > 1:
-            # An execution reads by itself, so its rows are at hand when it has passed.
+        # Keras's loop, and an execution of several steps, read by themselves.
+        is_read_ahead = is_own_loop and model.steps_per_execution == 1
+        if trial is not None and not is_read_ahead:
             around.insert(0, AfterFirst(trial))
-            trial = None
         if recording is not None:
             around.append(Record(*recording, arguments.found, who.everyone, training, model, trial))
         if steps is not None and verbose:
@@ -210,7 +210,7 @@ def fit(
             validation,
             who if is_own_loop else None,
             around,
-            trial,
+            trial if is_read_ahead else None,
             exchanges=exchanges,
             elastic=steps,
             epochs=epochs,
@@ -352,8 +352,8 @@ def fit_on(
 ) -> Any:
     """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
 
-    By our loop if it is told `who` trains the model; else by Keras's. Before its first step the
-    `trial` runs.
+    By our loop if it is told `who` trains the model, before whose first step the `trial` runs; else
+    by Keras's.
     """
     evaluated = validation or Feed()  # Which does nothing.
     epochs = keras.callbacks.LambdaCallback(
@@ -367,10 +367,9 @@ def fit_on(
             if who is not None:
                 loop = Loop(model, training, who, trial, exchanges=exchanges, elastic=elastic)
                 return loop.run([epochs, *callbacks], validation=validation, **options)
-            after_first = [] if trial is None else [AfterFirst(trial)]
             return model.fit(
                 training.dataset,
-                callbacks=[epochs, *after_first, *callbacks],
+                callbacks=[epochs, *callbacks],
                 validation_data=None if validation is None else validation.dataset,
                 shuffle=False,
                 **options,

@@ -91,23 +91,27 @@ def model_in_fit() -> Any:
     """The model whose ``fit`` calls this function, through any others; None outside of `fit`."""
     if _in_fit.model is not None:
         return _in_fit.model
-    frame = sys._getframe()
-    while frame is not None:
-        # Keras has no other way to find out, and no callback need be there.
-        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
-            return frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    frame = _frame_of_fit()
+    return None if frame is None else frame.f_locals["self"]
 
 
 def data_in_fit(model: Any) -> tuple[Any, Any, Any] | None:
     """x, y and sample_weight that ``model.fit`` of Keras was given, whose call this is in."""
-    frame = sys._getframe()
+    frame = _frame_of_fit()
+    here = {} if frame is None else frame.f_locals
+    if here.get("self") is not model or "x" not in here:
+        return None
+    return here["x"], here.get("y"), here.get("sample_weight")
+
+
+def _frame_of_fit() -> FrameType | None:
+    """The innermost ``fit`` of a Keras model that this is called in."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        here = frame.f_locals if frame.f_code.co_name == "fit" else {}
-        if here.get("self") is model and "x" in here:
-            return here["x"], here.get("y"), here.get("sample_weight")
-        frame = frame.f_back  # type: ignore[assignment]
+        # Keras has no other way to find out, and no callback need be there.
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
+            return frame
+        frame = frame.f_back
     return None
 
 
