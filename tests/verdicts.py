@@ -30,8 +30,7 @@ from ringreduce.keras.trial import Verdict, try_step
 from ringreduce.testing import ring_of_threads
 
 ROWS = 12
-_GENERATOR = np.random.default_rng(7)
-X = _GENERATOR.normal(size=(ROWS, 5)).astype("float32")
+X = np.random.default_rng(7).normal(size=(ROWS, 5)).astype("float32")
 _PARTS = np.linspace(0.1, 0.9, ROWS * 4, dtype="float32").reshape(ROWS, 4)
 _BITS = (np.arange(ROWS * 4).reshape(ROWS, 4) % 5 == 1).astype("float32")
 _CLASSES = np.arange(ROWS) % 4
@@ -192,11 +191,7 @@ def metrics(names: Sequence[str] = ()) -> Iterator[Case]:
 def _of_targets(
     names: Sequence[str], module: Any, kind: type, options: Callable[[Any, Any], dict[str, Any]]
 ) -> Iterator[Case]:
-    for name, one in vars(module).items():
-        if not (inspect.isclass(one) and issubclass(one, kind)):
-            continue
-        if names and name not in names:
-            continue
+    for name, one in _classes(names, module, kind):
         made = _MADE.get(name, one)
         activation, y = next(((a, t) for n, a, t in _TARGETS if n in name), ("sigmoid", _PARTS))
         if name in ("BinaryIoU", "IoU", "MeanIoU", "Dice", "Tversky", "AUC") or "Binary" in name:
@@ -219,11 +214,7 @@ def _of_targets(
 
 def every_layer(names: Sequence[str] = ()) -> Iterator[Case]:
     """Every layer, or those; what has several inputs gets the same twice."""
-    for name, one in vars(layers).items():
-        if not (inspect.isclass(one) and issubclass(one, layers.Layer)) or one.__name__ != name:
-            continue
-        if names and name not in names:
-            continue
+    for name, one in _classes(names, layers, layers.Layer):
         made = _LAYERS.get(name, one)
         why, kind = made if isinstance(made, str) else "", "float32"
         if any(word in name for word in _OF_WORDS) or name in _OF_TEXTS:
@@ -232,12 +223,14 @@ def every_layer(names: Sequence[str] = ()) -> Iterator[Case]:
         is_of_images = "image_preprocessing" in one.__module__
         shapes = _SHAPES.get(name, [(8, 8, 3)] if is_of_images else _INPUTS)
         for shape in () if why else shapes:
-            x = _GENERATOR.normal(size=(ROWS, *shape)).astype("float32")
+            x = np.random.default_rng(7).normal(size=(ROWS, *shape)).astype("float32")
             x = x if kind == "float32" else np.abs(x).astype("int32")
             x = x.astype("str").astype(object) if kind == "string" else x
             make = _maker(made, shape, kind)
             try:
-                make(None)(tf.constant(x))
+                # Keras warns of a mask that ends at Flatten.
+                with warnings.catch_warnings(action="ignore"):
+                    make(None)(tf.constant(x))
             except Exception as error:
                 why = f"ERROR {type(error).__name__}: {error}".replace("\n", " ")[:100]
                 continue
@@ -245,6 +238,17 @@ def every_layer(names: Sequence[str] = ()) -> Iterator[Case]:
             break
         else:
             yield Case(name, lambda _: keras.Sequential(), X, _PARTS, why)
+
+
+def _classes(names: Sequence[str], module: Any, kind: type) -> Iterator[tuple[str, type]]:
+    """The classes of a kind, or those of these names; what has two names is once there."""
+    listed = vars(module)
+    for name, one in listed.items():
+        if not (inspect.isclass(one) and issubclass(one, kind)):
+            continue
+        is_second = one.__name__ != name and one.__name__ in listed
+        if not is_second and (not names or name in names):
+            yield name, one
 
 
 def _maker(made: Any, shape: tuple[int, ...], kind: str) -> Callable[[Any], keras.Model]:
@@ -353,18 +357,29 @@ KINDS: dict[str, Callable[..., Iterator[Case]]] = {
     "metrics": metrics,
     "layers": every_layer,
 }
+_LISTED: dict[str, tuple[Any, type]] = {
+    "losses": (keras.losses, keras.losses.Loss),
+    "metrics": (keras.metrics, keras.metrics.Metric),
+    "layers": (layers, layers.Layer),
+}
+
+
+def names_of(kind: str) -> list[str]:
+    """The names of all classes that are listed as of a kind."""
+    module, base = _LISTED[kind]
+    return [name for name, _ in _classes((), module, base)]
 
 
 def main(kinds: list[str]) -> int:
     """Print a line for each, then those that are wrong, and return how many."""
     logging.disable(logging.WARNING)
     print(f"{'':45}{'verdict':12}{'misses':>9}{'weights':>10}  numbers apart")
-    wrong = [line for kind in kinds or KINDS for case in KINDS[kind]() if (line := _shown(case))]
+    wrong = [line for kind in kinds or KINDS for case in KINDS[kind]() if (line := shown(case))]
     print(f"\n{len(wrong)} do not fit", *wrong, sep="\n")
     return len(wrong)
 
 
-def _shown(case: Case) -> str:
+def shown(case: Case) -> str:
     """Print the line of one; it is returned if verdict and measurement do not fit."""
     if case.why:
         line, is_wrong = f"{case.name:44} not tried: {case.why}", case.why.startswith("ERROR")

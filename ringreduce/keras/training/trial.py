@@ -51,8 +51,8 @@ _NOT_TRIED = (
     "process: compare them by ringreduce verify --unchanged."
 )
 _TOO_LATE = (
-    "the model has an evaluate or make_train_function of its own, with which a step was made "
-    "before it was tried: on a dataset, or in a fit before"
+    "steps were made before one was tried: with steps_per_execution above 1, or an evaluate or "
+    "make_train_function of its own, on a dataset or in a fit before"
 )
 _OF_LOSS = "let it return a value for each sample; mask by sample_weight"
 _OF_ADDED = "let it be a mean over rows, or what no row changes"
