@@ -24,9 +24,9 @@ import tensorflow as tf
 from keras import layers, ops
 
 import ringreduce.keras as rr
-from ringreduce.keras.join import build
-from ringreduce.keras.mistakes import differences
-from ringreduce.keras.trial import Verdict, try_step
+from ringreduce.keras.checks.warnings import differences
+from ringreduce.keras.model.building import build
+from ringreduce.keras.model.trial import Verdict, try_step
 from ringreduce.testing import ring_of_threads
 
 ROWS = 12

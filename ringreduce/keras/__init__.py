@@ -16,26 +16,25 @@ import keras
 
 from ringreduce.communicator.process import init, local_rank, rank, shutdown, size
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.keras import callbacks, elastic, mistakes, parts
+from ringreduce.keras import callbacks, elastic, parts
 from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.callbacks.profile import warn_of_no_profile
-from ringreduce.keras.data import shard
-from ringreduce.keras.evaluation import evaluate, predict
-from ringreduce.keras.fit import fit
-from ringreduce.keras.initial import broadcast_variables
-from ringreduce.keras.join import joined
-from ringreduce.keras.meetings import DiLoCo, LocalSGD
-from ringreduce.keras.mistakes import DataWarning, ParityWarning
-from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.optimizer import DistributedOptimizer
-from ringreduce.keras.parts.attention import ParallelMultiHeadAttention
-from ringreduce.keras.parts.embedding import ShardedEmbedding
-from ringreduce.keras.parts.split import ColumnParallelDense, RowParallelDense
-from ringreduce.keras.pipeline import Pipeline
-from ringreduce.keras.saving import load_model
-from ringreduce.keras.seeds import fold_seeds
-from ringreduce.keras.strategies import Strategy
-from ringreduce.keras.tape import DistributedGradientTape
+from ringreduce.keras.checks.seeds import fold_seeds
+from ringreduce.keras.checks.users_line import DataWarning, ParityWarning
+from ringreduce.keras.checks.warnings import warn_of_ranks_apart
+from ringreduce.keras.data.shard import shard
+from ringreduce.keras.data.uneven import joined
+from ringreduce.keras.layers.attention import ParallelMultiHeadAttention
+from ringreduce.keras.layers.embedding import ShardedEmbedding
+from ringreduce.keras.layers.normalization import SyncBatchNormalization
+from ringreduce.keras.layers.split import ColumnParallelDense, RowParallelDense
+from ringreduce.keras.optimizer.distributed import DistributedOptimizer
+from ringreduce.keras.optimizer.first_step import broadcast_variables
+from ringreduce.keras.optimizer.saving import load_model
+from ringreduce.keras.optimizer.tape import DistributedGradientTape
+from ringreduce.keras.pipeline.pipeline import Pipeline
+from ringreduce.keras.strategies.base import Strategy
+from ringreduce.keras.strategies.local_sgd import DiLoCo, LocalSGD
 from ringreduce.keras.tensors import (
     all_gather,
     all_reduce,
@@ -45,6 +44,8 @@ from ringreduce.keras.tensors import (
     reduce_scatter,
     send,
 )
+from ringreduce.keras.training.evaluate import evaluate, predict
+from ringreduce.keras.training.fit import fit
 from ringreduce.keras.weighting import step_weight
 from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import verify_replicas
@@ -73,5 +74,5 @@ if keras.backend.backend() != "tensorflow":
         remedy="Set KERAS_BACKEND=tensorflow, or use ringreduce.Communicator directly.",
     )
 
-atexit.register(mistakes.warn_of_ranks_apart)
+atexit.register(warn_of_ranks_apart)
 atexit.register(warn_of_no_profile)

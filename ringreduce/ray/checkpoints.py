@@ -12,7 +12,7 @@ import ray.train
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
-from ringreduce.keras.wrappable import build_optimizer_here
+from ringreduce.keras.optimizers_in import build_optimizer_here
 from ringreduce.vocabulary.errors import ConfigError
 
 FILE = "model.keras"

@@ -6,8 +6,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ringreduce.keras.mistakes import users_frame
-from ringreduce.keras.wrappable import all_within
+from ringreduce.keras.checks.users_line import users_frame
+from ringreduce.keras.optimizers_in import all_within
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.unchanged.job import job
 from ringreduce.unchanged.packages import WITHOUT, refuse

@@ -21,13 +21,14 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import init
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.keras import data_fingerprint, private
+from ringreduce.keras import private
 from ringreduce.keras.callbacks.together import given_callbacks
-from ringreduce.keras.evaluation import OutputsError, evaluate, predict
-from ringreduce.keras.fit import fit
-from ringreduce.keras.optimizer import DistributedOptimizer
-from ringreduce.keras.overridden import keras_s
+from ringreduce.keras.data import fingerprint
+from ringreduce.keras.optimizer.distributed import DistributedOptimizer
 from ringreduce.keras.step import own_step
+from ringreduce.keras.training.evaluate import OutputsError, evaluate, predict
+from ringreduce.keras.training.fit import fit
+from ringreduce.keras.training.overridden import keras_s
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.unchanged import guard, written
 from ringreduce.unchanged.job import job
@@ -70,7 +71,7 @@ def install() -> None:
     _replace(tf.random, "set_seed", _note_seed)
     _check_first(keras.optimizers.Optimizer, "apply", guard.require_distributed)
     _check_first(tf.distribute.Strategy, "scope", guard.refuse_strategy)
-    data_fingerprint.compares_all_inputs = True
+    fingerprint.compares_all_inputs = True
     atexit.register(_at_exit)
     if job().size > 1:
         written.watch(lambda: job().rank == 0 and _local.is_inside)

@@ -10,7 +10,7 @@ from keras.layers import BatchNormalization, Dense
 from keras.optimizers import SGD
 
 import ringreduce.keras as rr
-from ringreduce.keras.averages import Averages, untrained
+from ringreduce.keras.model.averages import Averages, untrained
 from ringreduce.testing import ring_of_threads
 from tests.ranks import on_ranks
 from tests.scope import in_full

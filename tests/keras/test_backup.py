@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce.keras.backup import back_up
+from ringreduce.keras.elastic.backup import back_up
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce import MismatchError
-from ringreduce.keras import arrays as rr_arrays
-from ringreduce.keras import batches
-from ringreduce.keras import shares as rr_shares
-from ringreduce.keras.plan import Plan
+from ringreduce.keras.data.adapters import feed_of
+from ringreduce.keras.data.arrays import Arrays
+from ringreduce.keras.data.batch_shares import Shares, agreed_shares
+from ringreduce.keras.data.division import Plan
 from ringreduce.keras.rows import as_tensor
 from ringreduce.pure.claims import Claim
 from ringreduce.testing import ring_of_threads
@@ -51,7 +51,7 @@ def read(given, size=2, epochs=1, is_stream=False, **options):
     """By epoch the targets that all ranks together get, in order."""
 
     def work(comm):
-        feed = batches.feed_of([given()], Plan(comm, "the data", **options))
+        feed = feed_of([given()], Plan(comm, "the data", **options))
         found, steps = [], options.get("steps")
         batches_read = iter(feed.dataset)
         for epoch in range(epochs):
@@ -89,13 +89,13 @@ def test_weights_without_targets_are_refused_in_a_batch():
 
 
 def test_weights_without_targets_count_nothing_as_in_keras():
-    arrays = rr_arrays.Arrays(rows(0)[0], None, rows(0)[1])
+    arrays = Arrays(rows(0)[0], None, rows(0)[1])
     assert arrays.parts.shape == (BATCH, 2)
 
 
 def test_arrays_of_objects_that_are_no_text_are_refused():
     with pytest.raises(rr.ConfigError, match=r"Python objects \(int first\). Convert it"):
-        rr_arrays.Arrays(np.array([[1, True]], object))
+        Arrays(np.array([[1, True]], object))
 
 
 def test_what_is_random_on_purpose_is_no_difference():
@@ -103,7 +103,7 @@ def test_what_is_random_on_purpose_is_no_difference():
         inputs, targets = rows(0)
         # As augmentation by each rank's own random numbers does.
         data = tf.data.Dataset.from_tensor_slices((inputs + comm.rank, targets)).batch(2)
-        feed = batches.feed_of([data], Plan(comm, "the data"))
+        feed = feed_of([data], Plan(comm, "the data"))
         assert len(list(feed.dataset)) == BATCH // 2
         # Values are compared in their order: one that differed before would be the error.
         last = Claim("last", bytes([comm.rank]), "differs from {peer} in the last", "Nothing.")
@@ -120,7 +120,7 @@ def test_a_py_dataset_that_differs_for_validation_ends_the_job():
             return rows(index + self.more)
 
     def work(comm):
-        batches.feed_of([Own(comm.rank)], Plan(comm, "the data", deal=True))
+        feed_of([Own(comm.rank)], Plan(comm, "the data", deal=True))
         passes_until_refused(comm)
 
     with pytest.raises(MismatchError, match="differs in element 1"):
@@ -147,7 +147,7 @@ def shared_batches(form, make_shares, after=None):
         size = BATCH if form == "arrays" else None
         plan = Plan(comm, "the data", batch_size=size, steps=steps, shares=shares)
         found = []
-        feed = batches.feed_of(FORMS[form](), plan)
+        feed = feed_of(FORMS[form](), plan)
         assert not feed.is_even
         for number, (_, y) in enumerate(feed.dataset):
             found.append(y.numpy().tolist())
@@ -162,7 +162,7 @@ def shared_batches(form, make_shares, after=None):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_shares_divide_the_same_batches(form):
-    lengths = shared_batches(form, lambda comm: rr_shares.Shares(comm, (1, 2)))
+    lengths = shared_batches(form, lambda comm: Shares(comm, (1, 2)))
     assert lengths == [[2, 4]] * 30 + [[0, 1]]
 
 
@@ -171,7 +171,7 @@ def test_ranks_change_to_measured_shares_at_the_same_batch(form):
     def settle(shares, comm):
         assert shares.settle((1.0, 2.0)[comm.rank]) == [4, 2]
 
-    lengths = shared_batches(form, lambda c: rr_shares.Shares(c, is_measured=True), settle)
+    lengths = shared_batches(form, lambda c: Shares(c, is_measured=True), settle)
     before = lengths.index([4, 2])
     assert 10 <= before < 30
     assert lengths == [[3, 3]] * before + [[4, 2]] * (30 - before) + [[1, 0]]
@@ -179,7 +179,7 @@ def test_ranks_change_to_measured_shares_at_the_same_batch(form):
 
 def test_ranks_that_have_made_different_numbers_of_batches_ahead_change_together():
     def work(comm):
-        shares = rr_shares.Shares(comm, is_measured=True)
+        shares = Shares(comm, is_measured=True)
         ahead = 5 + 3 * comm.rank
         found = [shares.rows(index, BATCH) for index in range(ahead)]
         shares.settle((1.0, 2.0)[comm.rank])
@@ -205,14 +205,14 @@ def test_ranks_that_have_made_different_numbers_of_batches_ahead_change_together
 def test_a_wrong_share_is_an_error_on_all_ranks(given, error, text):
     def work(comm):
         with pytest.raises(error, match=text):
-            rr_shares.agreed_shares(given[comm.rank], comm)
+            agreed_shares(given[comm.rank], comm)
 
     ring_of_threads(2, work)
 
 
 def test_equal_numbers_are_equal_shares():
     for given in (None, "equal", 1.0):
-        found = ring_of_threads(2, partial(rr_shares.agreed_shares, given))
+        found = ring_of_threads(2, partial(agreed_shares, given))
         assert all(shares.is_equal for shares in found)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringreduce.keras import mistakes
+from ringreduce.keras.checks import warnings as our_warnings
 from tests.jobs import run_job
 from tests.launching import script
 from tests.scope import in_full
@@ -63,11 +63,11 @@ def test_ranks_that_trained_apart_are_told_so_and_no_others(tmp_path, end):
 def test_the_end_of_a_training_looks_through_no_objects(monkeypatch):
     """That took a quarter of a second at the end of each rank; and where nothing was sent, due."""
     looked: list[str] = []
-    monkeypatch.setattr(mistakes.gc, "get_objects", lambda: looked.append("at all") or [])
-    monkeypatch.setattr(mistakes, "is_initialized", lambda: True)
+    monkeypatch.setattr(our_warnings.gc, "get_objects", lambda: looked.append("at all") or [])
+    monkeypatch.setattr(our_warnings, "is_initialized", lambda: True)
     for sent, times in ((8, 0), (0, 1)):
         done = SimpleNamespace(collectives=1, bytes_sent=sent, bytes_received=0)
         ring = SimpleNamespace(size=2, rank=0, statistics=lambda done=done: done)
-        monkeypatch.setattr(mistakes, "default_communicator", lambda ring=ring: ring)
-        mistakes.warn_of_ranks_apart()
+        monkeypatch.setattr(our_warnings, "default_communicator", lambda ring=ring: ring)
+        our_warnings.warn_of_ranks_apart()
         assert len(looked) == times

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce.keras.backup import back_up
+from ringreduce.keras.elastic.backup import back_up
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, MismatchError, PeerLostError
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce import MismatchError
-from ringreduce.keras import mistakes
+from ringreduce.keras.checks import warnings as our_warnings
 from ringreduce.testing import ring_of_threads
 from tests.models import passes_until_refused
 
@@ -114,7 +114,7 @@ def test_data_that_a_group_divides_is_divided_for_the_whole_job(is_divided):
         group = comm.split(0)
         if is_divided:
             rr.shard(np.arange(9), group)
-        mistakes.warn_of_whole_data(SimpleNamespace(name="towers"), comm)
+        our_warnings.warn_of_whole_data(SimpleNamespace(name="towers"), comm)
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -217,18 +217,18 @@ def test_a_rank_may_read_alone_and_ahead():
 @pytest.mark.parametrize("divided", ["job", "group"])
 def test_a_warning_of_whole_data_knows_what_other_groups_divide(divided, monkeypatch):
     warned = []
-    monkeypatch.setattr(mistakes, "warn_at_users_line", lambda text, kind: warned.append(text))
+    monkeypatch.setattr(our_warnings, "warn_at_users_line", lambda text, kind: warned.append(text))
     model = keras.Sequential(name="towers")
 
     def work(comm):
         whole, trains = comm.split(0), comm.split(0)
         trains, other = (trains, comm) if divided == "job" else (comm, trains)
         if comm.rank == 0:
-            mistakes.warn_of_whole_data(model, whole)
+            our_warnings.warn_of_whole_data(model, whole)
             assert len(warned) == 1
             assert "towers.fit trains on" in warned.pop()
             rr.shard(np.zeros(4), check=False, communicator=other)
-            mistakes.warn_of_whole_data(model, trains)
+            our_warnings.warn_of_whole_data(model, trains)
             assert not warned
         comm.barrier()
 

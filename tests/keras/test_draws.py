@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce.keras.join import changed_by_steps
-from ringreduce.keras.mistakes import differences
+from ringreduce.keras.checks.warnings import differences
+from ringreduce.keras.model.weighted import changed_by_steps
 from tests.programs.shared import digest
 from tests.ranks import on_ranks
 from tests.scope import in_full

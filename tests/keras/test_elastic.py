@@ -13,8 +13,8 @@ import pytest
 
 import ringreduce
 import ringreduce.keras as rr
-from ringreduce.keras.backup import skip
-from ringreduce.keras.elastic_refusals import TABLE
+from ringreduce.keras.checks.elastic_refusals import TABLE
+from ringreduce.keras.elastic.backup import skip
 from ringreduce.keras.repeating import Repeating
 from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads

@@ -15,8 +15,8 @@ import ringreduce.keras as rr
 from ringreduce import ConfigError, PeerLostError, PeerTimeoutError, RendezvousError
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import answer_others
-from ringreduce.keras import elastic as loops
-from ringreduce.keras.recovery import go_on
+from ringreduce.keras.elastic import loops
+from ringreduce.keras.elastic.recovery import go_on
 from ringreduce.keras.repeating import Repeating
 from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads

@@ -18,9 +18,9 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.keras import private
+from ringreduce.keras.callbacks.watching import all_of, that_look
 from ringreduce.keras.training import loop
 from ringreduce.keras.training.steps import Steps
-from ringreduce.keras.training.watching import all_of, that_look
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import MismatchError
 

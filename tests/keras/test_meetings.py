@@ -12,7 +12,7 @@ import tensorflow as tf
 import ringreduce.keras as rr
 from ringreduce import ConfigError, PeerLostError
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.meetings import _Meeting
+from ringreduce.keras.strategies.local_sgd import _Meeting
 from ringreduce.testing import ring_of_threads
 from tests.models import CountSteps
 from tests.programs.shared import built, digest

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from ringreduce.keras.training.own_ranks import names_of_ranks
+from ringreduce.keras.model.own_ranks import names_of_ranks
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from keras import layers, ops
 
 import ringreduce.keras as rr
 from ringreduce.keras import private
-from ringreduce.keras.mistakes import differences
+from ringreduce.keras.checks.warnings import differences
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]

@@ -11,7 +11,7 @@ from keras import layers
 from keras.optimizers import SGD, Adam
 
 import ringreduce.keras as rr
-from ringreduce.keras.training import trial as of_training
+from ringreduce.keras.model import trial_in_fit as of_training
 from tests.scope import in_full
 
 pytestmark = [

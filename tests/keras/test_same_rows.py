@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce.keras.mistakes import _Data
+from ringreduce.keras.checks.warnings import _Data
 from ringreduce.tensorflow.kept import kept
 from tests.ranks import on_ranks
 

@@ -18,8 +18,9 @@ from keras.optimizers import SGD, Adam, LossScaleOptimizer
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError
-from ringreduce.keras import DistributedOptimizer, saving
-from ringreduce.keras.strategies import EveryStep
+from ringreduce.keras import DistributedOptimizer
+from ringreduce.keras.optimizer import saving
+from ringreduce.keras.strategies.base import EveryStep
 from ringreduce.testing import ring_of_threads
 from tests.models import INPUTS, TARGETS, assert_equal_state, make_model
 from tests.processes import clean_environment
@@ -408,7 +409,7 @@ def test_accumulation_goes_on_in_a_loaded_model_but_where_options_are_given(path
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.filterwarnings("ignore::ringreduce.keras.mistakes.ParityWarning")
+@pytest.mark.filterwarnings("ignore::ringreduce.keras.checks.users_line.ParityWarning")
 def test_options_stay_in_a_loaded_model(options, tmp_path):
     model = trained_with(**options)
     model.save(tmp_path / "first.keras")

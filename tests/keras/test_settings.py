@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from ringreduce.keras.settings import settings_in, settings_of_model, settings_of_optimizer
+from ringreduce.keras.checks.settings import settings_in, settings_of_model, settings_of_optimizer
 
 pytestmark = pytest.mark.tensorflow
 

@@ -16,7 +16,7 @@ from keras.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError, MismatchError
-from ringreduce.keras.sharding import weights_to_divide
+from ringreduce.keras.optimizer.sharded import weights_to_divide
 from ringreduce.keras.training import loop
 from tests.programs.shared import difference, digest
 from tests.ranks import on_ranks

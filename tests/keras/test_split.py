@@ -14,8 +14,8 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce import ConfigError, MismatchError
-from ringreduce.keras.parts.attention import ParallelGroupQueryAttention
-from ringreduce.keras.parts.part import part_of, parts_in
+from ringreduce.keras.layers.attention import ParallelGroupQueryAttention
+from ringreduce.keras.layers.part import part_of, parts_in
 from ringreduce.tensorflow import xla
 from tests.programs.shared import digest
 from tests.ranks import on_ranks

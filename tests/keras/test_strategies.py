@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.keras as rr
-from ringreduce.keras.strategies import Accumulate, EveryStep
+from ringreduce.keras.strategies.base import Accumulate, EveryStep
 from tests.programs.shared import digest
 from tests.ranks import on_ranks
 from tests.ways import WAYS, wrapped

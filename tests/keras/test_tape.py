@@ -15,7 +15,7 @@ import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.tape import _Shared
+from ringreduce.keras.optimizer.tape import _Shared
 from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import ConfigError
 from tests.ways import by, outcomes, plain, wrapped

@@ -10,7 +10,7 @@ from keras.optimizers import SGD, Adam, schedules
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce import ConfigError, MismatchError
-from ringreduce.keras.wrappable import state_for
+from ringreduce.keras.optimizers_in import state_for
 from tests.models import EAGERLY
 from tests.programs.shared import difference, digest
 from tests.ranks import on_ranks

@@ -12,9 +12,9 @@ from keras import layers, ops
 
 import ringreduce.keras as rr
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.join import build
-from ringreduce.keras.training import trial
-from ringreduce.keras.trial import Verdict, try_step
+from ringreduce.keras.model import trial_in_fit
+from ringreduce.keras.model.building import build
+from ringreduce.keras.model.trial import Verdict, try_step
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary import words
 from ringreduce.vocabulary.config import Config
@@ -395,7 +395,7 @@ def test_each_of_two_optimizers_has_a_verdict_of_its_own():
 def unchanged_program(monkeypatch):
     """As with --unchanged, in a program that knows of no ranks."""
     monkeypatch.setattr(words, "_is_unchanged", True)
-    monkeypatch.setattr(trial, "names_of_ranks", str)
+    monkeypatch.setattr(trial_in_fit, "names_of_ranks", str)
 
 
 ADDED = "[0/2] the gradients that first gets of its train_step are sums over rows: the ranks' are"
@@ -456,7 +456,7 @@ def test_an_unchanged_program_is_told_that_its_own_step_was_not_tried(unchanged_
 
 
 def test_a_program_that_knows_ranks_may_have_counted_them(unchanged_program, monkeypatch, caplog):
-    monkeypatch.setattr(trial, "names_of_ranks", lambda: "train.py:3 names WORLD_SIZE")
+    monkeypatch.setattr(trial_in_fit, "names_of_ranks", lambda: "train.py:3 names WORLD_SIZE")
     text = "not added up, since train.py:3 names WORLD_SIZE, so that it may count them already; let"
     with pytest.warns(rr.ParityWarning, match=text) as shown:
         assert trained(2, "tried", "tried")[1] == ["tried", "tried"]
@@ -585,5 +585,5 @@ def test_what_rows_set_is_named_and_what_follows_from_weights_is_not():
 def test_what_any_rank_has_found_on_its_own_rows_is_named():
     found = [Verdict("mean", of_rows=("center",)), Verdict(why="no rows"), Verdict("sum")]
     found.append(Verdict("mean", of_rows=("center", "plain")))
-    assert trial._gravest(found).of_rows == ("center", "plain")
-    assert trial._gravest(found).fit == "sum"
+    assert trial_in_fit._gravest(found).of_rows == ("center", "plain")
+    assert trial_in_fit._gravest(found).fit == "sum"

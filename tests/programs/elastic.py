@@ -20,7 +20,7 @@ from shared import built, digest, reset_connections
 import ringreduce.keras as rr
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.reforming import Survivors
-from ringreduce.keras.elastic_fit import Elastic
+from ringreduce.keras.training.elastic_steps import Elastic
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.vocabulary.errors import RingReduceError

@@ -31,6 +31,10 @@ LAYERS = {
     "unchanged programs": ("unchanged",),
     "entry points": ("commands", "__main__", "testing"),
 }
+# Folders of `keras/`, from the bottom up; "" is what lies in `keras/` itself, but names for users.
+ROOMS = ("", "layers", "strategies", "checks", "recording", "optimizer", "data", "model")
+ROOMS += ("elastic", "callbacks", "training", "pipeline", "horovod")
+NAMES_FOR_USERS = ("ringreduce.keras", "ringreduce.keras.parts")
 LAUNCH = "ringreduce.commands.launch"
 DECIDES = ["ringreduce.commands.doctor.findings", "ringreduce.commands.report.verdict"]
 DECIDES += [f"{LAUNCH}.{name}" for name in ("conclusion", "exchange", "failure", "frames", "hosts")]
@@ -91,12 +95,40 @@ def test_imports_point_down_and_none_is_of_the_facade():
     ]
 
 
+def room_of(module: str) -> str:
+    """The folder of `keras/` that a module of it is in."""
+    first, _, rest = module.removeprefix("ringreduce.keras").lstrip(".").partition(".")
+    return first if rest or first in ROOMS else ""
+
+
+def test_imports_between_rooms_of_keras_point_down():
+    modules = [name for name in in_layer("keras") if name not in NAMES_FOR_USERS]
+    assert {room_of(module) for module in modules} == set(ROOMS)
+    height = {module: ROOMS.index(room_of(module)) for module in modules}
+    assert not [
+        f"{module} imports {name}"
+        for module in modules
+        for name in imports_of(module)
+        if height.get(name, 0) > height[module]
+    ]
+
+
 def imported_for_types_alone(module: str) -> set[str]:
     """Modules that only annotations need: a session's parts name its class."""
     blocks = [each for each in tree_of(module).body if isinstance(each, ast.If)]
     typed = [block for block in blocks if "TYPE_CHECKING" in ast.dump(block.test)]
     nodes = [node for block in typed for node in block.body]
     return {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def packages_of(module: str) -> list[str]:
+    """The packages that `module` is in, but for the whole one."""
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(2, len(parts))]
+
+
+def is_within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
 
 
 def test_modules_of_one_layer_do_not_import_each_other_in_circles():
@@ -108,6 +140,8 @@ def test_modules_of_one_layer_do_not_import_each_other_in_circles():
             return
         open_.append(module)
         needed = imports_of(module) - imported_for_types_alone(module)
+        # A package is imported before what is in it.
+        needed |= {p for name in needed for p in packages_of(name) if not is_within(module, p)}
         for name in sorted(needed & set(MODULES)):
             visit(name)
         done.add(open_.pop())

@@ -23,8 +23,8 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.commands.verify import _copied
-from ringreduce.keras.mistakes import differences
-from ringreduce.keras.plan import remedy_of_unlike_data
+from ringreduce.keras.checks.warnings import differences
+from ringreduce.keras.data.division import remedy_of_unlike_data
 from ringreduce.pure.notification import left_error
 from ringreduce.unchanged import draws, guard, packages, table, written
 from ringreduce.vocabulary import words

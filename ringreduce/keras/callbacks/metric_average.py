@@ -9,17 +9,18 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.callbacks.learning_rate import diverged, kept_rates
-from ringreduce.keras.metric_states import MetricStates, states_of
-from ringreduce.keras.metric_trial import names_apart, names_in_steps
-from ringreduce.keras.mistakes import (
+from ringreduce.keras.checks.warnings import (
     warn_of_functions,
     warn_of_last_batches,
     warn_of_metrics,
     warn_of_same_rows,
 )
-from ringreduce.keras.parts.replicas import model_group
+from ringreduce.keras.layers.groups import model_group
+from ringreduce.keras.metric_states import MetricStates, states_of
+from ringreduce.keras.model.metric_trial import names_apart, names_in_steps
+from ringreduce.keras.optimizer.accepted import require_equal
+from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.wrappable import require_equal, wrappers_in
 from ringreduce.tensorflow.agreement import Difference, refuse
 
 _VALIDATION = "val_"

@@ -17,12 +17,12 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.callbacks.learning_rate import kept_rates, unlike_rates
-from ringreduce.keras.mistakes import warn_of_change_between_meetings
-from ringreduce.keras.parts.part import pieces_in
-from ringreduce.keras.parts.replicas import training_ranks
+from ringreduce.keras.callbacks.watching import all_of, that_see_batches
+from ringreduce.keras.checks.warnings import warn_of_change_between_meetings
+from ringreduce.keras.layers.groups import training_ranks
+from ringreduce.keras.layers.part import pieces_in
+from ringreduce.keras.optimizers_in import is_settled, wrappers_in
 from ringreduce.keras.repeating import is_repeating, repeated, told_by_ranks
-from ringreduce.keras.training.watching import all_of, that_see_batches
-from ringreduce.keras.wrappable import is_settled, wrappers_in
 from ringreduce.tensorflow.agreement import Difference, refuse
 from ringreduce.tensorflow.held import Held
 from ringreduce.tensorflow.variables import path_of, verify_replicas

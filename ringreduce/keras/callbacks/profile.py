@@ -11,10 +11,10 @@ import keras
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
+from ringreduce.keras.optimizer.sharded import weights_to_divide
+from ringreduce.keras.optimizers_in import wrappers_in
+from ringreduce.keras.progress import Progress, progress_of
 from ringreduce.keras.repeating import told_by_ranks
-from ringreduce.keras.sharding import weights_to_divide
-from ringreduce.keras.training.progress import Progress, progress_of
-from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.pure.profile import Measurement, step_of, verdict
 from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.tensorflow.threads import threads_in_use

@@ -14,10 +14,10 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
-from ringreduce.keras.parts.part import has_parts
-from ringreduce.keras.parts.replicas import training_ranks
+from ringreduce.keras.callbacks.watching import HOOKS, that_look
+from ringreduce.keras.layers.groups import training_ranks
+from ringreduce.keras.layers.part import has_parts
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.training.watching import HOOKS, that_look
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import brief
 

@@ -7,9 +7,9 @@ import keras
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.parts.replicas import alike, make_alike, model_group
+from ringreduce.keras.layers.groups import alike, make_alike, model_group
+from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.repeating import repeated
-from ringreduce.keras.wrappable import wrappers_in
 from ringreduce.tensorflow.variables import broadcast_variables, plain_variable, verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 

@@ -13,7 +13,6 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
-from ringreduce.keras.backup import backups, restored, save, skip
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.one_sided import OneSided
@@ -27,18 +26,16 @@ from ringreduce.keras.callbacks.rank_zero import (
     share_states,
 )
 from ringreduce.keras.callbacks.replicas import broadcast_state, verify_model
-from ringreduce.keras.repeating import is_repeating, repeated
-from ringreduce.keras.seeds import fold_seeds
-from ringreduce.keras.training.trial import try_in_fit
-from ringreduce.keras.wrappable import (
-    build_optimizer_here,
-    is_settled,
+from ringreduce.keras.checks.models import (
     refuse_other_ring,
     refuse_plain_since,
-    settle,
     warn_of_plain_optimizer,
-    wrappers_in,
 )
+from ringreduce.keras.checks.seeds import fold_seeds
+from ringreduce.keras.elastic.backup import backups, restored, save, skip
+from ringreduce.keras.model.trial_in_fit import try_in_fit
+from ringreduce.keras.optimizers_in import build_optimizer_here, is_settled, settle, wrappers_in
+from ringreduce.keras.repeating import is_repeating, repeated
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp

@@ -15,8 +15,8 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import callbacks, private
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.replicas import broadcast_state
-from ringreduce.keras.parts.replicas import training_ranks
-from ringreduce.keras.wrappable import all_within, build_optimizer_here
+from ringreduce.keras.layers.groups import training_ranks
+from ringreduce.keras.optimizers_in import all_within, build_optimizer_here
 from ringreduce.pure.payload import checked_root
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.errors import ConfigError

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.settings import Settings, require_same_settings
+from ringreduce.keras.checks.settings import Settings, require_same_settings
 from ringreduce.vocabulary.errors import ConfigError
 
 

@@ -1,1 +1,1 @@
-"""The loop of `rr.fit`: its epochs, its calls of TensorFlow, and who looks at batches."""
+"""`rr.fit`, `rr.evaluate`, `rr.predict`: their data, their steps, and the loop of epochs."""

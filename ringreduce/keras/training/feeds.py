@@ -7,14 +7,15 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.arrays import are_arrays, split
-from ringreduce.keras.batches import feed_of
-from ringreduce.keras.data_fingerprint import passing
-from ringreduce.keras.join import empty_batch, filled, padded
-from ringreduce.keras.plan import Feed, Plan
+from ringreduce.keras.data.adapters import feed_of
+from ringreduce.keras.data.arrays import are_arrays, split
+from ringreduce.keras.data.batch_shares import Shares
+from ringreduce.keras.data.division import Feed, Plan
+from ringreduce.keras.data.fingerprint import passing
+from ringreduce.keras.data.uneven import empty_batch, filled
 from ringreduce.keras.rows import none_for_optionals
-from ringreduce.keras.shares import Shares
-from ringreduce.keras.training.who import Training
+from ringreduce.keras.training.padded import padded
+from ringreduce.keras.training.ranks import Training
 from ringreduce.vocabulary.errors import ConfigError
 
 

@@ -21,16 +21,17 @@ import keras
 import tensorflow as tf
 
 from ringreduce.keras import private
-from ringreduce.keras.averages import Averages
-from ringreduce.keras.elastic_fit import Elastic
-from ringreduce.keras.join import build
-from ringreduce.keras.mistakes import DataWarning, in_fit, warn_at_users_line
-from ringreduce.keras.plan import Feed
-from ringreduce.keras.training.progress import training
+from ringreduce.keras.callbacks.watching import all_of, that_look
+from ringreduce.keras.checks.model_in_fit import in_fit
+from ringreduce.keras.checks.users_line import DataWarning, warn_at_users_line
+from ringreduce.keras.data.division import Feed
+from ringreduce.keras.model.averages import Averages
+from ringreduce.keras.model.building import build
+from ringreduce.keras.model.trial_in_fit import Trial
+from ringreduce.keras.progress import training
+from ringreduce.keras.training.elastic_steps import Elastic
+from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.steps import Steps
-from ringreduce.keras.training.trial import Trial
-from ringreduce.keras.training.watching import all_of, that_look
-from ringreduce.keras.training.who import Training
 from ringreduce.tensorflow.private import is_deterministic
 from ringreduce.vocabulary.errors import MismatchError
 

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.keras import weighting
-from ringreduce.keras.join import weighed
+from ringreduce.keras.model.weighted import weighed
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.step import WEIGHTED, own_step, step_without
 from ringreduce.tensorflow import ops, rounds

@@ -1,0 +1,1 @@
+"""Data divided among ranks: arrays, datasets, shares, and whether all read the same."""

@@ -1,0 +1,331 @@
+"""This rank's part of global batches, whatever form the data has.
+
+To train, every rank takes its rows of each batch; a rank's part of a short batch may be empty. To
+evaluate, batch i goes to rank i mod size, so that batches are those of one process.
+
+    arrays              this rank's rows are copied, and nothing else is read
+    PyDataset           every rank makes each batch and takes its rows, or makes its own batches
+    generator, loader   every rank makes each batch
+    tf.data.Dataset     the same, in its graph
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.keras import private
+from ringreduce.keras.data.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
+from ringreduce.keras.data.division import BATCH_SIZE, Feed, Plan, counted, remedy_of_unlike_data
+from ringreduce.keras.data.fingerprint import FingerprintedPasses
+from ringreduce.keras.rows import count_of, is_absent, map_arrays, none_for_optionals, tensor_of
+from ringreduce.tensorflow.private import ops_in
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
+
+# So many small batches are copied at a time, since each call of Python costs as much as a step of a
+# small model.
+_GROUP_BATCHES = 64
+_AHEAD = 4  # batches that are ready
+
+
+def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
+    """The feed of (x, y, sample_weight), of which y and more may lack. Collective for arrays.
+
+    ConfigError if the form is unknown, or does not go with an argument, or a batch has fewer rows
+    than there are ranks; MismatchError if ranks were given different data, also when it is read.
+    """
+    x, y, sample_weight = (*parts, None, None)[:3]
+    if are_arrays(x):
+        return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
+    if not isinstance(x, Iterable) or isinstance(x, (list, tuple, dict, str, bytes)):
+        problem = f"cannot share out {type(x).__name__} among ranks"
+        raise ConfigError("got no data" if x is None else problem, remedy=FORMS)
+    if y is not None or sample_weight is not None:
+        text = f"got y or sample_weight beside a {type(x).__name__}"
+        raise ConfigError(text, remedy="Let it yield them: (x, y) or (x, y, sample_weight).")
+    if isinstance(x, tf.data.Dataset):
+        return _DatasetFeed(x, plan)
+    return _PyDatasetFeed(x, plan) if isinstance(x, keras.utils.PyDataset) else _StreamFeed(x, plan)
+
+
+class _ArrayFeed(Feed):
+    can_repeat = True
+
+    def __init__(self, arrays: Arrays, plan: Plan) -> None:
+        steps, size = plan.steps, plan.ring.size
+        unit = plan.batch_size or (-(-arrays.count // steps) if steps else BATCH_SIZE)
+        plan.require_rows(min(unit, arrays.count), "batch_size")
+        self.first, self.rows = arrays.first(), min(unit, arrays.count)
+        if plan.check:
+            compare_arrays(arrays, plan.what, plan.readers or plan.ring)
+        passed = -(-arrays.count // unit)
+        self._order = plan.order(arrays.count, unit, plan.run_steps or passed)
+        self._plan, self._shares = plan, plan.sharing
+        is_even = unit % size == 0 and arrays.count % unit % size == 0
+        self.is_even = is_even and self._shares.is_equal
+        self.begin(plan.first)
+        steps = self._order.steps
+        whole = min(steps, passed)
+        # Where shares are measured, few batches are made ahead with the old ones.
+        most = 1 if self._shares.is_measured else _GROUP_BATCHES
+        rows = unit if plan.deal or plan.is_elastic else -(-unit // size)
+        count = whole if plan.is_elastic else plan.own_steps(whole)
+        self.is_counted = plan.counts and not self.is_even
+        self.may_be_empty = not plan.deal and 0 < arrays.count % unit < size
+        wholes = self._wholes if self.is_counted else None
+        batches = arrays.batches(self._own, count, rows, most, wholes)
+        if plan.is_elastic and plan.deal:
+            batches = plan.dealt(batches)
+        elif plan.deal:
+            # A model's own `evaluate` may make another dataset of it, which is as long.
+            batches = batches.apply(tf.data.experimental.assert_cardinality(self._left()))
+        # The thread that tunes buffers may keep an iterator from ending for a second.
+        fixed = tf.data.Options()
+        fixed.autotune.enabled = False
+        self.dataset = counted(batches.prefetch(_AHEAD).with_options(fixed), self._left)
+
+    def begin(self, epoch: int) -> None:
+        self._batches = [
+            np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            for rows in self._order.of_epoch(epoch)
+        ]
+        if self._plan.deal and not self._plan.is_elastic:
+            self._batches = self._batches[self._plan.ring.rank :: self._plan.ring.size]
+
+    def _left(self) -> int:
+        """How many batches this rank gets in the epoch: of a pass no more than are left."""
+        batches, plan = len(self._batches), self._plan
+        return plan.own_steps(batches) if plan.is_elastic else batches
+
+    def _wholes(self, first: int, end: int) -> list[int]:
+        """The numbers of rows of global batches `first` to `end` of the epoch."""
+        return list(map(len, self._batches[first:end]))
+
+    def _own(self, first: int, end: int) -> list[np.ndarray]:
+        """The indices of this rank's rows in batches `first` to `end` of the epoch."""
+        batches = self._batches[first:end]
+        if self._plan.deal or self._plan.is_elastic:
+            return batches
+        numbered = enumerate(batches, first)
+        return [rows[slice(*self._shares.rows(n, len(rows)))] for n, rows in numbered]
+
+
+class _DatasetFeed(Feed):
+    def __init__(self, dataset: tf.data.Dataset, plan: Plan) -> None:
+        if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+            raise _endless(plan, "tf.data.Dataset")
+        dataset = none_for_optionals(dataset)
+        global_batches = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
+        specs = [s for s in tf.nest.flatten(global_batches.element_spec) if not is_absent(s)]
+        shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in specs]
+        rows = {shape.as_list()[0] for shape in shapes if shape.rank}
+        if None in (ranks := {shape.rank for shape in shapes}):
+            raise ConfigError(
+                f"cannot divide {global_batches.element_spec}, elements of {plan.what}, by rows",
+                remedy="Give it tensors of known rank; or use rr.shard before batching, and "
+                "model.fit.",
+            )
+        if 0 in ranks or len(rows) > 1:
+            remedy = "Batch it by the global batch size, or pass that as batch_size."
+            raise ConfigError(f"got a dataset of single samples as {plan.what}", remedy=remedy)
+        known = rows.pop()
+        self.rows = plan.batch_size or known
+        if known is not None:
+            plan.require_rows(known, "batch size")
+            self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
+        count = int(global_batches.cardinality())
+        if plan.class_weight is not None:
+            global_batches = global_batches.map(private.with_class_weights(plan.class_weight))
+        self.may_be_empty = known is None
+        self.is_counted = plan.counts and not self.is_even
+        ops = ops_in(global_batches)
+        if ops is None or any("Shuffle" in op or "Random" in op for op in ops):
+            self.source = dataset
+        # Random ops in a function begin anew with each iterator.
+        is_fixed = ops is not None and not any(ops.values())
+        self.can_repeat = count >= 0 and plan.steps is None and is_fixed
+        fed = global_batches, count if count >= 0 else None, tf.data.AUTOTUNE
+        self.dataset = plan.fed(*fed, self.is_counted, self.note_first)
+        # Keras's evaluation makes one more where it has read to a known end.
+        is_read_out = count > 0 and (plan.steps is None or plan.run_steps >= count)
+        self._more_at_end = plan.deal and is_read_out and self.source is not None
+
+    def end(self) -> None:
+        # An iterator of a dealt part takes no seed by itself, since ranks may have no batch.
+        if self._more_at_end:
+            iter(self.source)
+
+
+class _PyDatasetFeed(Feed):
+    def __init__(self, dataset: Any, plan: Plan) -> None:
+        if plan.steps is None and dataset.num_batches is None:
+            raise _endless(plan, "PyDataset")
+        if dataset.num_batches == 0:
+            raise ConfigError(f"got an empty PyDataset as {plan.what}")
+        self._ordered = _Ordered(dataset, plan, self)
+        self.first = self._ordered.batch(0)
+        self.rows = _rows_in(self.first)
+        plan.require_rows(self.rows, "size of its batches")
+        self._adapter = private.adapter_of_py_dataset(self._ordered)
+        if self._ordered.num_batches:
+            divided = none_for_optionals(self._adapter.get_tf_dataset())
+        else:
+            spec = private.spec_of_batches([self.first])
+            none = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+            divided = none_for_optionals(none)
+        self.is_counted = plan.counts
+        if not plan.deal:
+            divided = plan.divide(divided, plan.counts)
+        elif plan.check is True and (readers := plan.readers or plan.ring).size > 1:
+            FingerprintedPasses(plan.what, remedy_of_unlike_data(), readers).claim_batch(self.first)
+        if plan.deal:
+            self.dataset = counted(divided, lambda: self._ordered.num_batches)
+        else:  # As Keras does, which asks before the first epoch alone.
+            count = self._ordered.num_batches
+            self.dataset = counted(divided, lambda: count)
+        self._is_new, self._deals = True, plan.deal
+
+    def begin(self, epoch: int) -> None:
+        # First: processes that make batches are copies from then on.
+        self._ordered.epoch = epoch
+        if self._is_new:  # As Keras does.
+            self._adapter.on_epoch_end()
+        self._is_new = self._deals
+        self._adapter.on_epoch_begin()
+
+    def end(self) -> None:
+        self._adapter.on_epoch_end()
+
+
+class _Ordered(keras.utils.PyDataset):
+    """The batches of another PyDataset that this rank makes, in the order of an epoch."""
+
+    def __init__(self, dataset: Any, plan: Plan, feed: Feed) -> None:
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        self._dataset, self._plan, self._feed, self.epoch = dataset, plan, feed, plan.first
+        self._known: tuple[Any, list[int]] = ((), [])
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._indices())
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batch(self._indices()[index])
+
+    def batch(self, index: int) -> Any:
+        try:
+            return _standard(self._dataset[index], self._plan.class_weight)
+        except Exception as error:
+            self._feed.failure = error
+            raise
+
+    def _indices(self) -> list[int]:
+        # The dataset may change its length when an epoch ends.
+        plan, count = self._plan, self._dataset.num_batches
+        known = self.epoch, count, plan.ring.members
+        if self._known[0] != known:
+            steps = plan.run_steps or int(count)
+            if count is None:
+                begin = (self.epoch - plan.first) * steps
+                indices = list(range(begin, begin + steps))
+            else:
+                order = plan.order(count, 1, steps)
+                indices = [int(np.arange(count)[row][0]) for row in order.of_epoch(self.epoch)]
+            if plan.deal:
+                indices = indices[plan.ring.rank :: plan.ring.size]
+            self._known = known, indices
+        return self._known[1]
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+
+
+class _StreamFeed(Feed):
+    """Feeds from a generator, or from what yields batches in each pass, as torch's DataLoader."""
+
+    def __init__(self, source: Any, plan: Plan) -> None:
+        batches = (_standard(batch, plan.class_weight) for batch in source)
+        # Two, as Keras does: where their shapes differ, those of others may. Or one for each rank.
+        first = list(itertools.islice(batches, max(2, plan.ring.size if plan.deal else 0)))
+        if not first:
+            raise ConfigError(f"got an empty {type(source).__name__} as {plan.what}")
+        self.first = first[0]
+        self.rows = _rows_in(self.first)
+        plan.require_rows(self.rows, "size of its batches")
+        self._source, self._plan = source, plan
+        self._first, self._rest = first, batches
+        self.is_empty = plan.own_steps(len(first)) == 0
+        self._all = itertools.chain(first, batches)
+        spec = private.spec_of_batches(first)
+        batched = tf.data.Dataset.from_generator(self._pass, output_signature=spec)
+        batched = none_for_optionals(batched)
+        count = None
+        with suppress(TypeError):  # Also torch's loader of an IterableDataset has a `__len__`.
+            count = len(source)
+        self.is_counted = plan.counts
+        self.dataset = plan.fed(batched, count, 1, plan.counts)
+
+    def _pass(self) -> Iterator[Any]:
+        try:
+            if not isinstance(self._source, Iterator):
+                for batch in self._source:
+                    yield _with_optionals(_standard(batch, self._plan.class_weight))
+            elif self._plan.deal and self._plan.steps is not None:
+                # None of those of the next evaluation, which goes on from there.
+                steps = itertools.islice(self._all, self._plan.run_steps)
+                yield from map(_with_optionals, steps)
+            else:
+                # As Keras does, which reads the first two again in each pass.
+                first, self._first = self._first, self._first[:2]
+                yield from map(_with_optionals, itertools.chain(first, self._rest))
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _endless(plan: Plan, kind: str) -> ConfigError:
+    return ConfigError(
+        f"got an endless {kind} as {plan.what}",
+        remedy="Pass steps_per_epoch, or validation_steps for validation data.",
+    )
+
+
+def _rows_in(batch: Any) -> int:
+    first = next(part for part in keras.tree.flatten(batch) if part is not None)
+    if not len(first.shape):
+        raise ConfigError(f"got a batch that begins with {brief(first)}", remedy="Yield arrays.")
+    return int(count_of(first))
+
+
+def _standard(batch: Any, class_weight: Any) -> Any:
+    """A batch of a PyDataset or generator as a dict, or a tuple of at most x, y, sample_weight."""
+    if isinstance(batch, dict):
+        return batch
+    parts = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        remedy = "Yield (x, y) or (x, y, sample_weight)."
+        raise ConfigError(f"got a batch of {len(parts)} parts", remedy=remedy)
+    if len(parts) == 3 and parts[1] is None and parts[2] is not None:
+        raise ConfigError("got a batch with sample_weight and no y", remedy="Yield x, or (x, y).")
+    parts = tuple(part for part in parts if part is not None)
+    if class_weight is not None:
+        if (count := len(parts)) != 2:
+            raise ConfigError(
+                f"got class_weight for batches of {count} parts", remedy="Yield (x, y)."
+            )
+        parts = (*parts, weights_of(parts[1], class_weight))
+    return map_arrays(tensor_of, keras.tree.lists_to_tuples(parts))
+
+
+def _with_optionals(batch: Any) -> Any:
+    """`batch`, in which what is None may pass through `from_generator`."""
+    empty = tf.experimental.Optional.empty
+    return keras.tree.map_structure(lambda p: empty(None) if p is None else p, batch)

@@ -1,0 +1,1 @@
+"""Layers that ranks divide among them, and what tells their pieces from whole variables."""

@@ -1,0 +1,145 @@
+"""What a step changes beside what is trained: moving averages, of each rank's own rows alone.
+
+A normalization layer has some, and so have a layer of spectral normalization, a momentum encoder
+and its queue, a layer or model of one's own: they are known by what steps change, wherever they
+hang. Rank 0's are those of all when an epoch ends, since rank 0 would save them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.checks.seeds import is_seed_state
+from ringreduce.keras.checks.warnings import warn_of_own_numbers
+from ringreduce.keras.layers.part import part_of
+from ringreduce.keras.optimizers_in import held_by, wrappers_in
+from ringreduce.keras.repeating import repeated
+from ringreduce.tensorflow.held import Held
+from ringreduce.tensorflow.variables import (
+    broadcast_packed,
+    differing,
+    path_of,
+    plain_variable,
+    require_alike,
+    value_of,
+)
+
+
+def untrained(model: Any) -> list[Any]:
+    """The numbers in `model` that no distributed optimizer trains, each once, in one order.
+
+    Without states of random generators and of recurrent layers, parts, and what a layer with local
+    variables keeps.
+    """
+    wrappers, layers = wrappers_in(model), _layers_of(model)
+    own = [v for wrapper in wrappers for v in wrapper.trained]
+    for layer in layers:
+        if any(w.is_local(v) for w in wrappers for v in private.made_to_be_trained(layer)):
+            own += private.made_not_to_be_trained(layer)
+        if isinstance(layer, keras.layers.RNN):  # What a stateful one has read is its rows'.
+            own += keras.tree.flatten(layer.states or [])
+    left_out = {id(plain_variable(variable)) for variable in own}
+    found: dict[int, Any] = {}
+    for layer in layers:
+        # Keras lists none of TensorFlow's variables.
+        plain = (value for value in held_by(layer) if isinstance(value, tf.Variable))
+        found |= {id(plain_variable(v)): v for v in (*layer.non_trainable_weights, *plain)}
+    return [
+        variable
+        for key, variable in found.items()
+        if key not in left_out
+        and part_of(variable) is None
+        and not is_seed_state(variable)
+        and (is_average(variable) or _dtype(variable).is_integer or _dtype(variable).is_bool)
+    ]
+
+
+def _layers_of(model: Any) -> list[Any]:
+    """`model`, and all layers in it, those that hang on one but that Keras does not list too.
+
+    A subclass of `Sequential` or of a functional model lists those of its constructor alone.
+    """
+    layers: dict[int, Any] = {}
+    waiting = [model]
+    while waiting:
+        layer = waiting.pop(0)
+        if id(layer) not in layers:
+            layers[id(layer)] = layer
+            held = (value for value in held_by(layer) if isinstance(value, keras.Layer))
+            waiting += [*private.layers_within(layer), *held]
+    return list(layers.values())
+
+
+def is_average(variable: Any) -> bool:
+    """Whether it can hold an average: a counter, a flag or a generator's state cannot."""
+    return bool(_dtype(variable).is_floating or _dtype(variable).is_complex)
+
+
+def _dtype(variable: Any) -> tf.DType:
+    return tf.as_dtype(variable.dtype)
+
+
+class Averages:
+    """Those of `model` in a training, in which the ranks of `ring` divide rows."""
+
+    def __init__(self, model: Any, ring: Communicator) -> None:
+        self._model, self._ring = model, ring
+        self._before = Held([])
+        self._compared: Sequence[Any] = ()  # variables that are alike on all ranks
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Steps begin: what they change is that from now on."""
+        if self._ring.size > 1:
+            self._before = Held(untrained(self._model))
+
+    def take_those_of_rank_0(self) -> None:
+        """Give all ranks rank 0's of what has changed since on any rank. Collective.
+
+        One short exchange, and one for all values together, if there are any. Whole numbers stay,
+        and rank 0 warns, once, if such as have changed differ.
+        """
+        if self._ring.size == 1:
+            return
+        variables, before, self._before = untrained(self._model), self._before, Held([])
+        if not variables:
+            return
+        changed = [before.is_changed(variable) for variable in variables]
+        result = repeated(self._ring, lambda: self._exchanged(variables, changed))
+        [places, packed, apart], offset = result, 0
+        for variable in (variables[place] for place in places):
+            value = value_of(variable)
+            there = np.frombuffer(packed, value.dtype, value.size, offset).reshape(value.shape)
+            offset += value.nbytes
+            if there.tobytes() != value.tobytes():
+                variable.assign(there)
+        if apart and not self._has_warned:
+            self._has_warned = True
+            warn_of_own_numbers([variables[place] for place in apart], self._ring)
+
+    def _exchanged(self, variables: Sequence[Any], changed: Sequence[bool]) -> list[Any]:
+        """Places of averages that have changed, rank 0's bytes of them, places of unequal numbers.
+
+        In plain types, since a rank that has missed the end gets them from another. Collective.
+        """
+        ring = self._ring
+        is_new = list(map(id, variables)) != list(map(id, self._compared))
+        bits = np.packbits(np.array(changed, np.uint8)).tobytes()
+        gathered = ring.all_gather_object([is_new, bits])
+        if any(is_new_there for is_new_there, _ in gathered):
+            layout = [(path_of(v), tuple(v.shape), _dtype(v).name) for v in variables]
+            require_alike(layout, ring)
+            self._compared = variables
+        masks = [np.frombuffer(bits_there, np.uint8) for _, bits_there in gathered]
+        moved = np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(masks))).tolist()
+        averages = [place for place in moved if is_average(variables[place])]
+        numbers = [place for place in moved if not is_average(variables[place])]
+        values = broadcast_packed([value_of(variables[place]) for place in averages], ring)
+        unequal = differing([variables[place] for place in numbers], ring) if numbers else []
+        apart = [place for place in numbers if any(variables[place] is each for each in unequal)]
+        return [averages, b"".join(value.tobytes() for value in values), apart]

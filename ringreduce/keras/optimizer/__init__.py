@@ -1,0 +1,1 @@
+"""`DistributedOptimizer`: which optimizers it takes, its first step, its state, what it updates."""

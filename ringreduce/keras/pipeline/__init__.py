@@ -1,0 +1,1 @@
+"""Models in stages, each on ranks of its own."""

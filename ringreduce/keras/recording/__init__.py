@@ -1,0 +1,1 @@
+"""What steps are like for ``ringreduce verify``: their gradients, and whole loops."""

@@ -1,0 +1,231 @@
+"""Training that goes on when ranks are lost: what a loss has broken is made again.
+
+    rank 0   step 6   step 7 -- fails -- ring anew -- step 7 again, of the same global batch
+    rank 1   step 6   step 7 -- fails -- ring anew -- step 7 again, with more of its rows
+    rank 2   step 6   dies
+
+From its first step on, what ranks do together in training is a row of units: steps of the model,
+and meetings of callbacks (`repeated`). A unit needs all ranks, so those that are left are at most
+one apart. A rank that is behind takes from one ahead what that unit has led to: weights and the
+optimizer's state, or a meeting's result.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.callbacks.replicas import shared_state
+from ringreduce.keras.checks.elastic_refusals import differing, facts_of, refuse
+from ringreduce.keras.elastic.backup import back_up
+from ringreduce.keras.elastic.recovery import REPEATS_MAX, go_on
+from ringreduce.keras.model.weighted import changed_by_steps, weigh_steps
+from ringreduce.keras.optimizers_in import wrappers_in
+from ringreduce.keras.repeating import Repeating, is_repeating
+from ringreduce.keras.rows import map_arrays, rows_in, slice_rows
+from ringreduce.pure.epochs import own_rows
+from ringreduce.tensorflow.commit import CommitPoint
+from ringreduce.tensorflow.kept import kept
+from ringreduce.tensorflow.private import traced_for
+from ringreduce.tensorflow.variables import broadcast_variables, verify_replicas
+from ringreduce.vocabulary.errors import PeerError, RingReduceError
+
+
+class Elastic:
+    """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
+
+    A context, and in it the model's `train_function`, as `Steps` is: it takes this rank's rows of
+    global batches of the `element_spec` `batches`. The model and its optimizer are built. Where too
+    few ranks are left, one backs up with those of `callbacks` that can. Raises ConfigError for what
+    `elastic_refusals` has. Collective.
+    """
+
+    # Batches of the present epoch that have been made, or read and skipped.
+    made = 0
+
+    def __init__(
+        self,
+        model: keras.Model,
+        ring: Communicator,
+        minimum: int,
+        batches: Any,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        wrappers = wrappers_in(model)
+        is_own = type(model).train_step is not keras.Model.train_step
+        facts = {
+            "distributed optimizers": len(wrappers),
+            "steps_per_execution": model.steps_per_execution,
+            # Its code after the update would see the weights before it.
+            "own train_step in XLA": bool(model.jit_compile) and is_own,
+            "callbacks": differing(ring, callbacks),
+            "rr.elastic.run around it": is_repeating(ring),
+            "fit of another package": not private.has_plain_fit(model),
+        }
+        refuse(ring, facts | facts_of(model), *(wrapper.options for wrapper in wrappers))
+        self._model, self._ring, self._minimum = model, ring, minimum
+        self._callbacks, [self._optimizer] = callbacks, wrappers
+        self._at_end = False  # Nothing is left but to leave together.
+        self._commit = CommitPoint()
+        # This rank's count when the latest step had ended; steps of the training; units, and what
+        # the latest has led to.
+        self._passed = self._steps = self._units = 0
+        self._result: Any = None
+        # Rows of the global batch by ranks.
+        self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
+        self._batches = map_arrays(_of_any_rows, batches)
+
+    def __enter__(self) -> "Elastic":
+        model = self._model
+        self._plain = model.train_step
+        weigh_steps(model, self._ring, mean=self._mean)
+        self._optimizer.commit_point = self._commit
+        scalars = [variable for variable in self._optimizer.variables if not variable.shape]
+        self._changed = [*changed_by_steps(model), *scalars]
+        values = map(tf.convert_to_tensor, self._changed)
+        self._begun = [tf.Variable(value, trainable=False) for value in values]
+        # With equally many rows on each rank, gradients need no weights.
+        self._even, self._uneven = map(self._keeping, (self._plain, model.train_step))
+        model.train_function = self
+        kept(self._ring, Repeating).by = self._meeting
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._at_end = True
+                self._meeting(self._ring.barrier)
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        kept(self._ring, Repeating).by = None
+        self._model.train_step = self._plain
+        self._optimizer.commit_point = self._model.train_function = None
+
+    def _keeping(self, step: Any) -> Any:
+        """`step`, compiled as the model is; first it keeps what it changes besides weights."""
+        model = self._model
+        if model.jit_compile and not model.run_eagerly:
+            step = self._commit.compiled(step)
+
+        def keeping(batch: Any, first: Any, end: Any) -> Any:
+            pairs = zip(self._begun, self._changed, strict=True)
+            kept = [begun.assign(tf.convert_to_tensor(changed)) for begun, changed in pairs]
+            with tf.control_dependencies([] if tf.executing_eagerly() else kept):
+                return step(slice_rows(batch, first, end))
+
+        if model.run_eagerly:
+            return keeping
+        place = tf.TensorSpec((), tf.int32)
+        function = tf.function(keeping, autograph=False)
+        # Traced with its first batch, for any number of rows.
+        traced = cache(lambda: traced_for(function, self._batches, place, place))
+        return lambda batch, *ends: traced()(batch, *map(tf.constant, ends))
+
+    def begin_epoch(self, epoch: int, length: int | None) -> None:
+        """Epoch `epoch` begins, counted from 0, of `length` steps if that is known."""
+        self._epoch, self._length, self.made = epoch, length, 0
+
+    def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
+        """A step on this rank's rows of the next global batch; return 1, and as `Steps.run`."""
+        if self._model.train_function is not self:
+            refuse(self._ring, {"compile in training": True})
+        began = time.perf_counter()
+        batch = next(iterator)
+        reading_s = time.perf_counter() - began
+        part = next(part for part in tf.nest.flatten(batch) if part is not None)
+        # Known to Python of dense tensors, without a call of TensorFlow.
+        known = part.shape[0] if isinstance(part, tf.Tensor) else None
+        count = int(rows_in(batch)) if known is None else known
+
+        def step() -> Any:
+            ring = self._ring
+            if (mean := count / ring.size) != self._mean_now:
+                self._mean_now = mean
+                self._mean.assign(mean)
+            run = self._uneven if count % ring.size else self._even
+            return run(batch, *own_rows(count, ring.rank, ring.size))
+
+        logs = self._unit(step, is_step=True)
+        return 1, self._model.get_metrics_result() if logs is None else logs, reading_s
+
+    def _meeting(self, make: Callable[[], Any]) -> Any:
+        return self._unit(make, is_step=False) if self._steps else make()
+
+    def _unit(self, make: Callable[[], Any], *, is_step: bool) -> Any:
+        """Run one step or meeting; after a loss, run it again, or take another rank's result."""
+        ring, units = self._ring, self._units
+        for repeats_left in reversed(range(REPEATS_MAX)):
+            try:
+                result = make()
+            except RingReduceError as error:
+                if not (self._steps and isinstance(ring.failure, PeerError) and repeats_left):
+                    raise
+                if is_step and self._commit.count > self._passed:
+                    self._end(None)  # It was committed, and failed afterwards.
+                elif is_step:
+                    # Undo the part of a step that comes before its commit point.
+                    for variable, begun in zip(self._changed, self._begun, strict=True):
+                        variable.assign(begun.value())
+                where = f"in step {self._steps + 1}" if is_step else f"after step {self._steps}"
+                self._go_on(error, where)
+                if self._units > units:
+                    return self._result
+                continue
+            self._end(None if is_step else result, is_step=is_step)
+            return result
+
+    def _end(self, result: Any, *, is_step: bool = True) -> None:
+        self._units, self._result = self._units + 1, result
+        if is_step:
+            self._steps, self._passed = self._steps + 1, self._passed + 1
+            self.made += 1
+            if self._steps == 1:
+                refuse(self._ring, {"updates in a step": self._commit.count})
+
+    def _go_on(self, error: RingReduceError, where: str) -> None:
+        """Form the ring anew of the ranks that are left, and bring all to the same unit."""
+        go_on(
+            *(self._ring, error, self._minimum, where, self._catch_up),
+            lambda: back_up(self._callbacks, self._model, *self._place()),
+            at_end=lambda: self._at_end,
+        )
+        self._model._eval_epoch_iterator = None
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch that training goes on with, and the number of its steps that were made."""
+        is_over = self.made == self._length
+        return (self._epoch + 1, 0) if is_over else (self._epoch, self.made)
+
+    def _catch_up(self) -> None:
+        """Bring those that are behind to the end of the unit that others have ended."""
+        ring = self._ring
+        if ring.size == 1:
+            return
+        ended = ring.all_gather_object([self._units, self._steps])
+        newest = max(ended)
+        # Not the rates, which callbacks set on each rank.
+        state = shared_state(self._model, self._model.trainable_variables)
+        state = [variable for variable in state if variable.name != "learning_rate"]
+        if min(ended) == newest:
+            verify_replicas(state, ring)
+            return
+        ahead = ended.index(newest)
+        result = ring.broadcast_object(self._result, ahead)
+        # A meeting changes no weights; callbacks may have changed them after it on one ahead.
+        if any(steps < newest[1] for _, steps in ended):
+            broadcast_variables(state, ring, ahead)
+        if self._units < newest[0]:
+            self.made += newest[1] - self._steps
+            (self._units, self._steps), self._result = newest, result
+
+
+def _of_any_rows(spec: Any) -> Any:
+    is_dense = isinstance(spec, tf.TensorSpec)
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_dense else spec

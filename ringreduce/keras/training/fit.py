@@ -1,0 +1,394 @@
+"""`model.fit` with global batches that are divided among all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.keras import private
+from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
+from ringreduce.keras.callbacks.replicas import VerifyReplicas
+from ringreduce.keras.callbacks.together import Together, given_callbacks
+from ringreduce.keras.checks.elastic_refusals import refuse
+from ringreduce.keras.checks.models import (
+    refuse_fixed_rows,
+    refuse_other_optimizer,
+    refuse_other_ring,
+    refuse_states_of_rows,
+    require_compiled,
+    require_distributed,
+)
+from ringreduce.keras.checks.seeds import draw_apart, fold_seeds
+from ringreduce.keras.checks.settings import (
+    Settings,
+    require_same_settings,
+    settings_in,
+    settings_of_model,
+)
+from ringreduce.keras.checks.warnings import note_sharding
+from ringreduce.keras.data.batch_shares import Measure, Shares, agreed_shares
+from ringreduce.keras.data.division import Feed
+from ringreduce.keras.elastic.recovery import ending_together
+from ringreduce.keras.layers.groups import make_alike
+from ringreduce.keras.model.building import build
+from ringreduce.keras.model.trial_in_fit import AfterFirst, Trial
+from ringreduce.keras.model.weighted import weigh_steps
+from ringreduce.keras.optimizers_in import wrappers_in
+from ringreduce.keras.recording.loops import given_up
+from ringreduce.keras.repeating import is_repeating
+from ringreduce.keras.training.answering import Answering
+from ringreduce.keras.training.elastic_steps import Elastic
+from ringreduce.keras.training.feeds import compares_data, example_of, feeds_of
+from ringreduce.keras.training.loop import Loop
+from ringreduce.keras.training.overridden import fit_through_own, is_overridden
+from ringreduce.keras.training.ranks import Training
+from ringreduce.keras.training.record import Record
+from ringreduce.tensorflow.agreement import count_true
+from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import brief
+
+# Arguments, and what else must be equal on all ranks; of data where all have the same.
+_EVERYWHERE = "epochs", "initial_epoch", "sharded", "profile", "check", "loss", "run_eagerly"
+_OF_DATA = (
+    *("batch_size", "shuffle", "steps_per_epoch", "validation_split", "validation_steps"),
+    *("validation_batch_size", "validation_data", "validation_freq", "seed"),
+)
+
+
+def fit(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+    *,
+    seed: int = 0,
+    backup_dir: Any = None,
+    check: bool | str = True,
+    sharded: bool = False,
+    batch_share: str | float | None = None,
+    profile: bool = False,
+    communicator: Communicator | None = None,
+) -> Any:
+    """Train as ``model.fit`` does, with every batch divided among all ranks.
+
+    Every rank passes the same arguments, with the same whole data. **Batches are global**,
+    `batch_size` too: of each, rank r takes the r-th of `size` slices, which differ by at most one
+    row. So N ranks train to what one process trains to, up to the rounding of sums, whether or not
+    arrays and PyDatasets are shuffled: the order of epoch e follows from `seed` and e alone. What
+    cannot be equal is warned about by name when training begins: layers and losses that look at a
+    whole batch, and random layers.
+
+    The callbacks are put into `rr.callbacks.Together`: they see the metrics of all ranks, and only
+    rank 0 writes files. Only rank 0 prints; its bar shows its own rows' metrics until the epoch
+    ends. Alone it is ``model.fit``, but for the order in which arrays and PyDatasets are shuffled.
+
+    Args:
+        model: compiled, with a `DistributedOptimizer`.
+        x: arrays, with `batch_size` rows in a batch (32), of which each rank copies only its own;
+            a tf.data.Dataset of batches, or of samples and with a `batch_size`, shuffled by its own
+            means, with a seed; or a PyDataset, a generator, or an iterable such as torch's
+            DataLoader, whose batches every rank makes. A PyDataset is shuffled by the batch.
+        seed: of the order of arrays and PyDatasets. The same seed gives the same orders.
+        backup_dir: a directory that all epochs are backed up to
+            (`keras.callbacks.BackupAndRestore`), and that training continues from when the job is
+            started again, to the weights of an undisturbed job if nothing but `fit` shuffles.
+        check: ``"step"``: try the training step on a few rows before the first one, and warn where
+            N ranks do not train as one process does, whatever the cause
+            (docs/guides/train-step.md). ``"data"``: compare what ranks read: arrays before
+            training, batches as they are read, of which only y where there is one, since x may be
+            random on purpose. Both, and True, the default, which is both: compare the weights of
+            all ranks after training, and before steps that would hide a difference
+            (``sharded=True`` of the optimizer, elastic jobs), if a callback has changed some. False
+            does nothing of that.
+        sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
+            as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
+            which ranks may have different numbers of batches and samples. A rank that runs out of
+            batches goes on without data until all have. So is `validation_data`.
+        batch_share: this rank's share of each global batch. ``"equal"``, the default;
+            ``"measured"``: the ranks measure for 10 steps how fast each of them computes, and
+            divide later batches in that proportion, which rank 0 prints; or a number above 0, such
+            as 2.0 on a rank that is twice as fast as one with 1.0. Every rank gets at least one
+            row. Gradients, losses and metrics count by rows, so the result stays that of one
+            process. For ``jit_compile=True`` XLA compiles again when the shares change.
+        profile: measure where the time of steps goes, by `rr.callbacks.Profile`, as
+            ``ringreduce run --profile`` does for all training.
+
+    A model whose class has a `fit` of its own is trained by that: it gets the whole data, and where
+    it calls ``super().fit``, what it passes is divided. So are `validation_data`, batch by batch,
+    before its own `evaluate` gets them.
+
+    An epoch of `steps_per_epoch` goes on where the last one ended, and ends early with the data, as
+    Keras's does; the next begins the data anew. Other arguments are those of ``model.fit``;
+    data for validation may have each of these forms.
+
+    Returns:
+        The `keras.callbacks.History`, equal on all ranks.
+
+    Raises:
+        ConfigError: the data cannot be divided, arguments do not go together, the model is not
+            compiled, its optimizer is a plain one, or its own `fit` does not call ``super().fit``.
+        MismatchError: ranks were given different data or arguments, or have optimizers with
+            different settings; or their weights differ after training, since a callback has changed
+            something on some ranks only.
+    """
+    options = SimpleNamespace(**locals())
+    ring = communicator or default_communicator()
+    require_compiled(model)
+    require_distributed(model, ring)
+    if is_overridden(model, "fit"):
+        del options.model
+        return fit_through_own(model, fit, vars(options), ring)
+    who, arguments = _require_ready(options, ring)
+    least = elastic_minimum() if ring.size > 1 else None
+    # A package may have replaced `fit` on some ranks: all have the same loop.
+    is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
+    shares = _agreed_shares(options, ring, who, is_elastic=least is not None)
+    training, validation = feeds_of(
+        options, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
+    )
+    own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
+    if ring.size > 1:
+        note_sharding(ring)
+    # Also a rank that has the data alone may be one of several that have pieces of the model.
+    if ring.size > 1 or ring.parent is not None or recording is not None:
+        build(model, training.spec)
+        refuse_states_of_rows(model, ring)
+        if not sharded:
+            refuse_fixed_rows(model, ring, training.rows)
+    # Where ranks know no better, they tell each other how many rows they have.
+    exchanges = ring.size > 1 and not (training.is_even or training.is_counted)
+    exchanges = least is None and (sharded or exchanges)
+    who, before = Training.of(model, ring), who
+    who.require_same(before, model)
+    weighs = exchanges and not sharded
+    _make_ready(model, who, training, weighs=weighs)
+    with contextlib.ExitStack() as elastic:
+        steps = None
+        if least is not None:
+            elastic.enter_context(ending_together(ring))
+            batches = training.dataset.element_spec
+            steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
+        around = _around(options, who, training, validation, shares, own_callbacks)
+        trial = None
+        if who.everyone.size > 1:
+            how = {"tries": check in (True, "step"), "compares": compares_data(check)}
+            trial = Trial(model, training, who.everyone, has_own_data=sharded, **how)
+        # Keras's loop, and an execution of several steps, read by themselves.
+        is_read_ahead = is_own_loop and model.steps_per_execution == 1
+        if trial is not None and not is_read_ahead:
+            around.insert(0, AfterFirst(trial))
+        if recording is not None:
+            around.append(Record(*recording, arguments.found, who.everyone, training, model, trial))
+        if steps is not None and verbose:
+            # Another rank could not go on with Keras's own bar.
+            around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))
+        return fit_on(
+            model,
+            training,
+            validation,
+            who if is_own_loop else None,
+            around,
+            trial if is_read_ahead else None,
+            exchanges=exchanges,
+            elastic=steps,
+            epochs=epochs,
+            verbose=verbose if who.is_first or steps is not None else 0,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_freq=validation_freq,
+        )
+
+
+def _require_ready(options: Any, ring: Communicator) -> tuple[Training, Settings]:
+    """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
+    model = options.model
+    if options.check not in (True, False, "data", "step"):
+        text = f"check is {brief(options.check)}; accepted: True, False, 'data', 'step'"
+        raise ConfigError(text, **ring.config.who)
+    refuse_other_ring(model, "rr.fit", ring)
+    if options.check:
+        refuse_other_optimizer(model, ring)
+    who = Training.of(model, ring)
+    require_same_settings([arguments := _arguments_of(options)], who.everyone)
+    return who, arguments
+
+
+def _around(
+    options: Any,
+    who: Training,
+    training: Feed,
+    validation: Feed | None,
+    shares: Shares,
+    own_callbacks: list[Any],
+) -> list[Any]:
+    """The callbacks that `fit` adds, in order, around those of the user."""
+    model, ring, check, validate = options.model, who.data, options.check, None
+    around: list[Any] = []
+    if shares.is_measured:
+        around.append(Measure(shares, ring, options.verbose))
+    if validation is not None:
+        # Before what exchanges metrics when a rank's own validation ends.
+        around.append(Answering(model, ring, partial(example_of, training.spec)))
+        validate = partial(_validate, model, validation) if is_repeating(ring) else None
+    around.append(
+        Together(
+            own_callbacks,
+            options.communicator,
+            profile=options.profile,
+            validate=validate,
+            is_global=not options.sharded,
+            check=False,  # It does so itself, as `VerifyReplicas`.
+            compares=bool(check),
+        )
+    )
+    return [*around, *([VerifyReplicas(None, ring)] if check else [])]
+
+
+def _arguments_of(options: Any) -> Settings:
+    """Select the arguments that must be equal on all ranks; those of own data may differ."""
+    values = {
+        **vars(options),
+        "profile": options.profile or profile_wanted(),
+        "validation_data": "absent" if options.validation_data is None else "given",
+        "loss": options.model.loss,
+        "run_eagerly": options.model.run_eagerly,
+    }
+    names = [*_EVERYWHERE, *([] if options.sharded else _OF_DATA)]
+    return Settings("arguments of rr.fit and compile", settings_in({n: values[n] for n in names}))
+
+
+def _agreed_shares(options: Any, ring: Communicator, who: Training, *, is_elastic: bool) -> Shares:
+    """The ranks' shares of a batch, if they go with the rest. Collective."""
+    shares = agreed_shares(options.batch_share, ring)
+    if is_elastic:
+        share = "equal" if shares.is_equal else options.batch_share
+        refuse(ring, {"sharded": options.sharded, "batch_share": share})
+    if shares.is_measured and who.everyone is not ring:
+        raise ConfigError(
+            'got batch_share="measured" for a model with split layers, whose ranks must have the '
+            "same rows",
+            **ring.config.who,
+            remedy="Pass a number, the same on all ranks of a model group.",
+        )
+    return shares
+
+
+def _callbacks_of(
+    callbacks: list[Any], ring: Communicator
+) -> tuple[list[Any], tuple[int, str] | None]:
+    """Select the callbacks that act, and what `ringreduce verify` wants recorded, if anything."""
+    # Also if a loop was there before, which has made fewer steps.
+    recording = recording_wanted(takes=True) or given_up() if ring.parent is None else None
+    if recording is not None:
+        # A trial leaves no files, and begins with none.
+        writers = [c for c in callbacks if acts_once(c) or isinstance(c, OnRankZero)]
+        callbacks = [c for c in callbacks if c not in writers]
+    return callbacks, recording
+
+
+def _make_ready(model: keras.Model, who: Training, training: Feed, *, weighs: bool) -> None:
+    """Make alike, and compare, what ranks begin with; with `weighs` they exchange their rows."""
+    ring = who.data
+    make_alike(model.weights, who.alike)
+    if who.everyone.size == 1:
+        return
+    if model.run_eagerly and model.optimizer is not None:
+        # In a graph the first step does it before it computes gradients.
+        model.optimizer.build(model.trainable_variables)
+    if not wrappers_in(model):
+        # Else its optimizer compares that in the first step.
+        require_same_settings(settings_of_model(model), ring)
+    fold_seeds(model, ring)
+    draw_apart(model, ring)
+    if weighs:
+        is_counted = int(training.dataset.cardinality()) >= 0
+        weigh_steps(model, ring, is_counted)
+
+
+def _validate(model: keras.Model, validation: Feed) -> dict[str, Any]:
+    """Validate once more, with what is this rank's now; the logs, none without any batch."""
+    validation.begin(0)
+    logs: dict[str, Any] = {}
+    if int(validation.dataset.cardinality()):
+        logs = model.evaluate(validation.dataset, verbose=0, return_dict=True)
+    else:
+        list(validation.dataset)  # It takes a seed of data that is shuffled, as on other ranks.
+    validation.end()
+    return logs
+
+
+def fit_on(
+    model: keras.Model,
+    training: Feed,
+    validation: Feed | None,
+    who: Training | None,
+    callbacks: list[Any],
+    trial: Trial | None = None,
+    exchanges: bool = False,
+    elastic: Elastic | None = None,
+    **options: Any,
+) -> Any:
+    """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
+
+    By our loop if it is told `who` trains the model, before whose first step the `trial` runs; else
+    by Keras's.
+    """
+    evaluated = validation or Feed()  # Which does nothing.
+    epochs = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
+        on_epoch_end=lambda epoch, logs=None: training.end(),
+        on_test_begin=lambda logs=None: evaluated.begin(0),
+        on_test_end=lambda logs=None: evaluated.end(),
+    )
+    try:
+        with _quiet_without(validation):
+            if who is not None:
+                loop = Loop(model, training, who, trial, exchanges=exchanges, elastic=elastic)
+                return loop.run([epochs, *callbacks], validation=validation, **options)
+            return model.fit(
+                training.dataset,
+                callbacks=[epochs, *callbacks],
+                validation_data=None if validation is None else validation.dataset,
+                shuffle=False,
+                **options,
+            )
+    except Exception:
+        for feed in (training, evaluated):
+            if feed.failure is not None:
+                raise feed.failure from None
+        raise
+
+
+@contextlib.contextmanager
+def _quiet_without(validation: Feed | None) -> Iterator[None]:
+    """Where this rank has no batch for validation, Keras does not warn that data ran out."""
+    dataset = None if validation is None else validation.dataset
+    if not isinstance(dataset, tf.data.Dataset) or int(dataset.cardinality()) != 0:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        yield
