@@ -124,7 +124,7 @@ def main() -> None:
             options = {
                 "bucket_bytes": arguments.bucket_bytes,
                 "compression": arguments.compression,
-                "sharded": arguments.sharded,
+                "shard_state": arguments.sharded,
             }
             optimizer = rr.DistributedOptimizer(optimizer, **options)
         elif arguments.sharded:

@@ -37,7 +37,7 @@ def main():
     model.compile(
         optimizer=rr.DistributedOptimizer(
             keras.optimizers.Adam(0.002),
-            accumulate_steps=arguments.accumulate,
+            gradient_accumulation_steps=arguments.accumulate,
             compression=arguments.compression,
         ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -39,7 +39,9 @@ def main():
     (pixels, labels), _ = digits.load()
     layers = [keras.layers.Dense(arguments.width, activation="relu") for _ in range(3)]
     model = keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(10)])
-    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(1e-4), sharded=not arguments.whole)
+    optimizer = rr.DistributedOptimizer(
+        keras.optimizers.Adam(1e-4), shard_state=not arguments.whole
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
     clock = Clock()

@@ -69,7 +69,7 @@ def main():
     rr.fit(
         model,
         stream(own, arguments.batch_size),
-        sharded=True,  # Each worker has its own data.
+        per_rank_data=True,  # Each worker has its own data.
         epochs=arguments.epochs,
         verbose=2,
         callbacks=[count],

@@ -14,7 +14,16 @@ from typing import NoReturn
 
 import keras
 
-from ringreduce.communicator.process import init, local_rank, rank, shutdown, size
+from ringreduce.commands.launch.function import launch
+from ringreduce.communicator.process import (
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks, elastic, parts
 from ringreduce.keras.advice import advice_on_name
@@ -51,12 +60,13 @@ from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["init", "local_rank", "rank", "shutdown", "size"]
+__all__ = ["init", "is_initialized", "launch", "local_rank", "local_size", "on_rank_zero"]
+__all__ += ["rank", "shutdown", "size"]
 __all__ += ["evaluate", "fit", "joined", "predict", "shard"]
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
 __all__ += ["DiLoCo", "LocalSGD", "PowerSGD", "Strategy"]
 __all__ += ["callbacks", "elastic", "fold_seeds"]
-__all__ += ["broadcast_variables", "load_model", "on_rank_zero", "step_weight", "verify_replicas"]
+__all__ += ["broadcast_variables", "load_model", "step_weight", "verify_replicas"]
 __all__ += ["Pipeline", "ShardedEmbedding", "parts"]
 __all__ += ["ColumnParallelDense", "ParallelMultiHeadAttention", "RowParallelDense"]
 __all__ += ["DataWarning", "ParityWarning"]

@@ -18,8 +18,8 @@ _PROVIDED = {
     *("Average", "Compression", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set"),
     *("allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast_"),
     *("broadcast_object", "broadcast_object_fn", "global_process_set", "grouped_allgather"),
-    *("grouped_allreduce", "grouped_reducescatter", "is_initialized", "local_rank_op"),
-    *("local_size", "local_size_op", "process_set_included_op", "rank_op", "reducescatter"),
+    *("grouped_allreduce", "grouped_reducescatter", "local_rank_op"),
+    *("local_size_op", "process_set_included_op", "rank_op", "reducescatter"),
     *("remove_process_set", "size_op"),
 }
 _NAMES = {
@@ -46,7 +46,7 @@ _MODULES = {"ringreduce.keras": _NAMES, "ringreduce.keras.callbacks": _CALLBACKS
 # Options of its DistributedOptimizer.
 OPTIONS = {
     "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
-    "backward_passes_per_step": "use accumulate_steps; it is always the mean of the steps",
+    "backward_passes_per_step": "use gradient_accumulation_steps; it is always their mean",
     **dict.fromkeys(("device_dense", "device_sparse"), "leave it out: there is one way to reduce"),
     **dict.fromkeys(("groups", "num_groups"), "leave it out, or use bucket_bytes"),
     "gradient_predivide_factor": "leave it out: sums are divided before they are rounded",

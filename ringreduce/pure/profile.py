@@ -272,7 +272,7 @@ def _update(latest: Sequence[Measurement], mean: MeanStep) -> _Finding | None:
         return None
     return gain_s, (
         f"Each rank updates all {count / 1e6:.1f} million weights, which takes about "
-        f"{_ms(count * _UPDATE_S)} of a step. DistributedOptimizer(..., sharded=True) divides that."
+        f"{_ms(count * _UPDATE_S)} of a step. DistributedOptimizer(shard_state=True) divides that."
     )
 
 
@@ -282,7 +282,7 @@ def _reading(mean: MeanStep) -> _Finding | None:
     return mean.reading_s, (
         f"Steps wait {_ms(mean.reading_s)} for data. Let it be made ahead and in parallel: "
         "dataset.cache(), map(..., num_parallel_calls=tf.data.AUTOTUNE), a PyDataset with workers; "
-        "or read less on each rank, with rr.shard or rr.fit(sharded=True)."
+        "or read less on each rank, with rr.shard or rr.fit(per_rank_data=True)."
     )
 
 

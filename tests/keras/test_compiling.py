@@ -162,7 +162,7 @@ def test_ranks_with_other_numbers_of_batches_go_on_with_another_optimizer() -> N
         model, count = new(ring), 2 + 2 * ring.rank
         own = tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(2)
         callbacks = [Unfreezes(ring, partial(compiled, wrapped), "on_epoch_begin")]
-        options = {"epochs": 2, "verbose": 0, "communicator": ring, "sharded": True}
+        options = {"epochs": 2, "verbose": 0, "communicator": ring, "per_rank_data": True}
         rr.fit(model, own, callbacks=callbacks, **options)
         assert int(model.optimizer.iterations) == 2
         return model.get_weights()

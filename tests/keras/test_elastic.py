@@ -338,7 +338,7 @@ _table = partial(rr.ShardedEmbedding, 4, 3)
 REFUSED = [
     ("several optimizers", _given(make=_model_with_two_optimizers), "distributed optimizers=2"),
     (
-        "`accumulate_steps`, `LocalSGD`, `DiLoCo`",
+        "accumulation, `LocalSGD`, `DiLoCo`",
         *(_made(strategy=rr.LocalSGD(2)), "strategy=LocalSGD(every=2"),
     ),
     ("int8 and `PowerSGD`", _made(compression="int8"), "compression=int8"),
@@ -352,7 +352,7 @@ REFUSED = [
     ("`steps_per_execution` above 1", _made(steps=2), "steps_per_execution=2"),
     ("a `train_step` of yours in XLA", _made(kind=Own, jit=True), "own train_step in XLA"),
     ("several updates in a `train_step`, or none", _made(kind=Own), "updates in a step=0"),
-    ("`sharded=True`", _given(sharded=True), "sharded"),
+    ("`per_rank_data=True`", _given(per_rank_data=True), "per_rank_data"),
     ("`batch_share`", _given(batch_share="measured"), "batch_share=measured"),
     ("`compile` in a callback", _compiled_anew, "compile in training"),
     *(

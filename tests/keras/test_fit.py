@@ -144,11 +144,11 @@ def test_nothing_of_ours_is_refused_where_tensorflow_is_to_be_deterministic():
     def compiled(**how):
         return make_model(optimizer=rr.DistributedOptimizer(SGD(0.01), **how), run_eagerly=False)
 
-    model = compiled(sharded=True)
+    model = compiled(shard_state=True)
     rr.fit(model, **ARRAYS, validation_data=(X, Y), **options)
     assert int(model.optimizer.iterations) == 6
     own = tf.data.Dataset.from_tensor_slices((X, Y)).shard(2, rr.rank()).batch(8)
-    rr.fit(compiled(), own.filter(lambda *_: True), sharded=True, **options)
+    rr.fit(compiled(), own.filter(lambda *_: True), per_rank_data=True, **options)
     rr.evaluate(model, X, Y)
     rr.predict(model, X)
     optimizer = rr.DistributedOptimizer(SGD(0.01))
@@ -426,8 +426,8 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks():
     refused("arrays of [32, 33] rows", X, Y[:-1])
     refused("class_weight and sample_weight", X, Y, class_weight={0: 1}, sample_weight=Y[:, 0])
     refused("got y or sample_weight beside", data.batch(4), Y)
-    text = "got batch_share with sharded=True. Pass a tf.data.Dataset"
-    refused(text, data.batch(4), sharded=True, batch_share=2.0)
+    text = "got batch_share with per_rank_data=True. Pass a tf.data.Dataset"
+    refused(text, data.batch(4), per_rank_data=True, batch_share=2.0)
     refused("DistributedOptimizer(keras.optimizers.SGD(...))", X, Y, model=make_plain())
     refused("no compiled model", X, Y, model=keras.Sequential([Dense(2)]))
     refused("Call its own fit: pipeline.fit(...).", X, Y, model=pipeline)

@@ -83,7 +83,7 @@ def joined(number, _):
     data = tf.data.Dataset.from_tensor_slices(job.arrays)
     data = rr.shard(data, even=False, **job.over).batch(4)
     options = {"epochs": 2, "verbose": 0, "callbacks": job.callbacks()[:2], **job.over}
-    history = rr.fit(model, data, sharded=True, **options).history
+    history = rr.fit(model, data, per_rank_data=True, **options).history
     return digest(model.get_weights()), history
 
 

@@ -73,14 +73,14 @@ def of_unequal_data(model):
     count = 24 - 8 * rr.rank() if rr.rank() < 3 else 0
     rows = tf.data.Dataset.from_tensor_slices(tuple(part[:count] for part in data())).batch(6)
     for _ in range(2):
-        rr.fit(model, rows, sharded=True, verbose=0)
+        rr.fit(model, rows, per_rank_data=True, verbose=0)
     assert int(model.optimizer.iterations) == 8
     return []
 
 
 def with_a_reduction_that_is_not_due_in_each_step(model):
     """In every third, in a branch, and a collective after it in each."""
-    optimizer = optimizer_of(model.trainable_variables, Adam(0.01), accumulate_steps=3)
+    optimizer = optimizer_of(model.trainable_variables, Adam(0.01), gradient_accumulation_steps=3)
     inputs, targets = data()
 
     def step(x, y):
@@ -117,7 +117,7 @@ def test_labels_of_one_dimension_of_a_rank_without_any_are_compiled():
     model = compiled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), SGD(0.1), True)
     inputs, targets = (part[: 6 * (rr.rank() == 0)] for part in data())
     rows = tf.data.Dataset.from_tensor_slices((inputs, targets[:, 0])).batch(4)
-    rr.fit(model, rows, sharded=True, verbose=0)
+    rr.fit(model, rows, per_rank_data=True, verbose=0)
     assert int(model.optimizer.iterations) == 2
 
 

@@ -366,7 +366,10 @@ def saved_between_meetings():
     [
         (lambda: LocalSGD(0), "every is 0"),
         (lambda: LocalSGD(3, overlap=3), "overlap is 3; accepted: 0 to every - 1, 2"),
-        (lambda: wrapped(LocalSGD(3), accumulate_steps=2), "accumulate_steps=k, not both"),
+        (
+            lambda: wrapped(LocalSGD(3), gradient_accumulation_steps=2),
+            "gradient_accumulation_steps=k, not both",
+        ),
         (lambda: wrapped(LocalSGD(3), LossScaleOptimizer(SGD())), "needs no loss scale"),
         (lambda: wrapped(DiLoCo(3), SGD(use_ema=True)), "Leave use_ema out"),
         (lambda: wrapped("local"), r"Pass an object, such as rr\.LocalSGD\(50\)"),

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
 X = np.arange(16, dtype="float32").reshape(8, 2)
 ALONE = {"strategy": rr.LocalSGD(2)}
-SHARDED = {"sharded": True}
+SHARDED = {"shard_state": True}
 
 
 def made(ring, **options):
@@ -138,7 +138,7 @@ def test_what_a_rank_hears_of_one_that_is_lost_now_is_compared_too():
     """It missed the end of an exchange, whose result another rank gives it in the next ring."""
 
     def work(ring):
-        model = made(ring, sharded=True)
+        model = made(ring, shard_state=True)
         model.optimizer.build(model.trainable_variables)
         kept(ring, Repeating).by = lambda meeting: _with_rank_2(meeting())
         one_sided = OneSided(model, [], ring)

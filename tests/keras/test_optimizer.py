@@ -186,10 +186,10 @@ def test_wrapping_twice_is_refused_where_it_shows_only_later(world_of_one):
             )
         ),
         (lambda: wrapped(op="max"), "op is 'max'; accepted .*: mean, sum"),
-        (lambda: wrapped(accumulate_steps=0), "0"),
+        (lambda: wrapped(gradient_accumulation_steps=0), "0"),
         (lambda: wrapped(bucket_bytes=0), "0"),
         *(
-            (lambda wrap=wrap: wrapped(wrap(SGD(gradient_accumulation_steps=4))), "accumulate_st")
+            (lambda wrap=wrap: wrapped(wrap(SGD(gradient_accumulation_steps=4))), "pass it to Dist")
             for wrap in (lambda inner: inner, LossScaleOptimizer)
         ),
         (lambda: wrapped(check_numerics="always"), "always"),
@@ -324,7 +324,10 @@ def test_names_and_options_of_horovods_that_are_not_there_say_what_is():
     for name, word in (("allreduce", "keras.horovod, which has it"), ("Adasum", "none")):
         with pytest.raises(AttributeError, match=word):
             getattr(rr, name)
-    for option, word in (("backward_passes_per_step", "accumulate_steps"), ("no_such", "no_such")):
+    for option, word in (
+        ("backward_passes_per_step", "gradient_accumulation_steps"),
+        ("no_such", "no_such"),
+    ):
         with pytest.raises(TypeError, match=word):
             wrapped(**{option: 2})
 

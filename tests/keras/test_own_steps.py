@@ -217,9 +217,16 @@ CASES = {
     "gan with label noise": Case("mean", Noisy, is_random=True),
     "gan of a constant": Case("sum", Added),
     "accumulated here": Case(
-        "mean", stepping(mean), X[:24], Y[:24], of_wrapper={"accumulate_steps": 2}, batch=12
+        "mean",
+        stepping(mean),
+        X[:24],
+        Y[:24],
+        of_wrapper={"gradient_accumulation_steps": 2},
+        batch=12,
     ),
-    "sum, accumulated here": Case("sum", stepping(of_constant), of_wrapper={"accumulate_steps": 2}),
+    "sum, accumulated here": Case(
+        "sum", stepping(of_constant), of_wrapper={"gradient_accumulation_steps": 2}
+    ),
     "accumulated by its own code": Case(
         "not tried",
         lambda: Accumulating([keras.Input((3,)), layers.Dense(1)]),

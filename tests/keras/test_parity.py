@@ -65,7 +65,7 @@ class Way:
         return ROUNDED.get(policy) or OPTIMIZERS[self.optimizer][1]
 
 
-ACCUMULATED, SMALL_BUCKETS = {"accumulate_steps": 2}, {"bucket_bytes": 64}
+ACCUMULATED, SMALL_BUCKETS = {"gradient_accumulation_steps": 2}, {"bucket_bytes": 64}
 QUICK = [
     Way("sgd", "unbuilt"),
     Way("sgd", "loop"),
@@ -141,7 +141,7 @@ def trained(way):
     train(model, way, optimizer, rr.shard(data).batch(GLOBAL_BATCH // rr.size()))
     if rr.rank() == 0:
         alone = make_model(way, seed=0)
-        batch = GLOBAL_BATCH * way.wrapper.get("accumulate_steps", 1)
+        batch = GLOBAL_BATCH * way.wrapper.get("gradient_accumulation_steps", 1)
         train(alone, Way(way.optimizer), make_optimizer(), data.batch(batch))
         assert difference(model, alone) < way.tolerance
         assert difference(alone, make_model(way, seed=0)) > 0.003

@@ -111,7 +111,7 @@ def fit_joined(model, ids, targets):
     spec = (tf.TensorSpec((None, 3), tf.int64), tf.TensorSpec((None, 1), tf.float32))
     dataset = tf.data.Dataset.from_generator(own, output_signature=spec)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(list(own()))))
-    rr.fit(model, dataset, sharded=True, epochs=2, verbose=0)
+    rr.fit(model, dataset, per_rank_data=True, epochs=2, verbose=0)
 
 
 CLIPPED = functools.partial(SGD, 0.5, global_clipnorm=0.01)
@@ -148,7 +148,7 @@ def test_a_table_in_parts_trains_as_a_whole_one(make, train):
 @pytest.mark.full
 @on_ranks(3)
 def test_accumulated_steps_are_one_step_on_all_rows():
-    model = sharded(SGD(0.5), accumulate_steps=2)
+    model = sharded(SGD(0.5), gradient_accumulation_steps=2)
     twin = twin_of(model, SGD(0.5))
     fit(model, *data(), epochs=1)
     fit(twin, *data(), epochs=1, batch_size=COUNT)

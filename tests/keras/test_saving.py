@@ -387,10 +387,10 @@ def path(tmp_path):
 
 
 def test_accumulation_goes_on_in_a_loaded_model_but_where_options_are_given(path):
-    trained_with(accumulate_steps=2).save(path)
+    trained_with(gradient_accumulation_steps=2).save(path)
     loaded = rr.load_model(path)
     assert int(fit(loaded, epochs=2).optimizer.iterations) == 1 + 2
-    again = rr.load_model(path, accumulate_steps=1, bucket_bytes=64)
+    again = rr.load_model(path, gradient_accumulation_steps=1, bucket_bytes=64)
     assert again.optimizer._bridge._bucket_bytes == 64
     assert int(fit(again, epochs=2).optimizer.iterations) == 1 + 4
     with pytest.raises(ConfigError, match="bucket_bytes is 0"):
@@ -472,7 +472,7 @@ def test_what_a_file_cannot_restore_is_asked_for(strategy, path):
 
 
 def test_options_are_found_in_a_folder_too(tmp_path):
-    model = trained_with(accumulate_steps=2)
+    model = trained_with(gradient_accumulation_steps=2)
     keras.saving.save_model(model, tmp_path / "folder", zipped=False)
     loaded = rr.load_model(tmp_path / "folder")
     assert loaded.optimizer.settings() == model.optimizer.settings()

@@ -53,7 +53,7 @@ def network(policy="float32"):
 def wrap(model, inner, sharded=True, compiled=EAGERLY, **options):
     """Compile with small buckets."""
     loop._CALL_S = 1.0 if rr.rank() else 1e-6  # Where nobody looks, ranks make other calls.
-    optimizer = rr.DistributedOptimizer(inner, sharded=sharded, bucket_bytes=4096, **options)
+    optimizer = rr.DistributedOptimizer(inner, shard_state=sharded, bucket_bytes=4096, **options)
     model.compile(optimizer, "mse", **compiled)
     return model
 
@@ -123,7 +123,7 @@ def by_two_optimizers(sharded, _):
     """As a GAN has: each shards what it trains."""
     model = make(sharded)
     two = Two(model.layers)
-    two.two = [model.optimizer, rr.DistributedOptimizer(SGD(RATE), sharded=sharded)]
+    two.two = [model.optimizer, rr.DistributedOptimizer(SGD(RATE), shard_state=sharded)]
     two.compile(model.optimizer, "mse")
     rr.fit(two, X[:48], Y[:48], batch_size=16, epochs=2, verbose=0, shuffle=False)
     return two
@@ -172,7 +172,7 @@ def with_pieces(sharded, folder):
     keras.utils.set_random_seed(1)
     layer = rr.ColumnParallelDense(30, gather_output=True, communicator=group)
     model = keras.Sequential([keras.Input((20,)), layer, Dense(3)])
-    model.compile(rr.DistributedOptimizer(Adam(RATE), data, sharded=sharded), "mse")
+    model.compile(rr.DistributedOptimizer(Adam(RATE), data, shard_state=sharded), "mse")
     fit(model, communicator=data)
     path = str(folder / f"pieces{sharded}.keras")
     rr.on_rank_zero(lambda: model.save(path))
@@ -201,14 +201,20 @@ case = functools.partial
 in_graphs = case(trained, compiled={})
 by_xla = case(trained, compiled={"jit_compile": True})
 halved = case(trained, then=lambda m: m.set_weights([w / 2 for w in m.get_weights()]))
-OFTEN = [in_a_graph, in_a_loop, case(trained), case(in_graphs, accumulate_steps=2), by_xla]
+OFTEN = [
+    in_a_graph,
+    in_a_loop,
+    case(trained),
+    case(in_graphs, gradient_accumulation_steps=2),
+    by_xla,
+]
 WIDELY = [*OFTEN, by(RMSprop)]
 RARE = [
     *(by(SGD), by(SGD, momentum=0.9), by(SGD, momentum=0.9, nesterov=True)),
     *(by(AdamW, weight_decay=0.3), by(Adagrad), by(RMSprop), case(trained, inner=RMSprop)),
     *(case(in_graphs, op="sum"), case(in_graphs, policy="mixed_float16")),
     *(case(in_graphs, then=thaw), by_two_optimizers, not_finite),
-    *(case(by_xla, accumulate_steps=2), case(by_xla, policy="mixed_float16")),
+    *(case(by_xla, gradient_accumulation_steps=2), case(by_xla, policy="mixed_float16")),
     case(by_xla, then=thaw),
 ]
 
@@ -284,8 +290,8 @@ def saved_and_loaded(folder):
     rr.on_rank_zero(lambda: model.save_weights(weights))
     other.optimizer.build(other.trainable_variables)
     other.load_weights(weights)
-    loaded, plain = rr.load_model(path), rr.load_model(path, sharded=False)
-    assert [one.optimizer.options["sharded"] for one in (loaded, plain)] == [True, False]
+    loaded, plain = rr.load_model(path), rr.load_model(path, shard_state=False)
+    assert [one.optimizer.options["shard_state"] for one in (loaded, plain)] == [True, False]
     of_keras = keras.models.load_model(path).optimizer.variables
     assert [variable.shape for variable in of_keras[2:6]] == [(20, 37), (20, 37), (37,), (37,)]
     models = [undisturbed, model, other, loaded, plain]
@@ -355,7 +361,7 @@ def test_what_would_be_wrong_is_refused(tmp_path):
     model = make()
     fit(model)
     checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
-    divided = functools.partial(rr.DistributedOptimizer, model.optimizer._inner, sharded=True)
+    divided = functools.partial(rr.DistributedOptimizer, model.optimizer._inner, shard_state=True)
     for text, action, *arguments in (
         (
             r"cannot save, pickle or copy .* on one rank alone: each of 2 ranks has a piece of it. "
@@ -400,18 +406,18 @@ def test_its_memory_goes_with_the_optimizer():
     ids=["Lamb", "Muon", "EMA", "LocalSGD", "int8", "touched"],
 )
 def test_what_needs_whole_variables_is_refused_by_name(inner, options, text):
-    with pytest.raises(ConfigError, match=f"sharded=True.*{text}"):
-        rr.DistributedOptimizer(inner(), sharded=True, **options)
+    with pytest.raises(ConfigError, match=f"shard_state=True.*{text}"):
+        rr.DistributedOptimizer(inner(), shard_state=True, **options)
 
 
 def test_an_elastic_job_is_refused(monkeypatch):
     monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
     with pytest.raises(ConfigError, match="elastic training, in which a lost rank takes"):
-        rr.DistributedOptimizer(SGD(), sharded=True)
+        rr.DistributedOptimizer(SGD(), shard_state=True)
 
 
 def test_one_rank_alone_has_a_plain_update():
-    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(), sharded=True)
+    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(), shard_state=True)
     with rr.init(rank=0, size=1):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
         model.compile(optimizer, "mse")

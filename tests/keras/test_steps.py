@@ -129,7 +129,7 @@ def test_accumulated_steps_equal_one_of_the_whole_batch(make, dtypes, options):
     arrays = data(7, 4, seed=1)
     with policy(dtypes):
         model, alone, untrained = make_model(), make_model(), make_model()
-    optimizer = rr.DistributedOptimizer(make(), accumulate_steps=3)
+    optimizer = rr.DistributedOptimizer(make(), gradient_accumulation_steps=3)
     fit(model, optimizer, rows(arrays, 4), 4, **options)
     fit_alone(alone, make(), [array[: 6 * rr.size() * 4] for array in arrays], 3 * rr.size() * 4)
     assert int(model.optimizer.iterations.numpy()) == 2
@@ -150,7 +150,7 @@ def test_collectives_around_accumulation_keep_the_order_of_the_program():
     what comes first.
     """
     models = [make_model(), make_model()]
-    optimizers = [rr.DistributedOptimizer(SGD(0.1), accumulate_steps=2) for _ in models]
+    optimizers = [rr.DistributedOptimizer(SGD(0.1), gradient_accumulation_steps=2) for _ in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         optimizer.build(model.trainable_variables)
     inputs, targets = rows(data(8, 4, seed=3), 4)
@@ -178,7 +178,7 @@ def test_an_accumulated_infinity_is_forgotten_after_its_update():
     if rr.rank() == 0:
         inputs[4:8] = 1000.0
     model = make_model(Spike(), keras.layers.Dense(3))
-    optimizer = rr.DistributedOptimizer(scaled(0.01, 4.0), accumulate_steps=2)
+    optimizer = rr.DistributedOptimizer(scaled(0.01, 4.0), gradient_accumulation_steps=2)
     fit(model, optimizer, (inputs, targets), 4, run_eagerly=True)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     assert int(optimizer.iterations.numpy()) == 2

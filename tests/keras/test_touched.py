@@ -227,7 +227,7 @@ def test_a_nan_is_not_taken_for_no_gradient(world_of_one):
 @in_both_ways
 def test_accumulated_steps_touch_the_rows_of_any_of_them(world_of_one, is_graph):
     (table, bias), (other, other_bias) = table_and_bias(), table_and_bias()
-    optimizer = touched(SGD(RATE, BETA), accumulate_steps=2)
+    optimizer = touched(SGD(RATE, BETA), gradient_accumulation_steps=2)
     reference = touched(SGD(RATE, BETA))
     reference.build([other, other_bias])
     run = stepping(optimizer, [table, bias], is_graph)
@@ -338,14 +338,14 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("accumulate_steps", "moved"),
+    ("steps", "moved"),
     [
         (1, [[6, 7], [1, 2], [0, 1, 2, 3, 4, 5], [3]]),
         (2, [[], [1, 2, 6, 7], [], [0, 1, 2, 3, 4, 5]]),
     ],
 )
 @on_ranks(2)
-def test_rows_of_all_ranks_are_touched_as_by_one_process(accumulate_steps, moved):
+def test_rows_of_all_ranks_are_touched_as_by_one_process(steps, moved):
     """With integers, exact with momentum 0.5.
 
     Rows 6 and 7 have momentum after the first step. In the last but one each rank has so many rows
@@ -353,7 +353,7 @@ def test_rows_of_all_ranks_are_touched_as_by_one_process(accumulate_steps, moved
     """
     table, expected = (keras.Variable(tf.zeros((ROWS, 4)), name="table") for _ in range(2))
     optimizer, reference = (
-        touched(SGD(0.5, 0.5), communicator=ring, accumulate_steps=accumulate_steps)
+        touched(SGD(0.5, 0.5), communicator=ring, gradient_accumulation_steps=steps)
         for ring in (rr.init(), alone())
     )
     table_ids = [0, 1, 2, 3, 4, 5]

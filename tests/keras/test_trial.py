@@ -470,7 +470,7 @@ def test_ranks_with_data_of_their_own_tell_each_other():
         return tf.data.Dataset.from_tensor_slices((X, bits)).batch(10)
 
     with pytest.warns(rr.ParityWarning, match="the loss masked is not finite"):
-        fitted(2, "of none", data=own, sharded=True)
+        fitted(2, "of none", data=own, per_rank_data=True)
 
 
 class Odd(Exception):
@@ -556,7 +556,7 @@ def test_a_rank_without_data_is_told():
         return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(10)
 
     with pytest.warns(rr.ParityWarning, match='gradients="sum"'):
-        fitted(2, "own sum", data=own, sharded=True, check="step")
+        fitted(2, "own sum", data=own, per_rank_data=True, check="step")
 
 
 def test_what_rows_set_is_named_and_what_follows_from_weights_is_not():

@@ -90,7 +90,7 @@ def fit(model, batches, *, known=True, **options):
     data = dataset_of(batches, known=known)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
-        return rr.fit(model, data, sharded=True, verbose=0, **options).history
+        return rr.fit(model, data, per_rank_data=True, verbose=0, **options).history
 
 
 UNKNOWN = {"known": False}
@@ -255,7 +255,7 @@ def test_an_infinity_of_an_empty_step_does_not_count():
 def test_accumulation_weights_by_samples_too():
     """Two steps of unequal batches are one step over all their samples."""
     batches = [[4, 2, 3, 1], [2, 2], [1]]
-    model = make_model(rr.DistributedOptimizer(SGD(0.1), accumulate_steps=2))
+    model = make_model(rr.DistributedOptimizer(SGD(0.1), gradient_accumulation_steps=2))
     fit(model, batches_of(rr.rank(), batches))
     return compared(model, lambda: train_alone(make_plain(SGD(0.1)), batches, accumulated=2))
 
@@ -322,8 +322,8 @@ def test_what_cannot_be_joined_is_refused():
     limited = {"steps_per_epoch": 3, "batch_size": 4}
     for data, options, text in (
         (tf.data.Dataset.range(3), {}, "Batch it"),
-        (rows, {}, "got ndarray as x with sharded=True"),
-        (dataset_of([]), limited, "got batch_size, steps_per_epoch with sharded=True"),
+        (rows, {}, "got ndarray as x with per_rank_data=True"),
+        (dataset_of([]), limited, "got batch_size, steps_per_epoch with per_rank_data=True"),
     ):
         with pytest.raises(ConfigError, match=text):
-            rr.fit(model, data, sharded=True, **options)
+            rr.fit(model, data, per_rank_data=True, **options)

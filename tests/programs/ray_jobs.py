@@ -93,7 +93,7 @@ def train_on_ray_data(comm):
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0))
     model.compile(optimizer=optimizer, loss="mse")
     count = Count()
-    history = rr.fit(model, data, verbose=0, callbacks=[count], sharded=True)
+    history = rr.fit(model, data, verbose=0, callbacks=[count], per_rank_data=True)
     read = sum(len(y) for _, y in data)
     # Without training the loss is the mean of the squares of all targets, which are 2.
     return {"read": read, "loss": history.history["loss"], "steps": count.steps}

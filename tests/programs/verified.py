@@ -152,10 +152,10 @@ for number in range(2 if comm.size == 1 else 1):
     trains(f"unseeded-{number}", seed=random_seed, inner=rate)
 trains("sums", model=Sums)
 trains("silent", model=Silent, jit=True)
-trains("divided", in_graph=True, sharded=True, accumulate_steps=2)
+trains("divided", in_graph=True, shard_state=True, gradient_accumulation_steps=2)
 trains("alone", strategy=rr.LocalSGD(2))
-loops("loop", jit=False, sharded=True)
-loops("loop-accumulates", accumulate_steps=2, jit=False, steps=17)
+loops("loop", jit=False, shard_state=True)
+loops("loop-accumulates", gradient_accumulation_steps=2, jit=False, steps=17)
 loops("loop-sums", tape=True, divisor=96)
 loops("loop-jit", keras.layers.BatchNormalization(name="norm"), jit=True)
 # A loop that rr.fit follows before it has made all steps is not what is compared.

@@ -23,7 +23,7 @@ SMALLER = {
 }
 RENAMED = {
     "import horovod.tensorflow.keras as hvd": "import ringreduce.keras.horovod as hvd",
-    "backward_passes_per_step=2": "accumulate_steps=2",
+    "backward_passes_per_step=2": "gradient_accumulation_steps=2",
     "    average_aggregated_gradients=True,\n": "",
 }
 

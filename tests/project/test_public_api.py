@@ -33,8 +33,9 @@ KERAS = [
     *("Pipeline", "PowerSGD", "RowParallelDense", "ShardedEmbedding", "Strategy"),
     *("SyncBatchNormalization", "all_gather", "all_reduce", "all_to_all", "broadcast"),
     *("broadcast_variables", "callbacks", "elastic", "evaluate", "fit", "fold_seeds", "init"),
-    *("joined", "load_model", "local_rank", "on_rank_zero", "parts", "predict", "rank", "recv"),
-    *("reduce_scatter", "send", "shard", "shutdown", "size", "step_weight", "verify_replicas"),
+    *("is_initialized", "joined", "launch", "load_model", "local_rank", "local_size"),
+    *("on_rank_zero", "parts", "predict", "rank", "recv", "reduce_scatter", "send", "shard"),
+    *("shutdown", "size", "step_weight", "verify_replicas"),
 ]
 OF_KERAS = {
     "callbacks": ["OnRankZero", "Profile", "Together", "VerifyReplicas"],

@@ -47,7 +47,7 @@ def make(
     bucket_bytes=100,
     units=4,
     rate=0.0,
-    accumulate_steps=1,
+    gradient_accumulation_steps=1,
     momentum=0.0,
     activation=None,
     run_eagerly=True,
@@ -62,7 +62,7 @@ def make(
         SGD(rate, momentum=momentum),
         communicator=ring,
         bucket_bytes=bucket_bytes,
-        accumulate_steps=accumulate_steps,
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
     model.compile(optimizer=optimizer, loss="mse", run_eagerly=run_eagerly)
     return model
@@ -198,7 +198,7 @@ SCENARIOS = {
         ("learning_rate.config.initial_learning_rate is 0.25 on rank 0 and 0.5 on rank 1",),
     ),
     "accumulated steps": (
-        lambda ring: fit(ring, accumulate_steps=odd(3, 2)),
+        lambda ring: fit(ring, gradient_accumulation_steps=odd(3, 2)),
         ("strategy.steps is 2 on rank 0 and 3 on rank 1",),
     ),
     "activation": (

@@ -64,7 +64,7 @@ def trained(sharded, keeps=lambda variables: None, jit=False):
     """The variables of a model after six steps, after each of which `keeps` gets them."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(257)])
-    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.1), sharded=sharded)
+    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.1), shard_state=sharded)
     model.compile(optimizer, "mse", jit_compile=jit)
     x = np.arange(1800, dtype="float32").reshape(6, 300) / 1800
     note = keras.callbacks.LambdaCallback(

@@ -246,7 +246,7 @@ class Two(keras.Model):
             for _ in range(2)
         ]
         self.optimizers = [
-            rr.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulate_steps=steps)
+            rr.DistributedOptimizer(keras.optimizers.SGD(0.1), gradient_accumulation_steps=steps)
             for _ in self.nets
         ]
         self.parts = [wrap(functools.partial(self.part, number)) for number in range(2)]

@@ -353,10 +353,14 @@ def test_keras_trains_to_the_weights_of_the_dense_way(name, is_eager):
         *((2, name, "eager", {}) for name in ("SGD", "Adagrad", "Ftrl", "Lion", "Adam")),
         (2, "Adam", "eager", {"sparse_as_dense": True}),
         (2, "Adam", "graph", {}),
-        (2, "Adam", WAYS[-1], {"accumulate_steps": 2}),
+        (2, "Adam", WAYS[-1], {"gradient_accumulation_steps": 2}),
         *(in_full(3, name, "graph", {}) for name in ("SGD", "Adagrad", "Ftrl", "Lion", "Adam")),
         *(in_full(3, "Adam", way, {"sparse_as_dense": True}) for way in WAYS),
-        *(in_full(size, "Adam", way, {"accumulate_steps": 2}) for way in WAYS for size in (1, 3)),
+        *(
+            in_full(size, "Adam", way, {"gradient_accumulation_steps": 2})
+            for way in WAYS
+            for size in (1, 3)
+        ),
     ],
 )
 @on_ranks()
@@ -378,7 +382,7 @@ def test_rows_are_added_before_an_optimizer_sees_them(name, way, options):
         optimizer.apply([gradient], [table])
 
     step = wrapped(way, apply)
-    for _ in range(2 * options.get("accumulate_steps", 1)):
+    for _ in range(2 * options.get("gradient_accumulation_steps", 1)):
         step()
     np.testing.assert_allclose(table.numpy(), expected.numpy(), rtol=0, atol=1e-5)
 

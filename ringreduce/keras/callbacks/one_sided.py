@@ -43,7 +43,7 @@ class OneSided:
         self._model, self._ring = model, ring
         self._held: Held | None = None
         self._is_first, self._has_warned = True, False
-        hides = any(one.options["sharded"] or one.is_alone for one in wrappers_in(model))
+        hides = any(one.options["shard_state"] or one.is_alone for one in wrappers_in(model))
         sees_batches = that_see_batches(all_of(callbacks))
         flags = np.array([bool(hides or is_repeating(ring)), sees_batches], np.int64)
         every = training_ranks(model.weights, ring)

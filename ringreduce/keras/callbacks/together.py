@@ -114,7 +114,7 @@ class Together(Forwarding):
     - At the end of an epoch and before validation ranks that step alone (`LocalSGD`) meet.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
     - At the end of training the weights are compared, if a `DistributedOptimizer` has trained them
-      (`VerifyReplicas`). Where a step would make one model of two (``sharded=True``, strategies
+      (`VerifyReplicas`). Where a step would make one model of two (``shard_state=True``, strategies
       whose ranks step alone, elastic `rr.fit`) also before it, if a callback has changed some.
     - When training begins the step is tried on a few rows, as by `rr.fit`, if `fit` got arrays.
       ``check=False`` leaves that out, and the comparison of weights.

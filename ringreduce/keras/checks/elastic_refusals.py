@@ -27,7 +27,7 @@ _PIECES = "variables in pieces"
 _EQUAL = "the same callbacks on all ranks; in `rr.callbacks.OnRankZero` one acts on rank 0 only"
 TABLE = (
     Row("several optimizers", "distributed optimizers", [1], "one `rr.DistributedOptimizer`"),
-    Row("`accumulate_steps`, `LocalSGD`, `DiLoCo`", "strategy", [EveryStep()], "larger batches"),
+    Row("accumulation, `LocalSGD`, `DiLoCo`", "strategy", [EveryStep()], "larger batches"),
     Row("int8 and `PowerSGD`", "compression", ["none", "fp16", "bf16"], '`compression="bf16"`'),
     Row('`op="sum"`', "op", [ReduceOp.MEAN], '`op="mean"`'),
     Row("local variables", "local_variables", [0], "variables that all ranks share"),
@@ -38,7 +38,7 @@ TABLE = (
     Row("`steps_per_execution` above 1", "steps_per_execution", [1], "`steps_per_execution=1`"),
     Row("a `train_step` of yours in XLA", "own train_step in XLA", [False], "`jit_compile=False`"),
     Row("several updates in a `train_step`, or none", "updates in a step", [1], "one in each step"),
-    Row("`sharded=True`", "sharded", [False], "the whole data on all ranks"),
+    Row("`per_rank_data=True`", "per_rank_data", [False], "the whole data on all ranks"),
     Row("`batch_share`", "batch_share", ["equal"], "equal shares"),
     Row(
         "`compile` in a callback", "compile in training", [False], "an `rr.fit` before and after it"

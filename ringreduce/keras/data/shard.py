@@ -30,7 +30,7 @@ def shard(
     `keras.utils.PyDataset`. Every rank gets equally many, so that all make equally many steps; up
     to size - 1 elements at the end are left out, of which rank 0 warns where they are more than
     1 %. With ``even=False`` none is, and some ranks get one more: batch such a dataset, and give it
-    to `rr.fit` with ``sharded=True``, or to `rr.joined`.
+    to `rr.fit` with ``per_rank_data=True``, or to `rr.joined`.
 
     `data` must be the same on every rank. Shard a dataset before batching, and batch by the global
     batch size divided by `size`. Of what is already batched each rank gets whole batches, of which
@@ -80,7 +80,9 @@ def shard(
 def _look_at_count(count: int, ring: Communicator, even: bool) -> None:
     """ConfigError if no rank gets any of `count` (0 or less: unknown); warn if many are left."""
     left, size = 0 if count < 0 or not even else count % ring.size, ring.size
-    remedy = "divide samples instead of files; or pass even=False, and sharded=True to rr.fit."
+    remedy = (
+        "divide samples instead of files; or pass even=False, and per_rank_data=True to rr.fit."
+    )
     if 0 < left == count:
         text = f"got {count} elements to shard among {size} ranks, of which none would get any"
         remedy = f"Give every rank one: make more files, or {remedy}"

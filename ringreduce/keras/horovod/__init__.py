@@ -13,7 +13,14 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.process import is_initialized, local_size
+from ringreduce.communicator.process import (
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from ringreduce.keras.advice import ABSENT, OPTIONS
 from ringreduce.keras.horovod import callbacks, elastic
 from ringreduce.keras.horovod.process_sets import (
@@ -35,9 +42,13 @@ __all__ = [
     "Compression",
     "callbacks",
     "elastic",
-    "is_initialized",
-    "local_size",
     "remove_process_set",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
     *("Average", "Max", "Min", "Product", "Sum", "init"),
     *("DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"),
     *("ProcessSet", "add_process_set", "global_process_set"),
@@ -77,7 +88,7 @@ def DistributedOptimizer(
     """`ringreduce.keras.DistributedOptimizer` with its `options`, and Horovod's at their defaults.
 
     Args:
-        backward_passes_per_step: `accumulate_steps`; more than 1 only with
+        backward_passes_per_step: `gradient_accumulation_steps`; more than 1 only with
             `average_aggregated_gradients`.
         average_aggregated_gradients: apply the mean of the accumulated steps; there is no sum.
         options: `scale_local_gradients` is True by default: gradients of local variables are
@@ -95,7 +106,7 @@ def DistributedOptimizer(
                 remedy="Pass average_aggregated_gradients=True too, and multiply the learning rate "
                 "by the number of passes.",
             )
-        options["accumulate_steps"] = backward_passes_per_step
+        options["gradient_accumulation_steps"] = backward_passes_per_step
     return rr.DistributedOptimizer(optimizer, _unless_global(process_set), **_translated(options))
 
 

@@ -35,8 +35,7 @@ def refuse_unusable(inner: Any, compression: Any) -> None:
                 "reduce in every step what it then adds up",
                 remedy="Leave that out and "
                 + for_rr(
-                    "pass accumulate_steps to DistributedOptimizer: it adds up first and reduces "
-                    "once.",
+                    "pass it to DistributedOptimizer, which adds up first and reduces once.",
                     "take a larger batch_size, of which each rank computes its part only.",
                 ),
             )

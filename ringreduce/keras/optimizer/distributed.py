@@ -79,10 +79,11 @@ class DistributedOptimizer(Wrapper):
             batch grows with them.
         communicator: by default the process's, which `init` must have made when the first step
             comes.
-        strategy: when ranks combine what they learn: `EveryStep`, the default, `Accumulate`,
-            `LocalSGD`, `DiLoCo`, or a `Strategy` of one's own.
+        strategy: when ranks combine what they learn: `LocalSGD`, `DiLoCo`, or a `Strategy` of one's
+            own. None, the default: in every step.
         bucket_bytes: about how many bytes of gradients are reduced at a time.
-        accumulate_steps: short for ``strategy=Accumulate(steps)``.
+        gradient_accumulation_steps: add up the gradients of so many steps, and reduce and apply
+            their mean once.
         compression: ``"none"``, ``"fp16"``, ``"bf16"``, ``"int8"`` or a `PowerSGD`: what float32
             gradients are while they travel between hosts (`Compression`). Ranks stay bit-identical.
         sparse_as_dense: make sparse gradients (`tf.IndexedSlices`, of embeddings) dense before they
@@ -102,10 +103,11 @@ class DistributedOptimizer(Wrapper):
             add them up, and one without rows adds nothing. ``"tried"``, the default: ``"mean"``,
             and `rr.fit` tries the step on a few rows before it trains, and warns if it is no mean.
             ``"sum"`` goes neither with split layers and tables nor with `LocalSGD` and `DiLoCo`.
-        sharded: divide the update: each rank keeps 1 / size of the optimizer's state, updates as
-            much of the weights, and gets the rest from the others. For optimizers that work element
-            by element; results are those of an update that is not divided. docs/guides/keras.md
-            says what it refuses, some of it in the first step. All ranks must take part in saving.
+        shard_state: divide the update: each rank keeps 1 / size of the optimizer's state, updates
+            as much of the weights, and gets the rest from the others. For optimizers that work
+            element by element; results are those of an update that is not divided.
+            docs/guides/keras.md says what it refuses, some of it in the first step. All ranks must
+            take part in saving.
         check_numerics: what to do when a gradient of this rank holds NaN or infinity just before it
             is averaged; those of pieces and local variables are not. ``"raise"``: all ranks raise
             the same `NumericsError`, which names rank, variable, element and step; also where the
@@ -115,7 +117,7 @@ class DistributedOptimizer(Wrapper):
 
     Raises:
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
-            itself; another argument is out of range, or does not go with `sharded`; or a
+            itself; another argument is out of range, or does not go with `shard_state`; or a
             `tf.distribute` strategy is active.
         TypeError: there is no such argument; for one of Horovod's, it names the one to use.
     """
@@ -138,7 +140,7 @@ class DistributedOptimizer(Wrapper):
         strategy: Strategy | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         check_numerics: str = "off",
-        accumulate_steps: int = 1,
+        gradient_accumulation_steps: int = 1,
         compression: str | PowerSGD = "none",
         sparse_as_dense: bool = False,
         update_rows: str = "all",
@@ -146,16 +148,16 @@ class DistributedOptimizer(Wrapper):
         scale_local_gradients: bool = False,
         op: ReduceOp | str = ReduceOp.MEAN,
         gradients: str = "tried",
-        sharded: bool = False,
+        shard_state: bool = False,
         **others: Any,
     ) -> None:
         for name in others:
             raise TypeError(advice_on_option(name))
         refuse_unusable(inner, compression)
-        strategy = chosen_strategy(strategy, accumulate_steps)
+        strategy = chosen_strategy(strategy, gradient_accumulation_steps)
         strategy.check(inner)
         refuse_divided(inner)
-        if sharded:
+        if shard_state:
             refuse_unshardable(inner, strategy, compression, update_rows)
         scaled = scale_local_gradients or gradient_op(op) is ReduceOp.SUM
         weighting.refuse_unknown_gradients(gradients, scaled)
@@ -173,7 +175,7 @@ class DistributedOptimizer(Wrapper):
             "scale_local_gradients": scale_local_gradients,
             "op": gradient_op(op),
             "gradients": gradients,
-            "sharded": sharded,
+            "shard_state": shard_state,
         }
         updates_rows = self._touched is not None
         self._running = strategy.begin(Use(self._ring, updates_rows, compression))
@@ -300,7 +302,7 @@ class DistributedOptimizer(Wrapper):
         return trained if self._sharding is None else self._sharding.originals
 
     def _is_divided(self) -> bool:
-        return self._options["sharded"] and self._ring().size > 1
+        return self._options["shard_state"] and self._ring().size > 1
 
     def _shard_if_due(self) -> None:
         """Divide the state of an inner optimizer that was built before it was wrapped."""
@@ -466,7 +468,7 @@ class DistributedOptimizer(Wrapper):
 
     def settings(self) -> list[settings.Settings]:
         """Collect the settings that must be equal on all ranks, and do not show in gradients."""
-        names = "strategy", "op", "gradients", "scale_local_gradients", "update_rows", "sharded"
+        names = "strategy", "op", "gradients", "scale_local_gradients", "update_rows", "shard_state"
         chosen = settings.settings_in({name: self._options[name] for name in names})
         if self._sharding is not None:
             chosen |= {"times that a file was loaded": str(self._loads)}

@@ -183,7 +183,7 @@ def _options_in(file: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str,
             remedy="Save the model again; or rr.load_model(path, compile=False), and compile the "
             "model anew.",
         ) from error
-    if "accumulate_steps" in passed:
+    if "gradient_accumulation_steps" in passed:
         kept.pop("strategy", None)
     options = dict(passed)
     for name in [name for name in kept if name not in passed]:

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(sharded=True)`: each rank updates its share of the weights.
+"""`DistributedOptimizer(shard_state=True)`: each rank updates its share of the weights.
 
     whole weights --slices--> stand-ins   gradients --reduce-scatter--> means of the slices
          ^                                                                  |
@@ -48,7 +48,7 @@ def refuse_divided(inner: Any) -> None:
 
 def refuse_unshardable(inner: Any, strategy: Strategy, compression: Any, update_rows: str) -> None:
     """ConfigError for what needs whole variables in the update, or whole state on each rank."""
-    require_elementwise(inner, "has sharded=True, and {}")
+    require_elementwise(inner, "has shard_state=True, and {}")
     is_elastic = elastic_minimum() is not None
     reasons = {
         f"strategy={strategy!r}": not isinstance(strategy, (EveryStep, Accumulate)),
@@ -58,7 +58,7 @@ def refuse_unshardable(inner: Any, strategy: Strategy, compression: Any, update_
         "elastic training, in which a lost rank takes its share with it": is_elastic,
     }
     if found := [reason for reason, is_so in reasons.items() if is_so]:
-        text = f"got sharded=True with {'; '.join(found)}"
+        text = f"got shard_state=True with {'; '.join(found)}"
         raise ConfigError(text, remedy="Leave one of them out.")
 
 
@@ -68,7 +68,7 @@ def weights_to_divide(wrapper: Any) -> int:
     With less than two numbers of state for a weight, dividing costs what it saves.
     """
     options = wrapper.options
-    if options["sharded"] or not wrapper.built:
+    if options["shard_state"] or not wrapper.built:
         return 0
     how = options["strategy"], options["compression"], options["update_rows"]
     try:
@@ -112,9 +112,9 @@ class Sharding:
             if has_constraint or dtype not in ("float32", "float64"):
                 what = "a constraint, which looks at all of it" if has_constraint else dtype
                 raise ConfigError(
-                    f"has sharded=True, and {path_of(variable)} with {what}",
+                    f"has shard_state=True, and {path_of(variable)} with {what}",
                     **ring.config.who,
-                    remedy="Leave that out, or sharded=True.",
+                    remedy="Leave that out, or shard_state=True.",
                 )
         specs = [
             GradientSpec(path_of(v), tuple(v.shape), tf.as_dtype(v.dtype).name)
@@ -155,9 +155,9 @@ class Sharding:
                 gradient = tf.convert_to_tensor(gradient)
             elif isinstance(gradient, tf.IndexedSlices):
                 raise ConfigError(
-                    f"has sharded=True, and a gradient of {path_of(variable)} in rows",
+                    f"has shard_state=True, and a gradient of {path_of(variable)} in rows",
                     **ring.config.who,
-                    remedy="Pass sparse_as_dense=True too, or leave sharded out for large tables.",
+                    remedy="Pass sparse_as_dense=True too; for large tables leave shard_state out.",
                 )
             given[place] = gradient
         found = self._buckets.scatter(given)

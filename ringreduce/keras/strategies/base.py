@@ -83,14 +83,18 @@ class Strategy:
         raise NotImplementedError
 
 
-def chosen_strategy(strategy: Strategy | None, accumulate_steps: int) -> Strategy:
-    """The strategy that these two arguments of an optimizer ask for; ConfigError if both do."""
+def chosen_strategy(strategy: Strategy | None, accumulated: int) -> Strategy:
+    """What an optimizer's `strategy` and its gradient_accumulation_steps, here `accumulated`, ask.
+
+    ConfigError if both ask for something.
+    """
     if strategy is None:
-        return EveryStep() if accumulate_steps == 1 else Accumulate(accumulate_steps)
-    if accumulate_steps != 1 or not isinstance(strategy, Strategy):
+        return EveryStep() if accumulated == 1 else Accumulate(accumulated)
+    if accumulated != 1 or not isinstance(strategy, Strategy):
         raise ConfigError(
-            f"got strategy={brief(strategy)} and accumulate_steps={accumulate_steps}",
-            remedy="Pass an object, such as rr.LocalSGD(50), or accumulate_steps=k, not both.",
+            f"got strategy={brief(strategy)} and gradient_accumulation_steps={accumulated}",
+            remedy="Pass an object, such as rr.LocalSGD(50), or gradient_accumulation_steps=k, not "
+            "both.",
         )
     return strategy
 
@@ -122,7 +126,7 @@ class Accumulate(Strategy):
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigError(f"accumulate_steps is {self.steps}; accepted: 1 and more")
+            raise ConfigError(f"gradient_accumulation_steps is {self.steps}; accepted: 1 and more")
 
     def begin(self, use: Use) -> Running:
         """See `Strategy`."""

@@ -35,7 +35,7 @@ def feeds_of(
     data, validation = (options.x, options.y, options.sample_weight), options.validation_data
     if options.validation_split and validation is None:
         data, validation = split(data, options.validation_split)
-    if options.sharded:
+    if options.per_rank_data:
         training = _sharded_feed(options, ring)
         # Steps of validation need no other rank.
         validation_feed = None if validation is None else _own_feed(validation, "validation_data")
@@ -87,7 +87,7 @@ def _sharded_feed(options: Any, ring: Communicator) -> Feed:
         del of_batches["batch_share"]
     if unused := [name for name, value in of_batches.items() if value is not None]:
         raise ConfigError(
-            f"got {', '.join(unused)} with sharded=True",
+            f"got {', '.join(unused)} with per_rank_data=True",
             remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a "
             "slow rank by less: gradients count by rows. An epoch is one pass over it.",
         )
@@ -101,7 +101,7 @@ def _own_feed(data: Any, name: str) -> Feed:
     """This rank's own batches, such as a shard of Ray Data."""
     if not isinstance(data, tf.data.Dataset):
         raise ConfigError(
-            f"got {type(data).__name__} as {name} with sharded=True",
+            f"got {type(data).__name__} as {name} with per_rank_data=True",
             remedy="Pass a tf.data.Dataset; of Ray Data, that is "
             "ray.train.get_dataset_shard(name).to_tf(features, labels, batch_size=n).",
         )

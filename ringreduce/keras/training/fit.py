@@ -58,7 +58,7 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import brief
 
 # Arguments, and what else must be equal on all ranks; of data where all have the same.
-_EVERYWHERE = "epochs", "initial_epoch", "sharded", "profile", "check", "loss", "run_eagerly"
+_EVERYWHERE = "epochs", "initial_epoch", "per_rank_data", "profile", "check", "loss", "run_eagerly"
 _OF_DATA = (
     *("batch_size", "shuffle", "steps_per_epoch", "validation_split", "validation_steps"),
     *("validation_batch_size", "validation_data", "validation_freq", "seed"),
@@ -87,7 +87,7 @@ def fit(
     seed: int = 0,
     backup_dir: Any = None,
     check: bool | str = True,
-    sharded: bool = False,
+    per_rank_data: bool = False,
     batch_share: str | float | None = None,
     profile: bool = False,
     communicator: Communicator | None = None,
@@ -121,12 +121,12 @@ def fit(
             training, batches as they are read, of which only y where there is one, since x may be
             random on purpose. Both, and True, the default, which is both: compare the weights of
             all ranks after training, and before steps that would hide a difference
-            (``sharded=True`` of the optimizer, elastic jobs), if a callback has changed some. False
-            does nothing of that.
-        sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
-            as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
-            which ranks may have different numbers of batches and samples. A rank that runs out of
-            batches goes on without data until all have. So is `validation_data`.
+            (``shard_state=True`` of the optimizer, elastic jobs), if a callback has changed some.
+            False does nothing of that.
+        per_rank_data: `x` holds this rank's own batches, a part of the data that no other rank has,
+            such as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset,
+            in which ranks may have different numbers of batches and samples. A rank that runs out
+            of batches goes on without data until all have. So is `validation_data`.
         batch_share: this rank's share of each global batch. ``"equal"``, the default;
             ``"measured"``: the ranks measure for 10 steps how fast each of them computes, and
             divide later batches in that proportion, which rank 0 prints; or a number above 0, such
@@ -176,14 +176,14 @@ def fit(
     if ring.size > 1 or ring.parent is not None or recording is not None:
         build(model, training.spec)
         refuse_states_of_rows(model, ring)
-        if not sharded:
+        if not per_rank_data:
             refuse_fixed_rows(model, ring, training.rows)
     # Where ranks know no better, they tell each other how many rows they have.
     exchanges = ring.size > 1 and not (training.is_even or training.is_counted)
-    exchanges = least is None and (sharded or exchanges)
+    exchanges = least is None and (per_rank_data or exchanges)
     who, before = Training.of(model, ring), who
     who.require_same(before, model)
-    weighs = exchanges and not sharded
+    weighs = exchanges and not per_rank_data
     _make_ready(model, who, training, weighs=weighs)
     with contextlib.ExitStack() as elastic:
         steps = None
@@ -195,7 +195,7 @@ def fit(
         trial = None
         if who.everyone.size > 1:
             how = {"tries": check in (True, "step"), "compares": compares_data(check)}
-            trial = Trial(model, training, who.everyone, has_own_data=sharded, **how)
+            trial = Trial(model, training, who.everyone, has_own_data=per_rank_data, **how)
         # Keras's loop, and an execution of several steps, read by themselves.
         is_read_ahead = is_own_loop and model.steps_per_execution == 1
         if trial is not None and not is_read_ahead:
@@ -259,7 +259,7 @@ def _around(
             options.communicator,
             profile=options.profile,
             validate=validate,
-            is_global=not options.sharded,
+            is_global=not options.per_rank_data,
             check=False,  # It does so itself, as `VerifyReplicas`.
             compares=bool(check),
         )
@@ -276,7 +276,7 @@ def _arguments_of(options: Any) -> Settings:
         "loss": options.model.loss,
         "run_eagerly": options.model.run_eagerly,
     }
-    names = [*_EVERYWHERE, *([] if options.sharded else _OF_DATA)]
+    names = [*_EVERYWHERE, *([] if options.per_rank_data else _OF_DATA)]
     return Settings("arguments of rr.fit and compile", settings_in({n: values[n] for n in names}))
 
 
@@ -285,7 +285,7 @@ def _agreed_shares(options: Any, ring: Communicator, who: Training, *, is_elasti
     shares = agreed_shares(options.batch_share, ring)
     if is_elastic:
         share = "equal" if shares.is_equal else options.batch_share
-        refuse(ring, {"sharded": options.sharded, "batch_share": share})
+        refuse(ring, {"per_rank_data": options.per_rank_data, "batch_share": share})
     if shares.is_measured and who.everyone is not ring:
         raise ConfigError(
             'got batch_share="measured" for a model with split layers, whose ranks must have the '

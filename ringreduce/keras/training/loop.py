@@ -172,7 +172,7 @@ class Loop:
                     peer=rank,
                     operation="comparison of data",
                     remedy="Give every rank the same data. Where each has its own, pass "
-                    "sharded=True.",
+                    "per_rank_data=True.",
                 )
 
     def _pass(self, epoch: int) -> Any:
@@ -338,7 +338,7 @@ class _Passes:
         return (
             f"This rank's data, whose length TensorFlow does not know, {how} after {self.place} "
             "batches of the epoch: if other ranks have more or fewer, give all the same data, or "
-            "pass sharded=True where each has its own."
+            "pass per_rank_data=True where each has its own."
         )
 
     def end(self, *, warns: bool) -> None:

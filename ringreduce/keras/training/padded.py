@@ -54,7 +54,7 @@ def _longest(count: int, ring: Communicator) -> int | None:
     named, problem = zip(ring.members, counts, strict=True), ""
     if endless := [str(rank) for rank, n in named if n == tf.data.INFINITE_CARDINALITY]:
         problem = f"the dataset of rank{'s' * (len(endless) > 1)} {', '.join(endless)} never ends"
-        remedy = "Data that never ends needs no sharded=True; pass steps_per_epoch to fit."
+        remedy = "Data that never ends needs no per_rank_data=True; pass steps_per_epoch to fit."
     elif max(counts) == 0:
         problem = "no rank has any data"
         remedy = "Look at how the data is divided: rr.shard takes what is not batched."

@@ -209,7 +209,7 @@ def _may_leave_weights(model: keras.Model) -> bool:
         and own_step(model) is None
         and is_keras_s
         and getattr(model, "_compile_metrics", None) is None  # Which may look at anything.
-        and getattr(model.optimizer, "options", {}).get("sharded")
+        and getattr(model.optimizer, "options", {}).get("shard_state")
     )
 
 
