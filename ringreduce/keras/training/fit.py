@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -31,7 +30,6 @@ from ringreduce.keras.checks.seeds import draw_apart, fold_seeds
 from ringreduce.keras.checks.settings import (
     Settings,
     require_same_settings,
-    settings_in,
     settings_of_model,
 )
 from ringreduce.keras.checks.warnings import note_sharding
@@ -46,23 +44,16 @@ from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.recording.loops import given_up
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.training.answering import Answering
+from ringreduce.keras.training.arguments import FitArguments
 from ringreduce.keras.training.elastic_steps import Elastic
-from ringreduce.keras.training.feeds import compares_data, example_of, feeds_of
+from ringreduce.keras.training.feeds import example_of, feeds_of
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.overridden import fit_through_own, is_overridden
 from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.record import Record
 from ringreduce.tensorflow.agreement import count_true
-from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
+from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.words import brief
-
-# Arguments, and what else must be equal on all ranks; of data where all have the same.
-_EVERYWHERE = "epochs", "initial_epoch", "per_rank_data", "profile", "check", "loss", "run_eagerly"
-_OF_DATA = (
-    *("batch_size", "shuffle", "steps_per_epoch", "validation_split", "validation_steps"),
-    *("validation_batch_size", "validation_data", "validation_freq", "seed"),
-)
 
 
 def fit(
@@ -154,20 +145,19 @@ def fit(
             different settings; or their weights differ after training, since a callback has changed
             something on some ranks only.
     """
-    options = SimpleNamespace(**locals())
+    given = FitArguments(**locals())
     ring = communicator or default_communicator()
     require_compiled(model)
     require_distributed(model, ring)
     if is_overridden(model, "fit"):
-        del options.model
-        return fit_through_own(model, fit, vars(options), ring)
-    who, arguments = _require_ready(options, ring)
+        return fit_through_own(model, fit, given.without_model, ring)
+    who, settings = _require_ready(given, ring)
     least = elastic_minimum() if ring.size > 1 else None
     # A package may have replaced `fit` on some ranks: all have the same loop.
     is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
-    shares = _agreed_shares(options, ring, who, is_elastic=least is not None)
+    shares = _agreed_shares(given, ring, who, is_elastic=least is not None)
     training, validation = feeds_of(
-        options, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
+        given, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
     )
     own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
     if ring.size > 1:
@@ -191,17 +181,23 @@ def fit(
             elastic.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
-        around = _around(options, who, training, validation, shares, own_callbacks)
+        around = _around(given, who, training, validation, shares, own_callbacks)
         trial = None
         if who.everyone.size > 1:
-            how = {"tries": check in (True, "step"), "compares": compares_data(check)}
-            trial = Trial(model, training, who.everyone, has_own_data=per_rank_data, **how)
+            trial = Trial(
+                model,
+                training,
+                who.everyone,
+                has_own_data=per_rank_data,
+                tries=given.tries_step,
+                compares=given.compares_data,
+            )
         # Keras's loop, and an execution of several steps, read by themselves.
         is_read_ahead = is_own_loop and model.steps_per_execution == 1
         if trial is not None and not is_read_ahead:
             around.insert(0, AfterFirst(trial))
         if recording is not None:
-            around.append(Record(*recording, arguments.found, who.everyone, training, model, trial))
+            around.append(Record(*recording, settings.found, who.everyone, training, model, trial))
         if steps is not None and verbose:
             # Another rank could not go on with Keras's own bar.
             around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))
@@ -222,22 +218,19 @@ def fit(
         )
 
 
-def _require_ready(options: Any, ring: Communicator) -> tuple[Training, Settings]:
+def _require_ready(given: FitArguments, ring: Communicator) -> tuple[Training, Settings]:
     """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
-    model = options.model
-    if options.check not in (True, False, "data", "step"):
-        text = f"check is {brief(options.check)}; accepted: True, False, 'data', 'step'"
-        raise ConfigError(text, **ring.config.who)
-    refuse_other_ring(model, "rr.fit", ring)
-    if options.check:
-        refuse_other_optimizer(model, ring)
-    who = Training.of(model, ring)
-    require_same_settings([arguments := _arguments_of(options)], who.everyone)
-    return who, arguments
+    given.require_known(ring)
+    refuse_other_ring(given.model, "rr.fit", ring)
+    if given.check:
+        refuse_other_optimizer(given.model, ring)
+    who = Training.of(given.model, ring)
+    require_same_settings([settings := given.settings], who.everyone)
+    return who, settings
 
 
 def _around(
-    options: Any,
+    given: FitArguments,
     who: Training,
     training: Feed,
     validation: Feed | None,
@@ -245,10 +238,10 @@ def _around(
     own_callbacks: list[Any],
 ) -> list[Any]:
     """The callbacks that `fit` adds, in order, around those of the user."""
-    model, ring, check, validate = options.model, who.data, options.check, None
+    model, ring, check, validate = given.model, who.data, given.check, None
     around: list[Any] = []
     if shares.is_measured:
-        around.append(Measure(shares, ring, options.verbose))
+        around.append(Measure(shares, ring, given.verbose))
     if validation is not None:
         # Before what exchanges metrics when a rank's own validation ends.
         around.append(Answering(model, ring, partial(example_of, training.spec)))
@@ -256,10 +249,10 @@ def _around(
     around.append(
         Together(
             own_callbacks,
-            options.communicator,
-            profile=options.profile,
+            given.communicator,
+            profile=given.profile,
             validate=validate,
-            is_global=not options.per_rank_data,
+            is_global=not given.per_rank_data,
             check=False,  # It does so itself, as `VerifyReplicas`.
             compares=bool(check),
         )
@@ -267,25 +260,14 @@ def _around(
     return [*around, *([VerifyReplicas(None, ring)] if check else [])]
 
 
-def _arguments_of(options: Any) -> Settings:
-    """Select the arguments that must be equal on all ranks; those of own data may differ."""
-    values = {
-        **vars(options),
-        "profile": options.profile or profile_wanted(),
-        "validation_data": "absent" if options.validation_data is None else "given",
-        "loss": options.model.loss,
-        "run_eagerly": options.model.run_eagerly,
-    }
-    names = [*_EVERYWHERE, *([] if options.per_rank_data else _OF_DATA)]
-    return Settings("arguments of rr.fit and compile", settings_in({n: values[n] for n in names}))
-
-
-def _agreed_shares(options: Any, ring: Communicator, who: Training, *, is_elastic: bool) -> Shares:
+def _agreed_shares(
+    given: FitArguments, ring: Communicator, who: Training, *, is_elastic: bool
+) -> Shares:
     """The ranks' shares of a batch, if they go with the rest. Collective."""
-    shares = agreed_shares(options.batch_share, ring)
+    shares = agreed_shares(given.batch_share, ring)
     if is_elastic:
-        share = "equal" if shares.is_equal else options.batch_share
-        refuse(ring, {"per_rank_data": options.per_rank_data, "batch_share": share})
+        share = "equal" if shares.is_equal else given.batch_share
+        refuse(ring, {"per_rank_data": given.per_rank_data, "batch_share": share})
     if shares.is_measured and who.everyone is not ring:
         raise ConfigError(
             'got batch_share="measured" for a model with split layers, whose ranks must have the '
