@@ -51,7 +51,7 @@ from ringreduce.vocabulary.worker_environment import parents_ring
 _log = logging.getLogger(__name__)
 
 
-# `tensorflow/` and `keras/` also use its `_session`, which a ring formed anew replaces.
+# What else `tensorflow/` and `keras/` use is in `ringreduce.communicator.integration`.
 class Communicator:
     """One rank's handle on a formed ring; `ringreduce.init` makes the usual one.
 

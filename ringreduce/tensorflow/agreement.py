@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import fail
 from ringreduce.vocabulary.errors import MismatchError
 
 
@@ -48,4 +49,4 @@ def refuse(ring: Communicator, first: Difference | None, operation: str) -> None
     error = MismatchError(
         first.text, **ring.config.who, peer=first.peer, operation=operation, remedy=first.remedy
     )
-    raise ring._session.fail(error)
+    raise fail(ring, error)

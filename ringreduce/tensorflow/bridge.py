@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import share_count
 from ringreduce.pure.buckets import BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec, Residuals
@@ -116,7 +117,7 @@ class GradientBridge:
         key = specs, way, () if kept is None else tuple(map(id, variables))
         if key not in self._routes:
             over = ring.transport if way == "XLA" else None
-            count = ring._session.collectives.share_count
+            count = share_count(ring)
             plan = self._plan(specs, gradients, count, over)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
             thin = None if self.low_rank is None else LowRankReducer(self.low_rank, plan, variables)

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import check, explain_by
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import xla
 from ringreduce.tensorflow.control_flow import is_in_loop
@@ -93,11 +94,11 @@ def collective(
         return tf.identity(value)
     if numbers is None:
         numbers = kept(ring, Numbers)
-        ring._session.lasting.explainers.add(numbers)
+        explain_by(ring, numbers)
 
     def numbered(*arrays: np.ndarray) -> tuple[Any, ...]:
         *inputs, origin = arrays
-        ring._session.check()  # A call that is refused here, as in a trial, takes no number.
+        check(ring)  # A call that is refused here, as in a trial, takes no number.
         number, sign = numbers.next(int(origin))
         # Copies, since TensorFlow's arrays may be shared. Scalars come as numpy's.
         outputs = run(*map(np.array, inputs), sign)

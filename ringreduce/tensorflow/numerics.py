@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import fail
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import GradientSpec
 from ringreduce.pure.schedule import chunk_bounds
@@ -86,7 +87,7 @@ class NumericsCheck:
             what, **ring.config.who, peer=peer, operation="gradient reduction", remedy=remedy
         )
         if self._mode == "raise":
-            raise ring._session.fail(error)
+            raise fail(ring, error)
         if str(self._bad_steps).rstrip("0") == "1":
             text = "[%d/%d] %s This was bad step %d of this rank."
             _log.warning(text, *ring.config.who.values(), error, self._bad_steps)

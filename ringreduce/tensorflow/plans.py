@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import (
+    explain_by,
+    membership_of,
+    note_step,
+    reduce_shares,
+    shares,
+)
 from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.pure.encodings import Coding, encoding_of
-from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.low_rank import LowRankReducer
@@ -36,15 +42,15 @@ class AgreedPlans:
     def __init__(self, ring: Communicator, bucket_bytes: int) -> None:
         self.communicator, self._bucket_bytes = ring, bucket_bytes
         self._plans: dict[int, BucketPlan] = {}
-        self._epoch = ring._session.membership.epoch
+        self._epoch = membership_of(ring).epoch
         self._latest: BucketPlan | None = None
         self._comparing: BucketPlan | None = None
-        ring._session.lasting.explainers.add(self)
+        explain_by(ring, self)
 
     def require(self, plan: BucketPlan) -> None:
         """Compare a plan with every rank's before its first use; on all ranks MismatchError."""
         ring = self.communicator
-        epoch = ring._session.membership.epoch
+        epoch = membership_of(ring).epoch
         if self._epoch != epoch:
             self._epoch, self._plans = epoch, {}
         if plan.signature in self._plans:
@@ -132,8 +138,7 @@ class BucketReducer:
         """Begin a step: `require` that all ranks have this plan."""
         now = time.monotonic()
         if self._begun_s is not None:
-            events = self.communicator._session.events
-            events.part(SpanKind.TRAINING, self._begun_s, now)
+            note_step(self.communicator, self._begun_s, now)
         self._begun_s = now
         self._agreed.require(self.plan)
         self.numerics.begin_step()
@@ -156,11 +161,11 @@ class BucketReducer:
 
     def scatter(self, bucket: int, values: np.ndarray) -> None:
         """Reduce as `reduce` does, but only this rank's share of `values` becomes its mean."""
-        session, parts = self.communicator._session, self._parts[bucket]
-        self.numerics.check_own(self.communicator, values, parts)
-        session.calls.reduce_shares(values, self.plan.signature)
-        own = session.collectives.shares(values.size, values.itemsize)[self.communicator.rank]
-        self.numerics.check_mean(self.communicator, values, parts, own=own)
+        ring, parts = self.communicator, self._parts[bucket]
+        self.numerics.check_own(ring, values, parts)
+        reduce_shares(ring, values, self.plan.signature)
+        own = shares(ring, values.size, values.itemsize)[ring.rank]
+        self.numerics.check_mean(ring, values, parts, own=own)
 
     def _mean(self, values: np.ndarray, coding: Coding | None = None) -> None:
         signature = self.plan.signature

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import drain_engine, note_blocked
 from ringreduce.effects.handoff import Area, BucketItem, Layout, RoundFailed
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow import failures, order, private, xla
@@ -128,13 +129,12 @@ def blocking(ring: Communicator, run: Callable[..., Any]) -> Callable[..., Any]:
 
     def timed(*arrays: np.ndarray) -> Any:
         began = time.perf_counter()
-        if (engine := ring._session.lasting.engine) is not None:
-            engine.drain()  # of the buckets, which come before
+        drain_engine(ring)  # of the buckets, which come before
         drained = time.perf_counter()
         try:
             return run(*arrays)
         finally:
             now = time.perf_counter()
-            ring._session.blocked_for(now - began, now - drained)
+            note_blocked(ring, now - began, now - drained)
 
     return timed

@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import engine_of
 from ringreduce.effects.handoff import BucketItem, Layout
 from ringreduce.pure.buckets import BucketPlan
 from ringreduce.tensorflow import ops, order, xla
@@ -53,7 +54,7 @@ def serve(
     owner: Any, ring: Communicator, layouts: list[Layout], run: Callable[[BucketItem], None]
 ) -> int:
     """Have the engine call `run` for each packed bucket as long as `owner` lives; its number."""
-    engine = ring._session.engine
+    engine = engine_of(ring)
     assert engine.native is not None
     number = engine.native.register(layouts)
     engine.serve(number, run)

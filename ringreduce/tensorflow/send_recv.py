@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import fail
 from ringreduce.tensorflow.differentiable import Numbers, Sign, checked, collective
 from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import ConfigError, MismatchError
@@ -104,7 +105,7 @@ def _gradient_from(group_rank: int, like: Any, ring: Communicator, number: Any) 
                 peer=ring.members[group_rank],
                 remedy="Receive with the shape and dtype of what is sent.",
             )
-            raise ring._session.fail(error)
+            raise fail(ring, error)
         return gradient
 
     what, number64 = "receive a gradient", tf.convert_to_tensor(number, tf.int64)

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import gather_shares, share_count, shared_memory, shares
 from ringreduce.effects.handoff import Area, BucketItem, Layout
 from ringreduce.pure.buckets import Bucket, BucketPlan, GradientSpec, Piece, pieces
 from ringreduce.pure.wire import signature_of
@@ -53,7 +54,7 @@ class ShardedBuckets:
     ) -> None:
         sizes = {spec.dtype: tf.as_dtype(spec.dtype).size for spec in specs}
         self._ring, self._sizes = ring, sizes
-        count = ring._session.collectives.share_count
+        count = share_count(ring)
         self._plan = BucketPlan.make(specs, sizes, bucket_bytes, ranks=count)
         self.pieces = self.pieces_of(ring.rank)
         self._agreed = AgreedPlans(ring, bucket_bytes)
@@ -65,11 +66,11 @@ class ShardedBuckets:
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """Return the piece of each variable that a rank updates."""
-        shares = [
-            self._ring._session.collectives.shares(bucket.count, self._sizes[bucket.dtype])[rank]
+        parts = [
+            shares(self._ring, bucket.count, self._sizes[bucket.dtype])[rank]
             for bucket in self._plan.buckets
         ]
-        found = pieces(self._plan, shares)
+        found = pieces(self._plan, parts)
         return [found[number] for number in range(len(self._plan.gradients))]
 
     def scatter(self, gradients: _Tensors) -> list[Any]:
@@ -250,13 +251,13 @@ class _Memory:
     def shared(self) -> list[list[Area]]:
         """Two areas for each bucket's weights that the host's ranks share, or none. Collective."""
         sizes = [self._nbytes(number) for number in range(len(self._areas))]
-        found = self._ring._session.calls.share([size for size in sizes for _ in range(2)])
+        found = shared_memory(self._ring, [size for size in sizes for _ in range(2)])
         areas = [Area(*each) for each in found or []]
         return [areas[at : at + 2] for at in range(0, len(areas), 2)]
 
     def give(self, values: np.ndarray) -> None:
         """Fill a bucket's `values` with all ranks' shares of it."""
-        self._ring._session.calls.gather_shares(values, self._signature)
+        gather_shares(self._ring, values, self._signature)
 
     def _nbytes(self, number: int) -> int:
         bucket = self._plan.buckets[number]

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import fail
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import INDEX_BYTES, GradientSpec, gathers_rows
 from ringreduce.tensorflow.plans import BucketReducer
@@ -172,7 +173,7 @@ def _merged(
         text = f"has row {outside} in its gradient of {spec.describe()}"
         remedy = f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed."
         error = ArrayError(text, **ring.config.who, operation="gradient reduction", remedy=remedy)
-        raise ring._session.fail(error)
+        raise fail(ring, error)
     rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
     rising, total = _added(indices.astype(np.int64, copy=False), rows)
     return rising, _narrowed(total, rows.dtype)

@@ -197,6 +197,18 @@ def test_only_few_modules_import_these():
         assert importers <= layers
 
 
+def test_only_the_communicator_s_own_files_use_its_session():
+    users = {
+        module
+        for module in SOURCES
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Attribute) and node.attr == "_session"
+        # Which has a key of that name.
+        if module != "ringreduce.transport.security"
+    }
+    assert {layer_of(module) for module in users} == {"communicator"}
+
+
 def test_no_text_is_run_as_code():
     called = {
         (module, node.func.id)

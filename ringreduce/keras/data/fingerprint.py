@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import claim
 from ringreduce.keras.checks.users_line import DataWarning, users_frame, warn_at_users_line
 from ringreduce.keras.data.arrays import Arrays
 from ringreduce.keras.repeating import told_by_ranks
@@ -186,14 +187,14 @@ class FingerprintedPasses:
         """Claim that of the first `total` elements of a pass; the first `before` were compared."""
         where = f"element {total}" if total == before + 1 else f"elements {before + 1} to {total}"
         often = "" if number == 1 else f" of pass {number}"
-        claim = Claim(
+        read = Claim(
             f"{self._key}, pass {number}, {total}",
             fingerprint.to_bytes(8, "little", signed=True),
             f"and rank {{peer}} read different data: {self._what} ({self._line}) differs in "
             f"{where}{often}, so that samples would be used twice or never",
             self._remedy,
         )
-        self._communicator._session.claim(claim)
+        claim(self._communicator, read)
 
 
 def targets(element: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import membership_of
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.reforming import EndedError
 from ringreduce.keras.checks.elastic_refusals import facts_of, refuse
@@ -175,7 +176,7 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
             try:
                 if not has_ended:
                     state.sync()
-                    if ring._session.membership.epoch and ring.rank == 0:
+                    if membership_of(ring).epoch and ring.rank == 0:
                         who = ring.config.rank, ring.config.size
                         _log.warning("[%d/%d] goes on from the commit %s", *who, state._where())
                     if state._commits > commits + 1:

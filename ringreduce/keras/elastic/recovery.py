@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Reformed
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import membership_of
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.communicator.reforming import EndedError, answer_others, reform
 from ringreduce.tensorflow.kept import kept
@@ -90,7 +91,7 @@ def go_on(
                 raise
             error = another
     seconds = time.monotonic() - began
-    membership = ring._session.membership
+    membership = membership_of(ring)
     is_said = handover.tell(Reformed(membership.epoch, membership.members, where, seconds))
     if gone and not is_said:
         _log.warning(

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import fail
 from ringreduce.tensorflow import xla
 from ringreduce.tensorflow.differentiable import NONE, Sign, collective
 from ringreduce.tensorflow.python_calls import call
@@ -107,7 +108,7 @@ def _refuse_bad(bad: np.ndarray, layers: Sequence[Any], ring: Communicator) -> N
                 remedy="Look at what the model is fed; values that are in no vocabulary need "
                 "a row of their own.",
             )
-            raise ring._session.fail(error)
+            raise fail(ring, error)
 
 
 def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> list[Any]:

@@ -33,6 +33,7 @@ import psutil
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import refusing
 from ringreduce.keras import metric_states, private
 from ringreduce.keras.metric_states import MetricStates, numbers_in, results_of_all, states_of
 from ringreduce.keras.model.averages import is_average, untrained
@@ -95,7 +96,7 @@ def try_step(model: keras.Model, batch: Any, ring: Communicator) -> Verdict:
     raises is no error: it may need more rows than a trial has.
     """
     try:
-        with put_back(model), ring._session.refusing(_NotTried("it makes a collective call")):
+        with put_back(model), refusing(ring, _NotTried("it makes a collective call")):
             return _tried(model, batch)
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and _is_of_signal(error):

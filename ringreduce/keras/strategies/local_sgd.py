@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import engine_of, note_blocked
 from ringreduce.keras.optimizers_in import all_within
 from ringreduce.keras.strategies.base import Running, Step, Strategy, Use, wide
 from ringreduce.keras.weighting import Averaging, weighted
@@ -292,14 +293,14 @@ class _Meeting:
         for part, change in zip(self._parts, changes, strict=True):
             part[:] = change.reshape(-1)
         weight = float(weight_here)
-        self.work = self._ring._session.engine.submit(lambda: self._meet(weight))
+        self.work = engine_of(self._ring).submit(lambda: self._meet(weight))
         return [np.int32(0)]
 
     def end(self) -> list[np.ndarray]:
         work, self.work = self.work, None
         began = time.perf_counter()
         work.wait()
-        self._ring._session.blocked_for(time.perf_counter() - began, self._took_s)
+        note_blocked(self._ring, time.perf_counter() - began, self._took_s)
         pairs = zip(self._parts, self._shapes, strict=True)
         return [part.reshape(shape).copy() for part, shape in pairs]
 

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import fail
 from ringreduce.keras.data.uneven import empty_batch, spec_of
 from ringreduce.keras.model.building import build
 from ringreduce.keras.model.weighted import weigh_steps
@@ -59,5 +60,5 @@ def _longest(count: int, ring: Communicator) -> int | None:
         problem = "no rank has any data"
         remedy = "Look at how the data is divided: rr.shard takes what is not batched."
     if problem:
-        raise ring._session.fail(ConfigError(problem, remedy=remedy))
+        raise fail(ring, ConfigError(problem, remedy=remedy))
     return None if min(counts) < 0 else max(counts)
