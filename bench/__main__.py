@@ -399,6 +399,14 @@ def trial(
 
 
 @app.command()
+def exchanges(json_file: Json = None) -> None:
+    """How many collectives a training makes beside its steps: around it, and in each epoch."""
+    from bench import exchanges as exchanging
+
+    exchanging.run(json_file=json_file)
+
+
+@app.command()
 def simulate(
     workers: Annotated[
         str, typer.Option("-n", "--workers", metavar="N,...", help="Ranks of the rings.")

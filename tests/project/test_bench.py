@@ -337,6 +337,18 @@ def test_training_is_measured_for_all_systems(tmp_path):
     assert max(losses) - min(losses) < 1e-3
 
 
+@pytest.mark.tensorflow
+@pytest.mark.full
+def test_collectives_beside_steps_are_counted():
+    """A step has one bucket. What the rest is may change; it does not depend on time."""
+    from bench import exchanges
+
+    found = exchanges.row("dense")
+    assert found["step"] == 1
+    assert found["epoch"] == int(found["epoch"]) > 0
+    assert found["around"] == int(found["around"]) > 0
+
+
 @pytest.mark.full
 def test_the_cost_of_encryption_is_measured():
     arguments = ["bench/encryption.py", "--mib", "1", "2", "--seconds", "0.1"]
