@@ -225,7 +225,8 @@ RARE = [
         *((PAIR, [train]) for train in (*OFTEN, halved)),
         *((PAIR, [case(train, is_built=one)]) for train in (decayed, begun) for one in (0, 1)),
         *(in_full(PAIR, RARE[start::3]) for start in range(3)),
-        *(in_full(layout, WIDELY[start::2]) for layout in SEVERAL for start in range(2)),
+        *(in_full(layout, WIDELY[start::2]) for layout in SEVERAL[:2] for start in range(2)),
+        in_full(SEVERAL[2], [in_a_graph, in_a_loop]),
         in_full(SEVERAL[1], [with_pieces]),
     ],
 )

@@ -12,9 +12,8 @@ SOME = {
     "layers": {"Attention": "neither", "Dropout": "mean", "CutMix": "neither"},
 }
 NAMES = [(kind, name) for kind, names in SOME.items() for name in names]
-OTHERS = [
-    (kind, name) for kind in SOME for name in verdicts.names_of(kind) if name not in SOME[kind]
-]
+# `python -m tests.verdicts` tries all of them.
+OTHERS = [(kind, name) for kind in SOME for name in verdicts.names_of(kind)[::8]]
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
@@ -27,6 +26,6 @@ def test_a_verdict_is_what_is_measured(kind, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "name"), OTHERS)
-def test_all_verdicts_are(kind, name):
+def test_other_verdicts_are(kind, name):
     [case] = verdicts.KINDS[kind]([name])
     assert not verdicts.shown(case)

@@ -154,6 +154,8 @@ class Checker:
         assert any(state.successor is not None for state in self.states)
 
 
+# On a slow machine the last take minutes.
+@pytest.mark.timeout(400)
 # Ranks of a view of three are alike, so any may begin first; of four, the lowest is not.
 @pytest.mark.parametrize(
     ("size", "ballots", "at_once"),
