@@ -132,7 +132,7 @@ def _tried(model: keras.Model, batch: Any) -> Verdict:
     whole, every = runs.whole(), np.arange(count)
     halves = [runs.of(part) for part in np.split(every, 2)]
     each = runs.compared(whole, halves)
-    if _gravest(each).fit is Fit.MEAN and whole.seconds < _SLOW_S:
+    if _gravest(each).fit is Fit.MEAN and whole.seconds < _SLOW_S and not _is_of_keras(model):
         # Such as a step that divides by half the rows of a batch.
         thirds = np.split(every, [(count + 1) // 3])
         each = runs.compared(whole, [runs.of(part) for part in thirds])
@@ -155,6 +155,18 @@ def _tried(model: keras.Model, batch: Any) -> Verdict:
     of_rows = tuple(_set_by_rows(whole, halves, runs.tolerance))
     verdict = Verdict(found.fit.value, count, found.missed, where, tuple(sums), tuple(apart))
     return replace(verdict, of_rows=of_rows, fits=fits)
+
+
+def _is_of_keras(model: keras.Model) -> bool:
+    """Whether the step, the loss and all layers are Keras's own: none of them counts rows."""
+    losses = [loss for loss in keras.tree.flatten(model.loss) if loss]
+    kinds = [type(loss) for loss in losses if not isinstance(loss, str)]
+    layers = private.layers_of(model)
+    kinds += map(type, layers)
+    if any(isinstance(layer, keras.layers.Lambda) for layer in layers):
+        return False
+    is_plain = own_step(model) is None and type(model).compute_loss is keras.Model.compute_loss
+    return is_plain and all(map(private.is_of_keras, kinds))
 
 
 def _gravest(each: Sequence[Comparison]) -> Comparison:
