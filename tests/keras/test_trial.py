@@ -587,3 +587,26 @@ def test_what_any_rank_has_found_on_its_own_rows_is_named():
     found.append(Verdict("mean", of_rows=("center", "plain")))
     assert trial_in_fit._gravest(found).of_rows == ("center", "plain")
     assert trial_in_fit._gravest(found).fit == "sum"
+
+
+class _CountsRows(keras.Model):
+    """Right for 12 rows and for 6, wrong for 4 and 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        is_wrong = tf.shape(x)[0] % 3 != 0
+        return self.dense(x) * tf.where(is_wrong, 0.5, 1.0)
+
+
+def test_a_call_of_ones_own_is_tried_in_unequal_parts_too():
+    def work(ring):
+        model = _CountsRows()
+        model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.1), ring), "mse")
+        x, y = (np.ones((12, width), "float32") for width in (3, 1))
+        build(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(4).element_spec)
+        return try_step(model, (x, y), ring).fit
+
+    assert ring_of_threads(1, work) == ["neither"]

@@ -158,15 +158,13 @@ def _tried(model: keras.Model, batch: Any) -> Verdict:
 
 
 def _is_of_keras(model: keras.Model) -> bool:
-    """Whether the step, the loss and all layers are Keras's own: none of them counts rows."""
-    losses = [loss for loss in keras.tree.flatten(model.loss) if loss]
-    kinds = [type(loss) for loss in losses if not isinstance(loss, str)]
+    """Whether the step, the loss, the model's `call` and all layers are Keras's own."""
     layers = private.layers_of(model)
-    kinds += map(type, layers)
-    if any(isinstance(layer, keras.layers.Lambda) for layer in layers):
+    if own_step(model) is not None or any(isinstance(v, keras.layers.Lambda) for v in layers):
         return False
-    is_plain = own_step(model) is None and type(model).compute_loss is keras.Model.compute_loss
-    return is_plain and all(map(private.is_of_keras, kinds))
+    losses = [loss for loss in keras.tree.flatten(model.loss) if loss and not isinstance(loss, str)]
+    kinds = map(type, [*losses, *layers])
+    return all(map(private.is_of_keras, [type(model).compute_loss, type(model).call, *kinds]))
 
 
 def _gravest(each: Sequence[Comparison]) -> Comparison:
