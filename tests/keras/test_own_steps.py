@@ -216,14 +216,7 @@ CASES = {
     "gan": Case("mean", Gan),
     "gan with label noise": Case("mean", Noisy, is_random=True),
     "gan of a constant": Case("sum", Added),
-    "accumulated here": Case(
-        "mean",
-        stepping(mean),
-        X[:24],
-        Y[:24],
-        of_wrapper={"gradient_accumulation_steps": 2},
-        batch=12,
-    ),
+    "accumulated here": Case("mean", stepping(mean), of_wrapper={"gradient_accumulation_steps": 2}),
     "sum, accumulated here": Case(
         "sum", stepping(of_constant), of_wrapper={"gradient_accumulation_steps": 2}
     ),

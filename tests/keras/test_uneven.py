@@ -69,12 +69,12 @@ def make_plain(optimizer, *layers):
     return make_model(optimizer, *layers, run_eagerly=True)
 
 
-def train_alone(model, batches=BATCHES, *, epochs=1, accumulated=1):
-    """Train on the batches of all ranks, `accumulated` of each in one step."""
+def train_alone(model, batches=BATCHES, *, epochs=1):
+    """Train on the batches of all ranks."""
     everyone = [batches_of(rank, batches) for rank in range(rr.size())]
     for _ in range(epochs):
-        for step in range(0, max(map(len, everyone)), accumulated):
-            parts = [part for own in everyone for part in own[step : step + accumulated]]
+        for step in range(max(map(len, everyone))):
+            parts = [part for own in everyone for part in own[step : step + 1]]
             model.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
     return model
 
@@ -252,12 +252,13 @@ def test_an_infinity_of_an_empty_step_does_not_count():
 
 
 @on_2_and_3
-def test_accumulation_weights_by_samples_too():
-    """Two steps of unequal batches are one step over all their samples."""
+def test_accumulation_is_that_of_keras():
+    """Each step counts alike, whatever its length; within it each rank by its rows."""
     batches = [[4, 2, 3, 1], [2, 2], [1]]
     model = make_model(rr.DistributedOptimizer(SGD(0.1), gradient_accumulation_steps=2))
     fit(model, batches_of(rr.rank(), batches))
-    return compared(model, lambda: train_alone(make_plain(SGD(0.1)), batches, accumulated=2))
+    of_keras = SGD(0.1, gradient_accumulation_steps=2)
+    return compared(model, lambda: train_alone(make_plain(of_keras), batches))
 
 
 @on_2_and_3

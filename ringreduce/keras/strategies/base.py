@@ -118,8 +118,9 @@ class _EveryStep(Running):
 class Accumulate(Strategy):
     """Average and apply only every `steps` steps, with the mean of all their gradients.
 
-    As one step with so many times the batch. The step counter counts what is applied. What is left
-    at the end of an epoch counts for the next.
+    As one step with so many times the batch, if all are of one length: each step counts alike, as
+    where Keras accumulates. The step counter counts what is applied. What is left at the end of an
+    epoch counts for the next.
     """
 
     steps: int
@@ -153,29 +154,28 @@ class _Accumulating(Running):
         gradients, variables, kinds, weight, reducer, apply = step
         cycle = self._cycle_of(gradients, variables)
         weight = weight or Weight(tf.constant(1.0), tf.constant(1.0))
-        if reducer.adds_up:
-            # The mean of the steps' sums, as Keras accumulates.
-            weight = Weight(tf.math.sign(weight.own), tf.constant(1.0))
+        has_rows = tf.math.sign(weight.own)
+        # Each step counts alike, whatever its length; within it each rank by its rows.
+        share = has_rows if reducer.adds_up else weight.factor
+        of_local = share if reducer.scale_local else has_rows
+        factors = {Averaging.MEAN: share, Averaging.LOCAL: of_local, Averaging.PART: 1.0}
         for gradient, total, kind in zip(gradients, cycle.sums, kinds, strict=True):
             if gradient is not None:
-                total.add(gradient, weight.mean if kind is Averaging.PART else weight.own)
-        cycle.own.assign_add(weight.own)
-        cycle.mean.assign_add(weight.mean)
+                total.add(gradient, factors[kind])
+        cycle.with_rows.assign_add(has_rows)
         is_due = tf.equal(cycle.count.assign_add(1) % self._steps, 0)
 
         def apply_mean() -> None:
             vouch_for_branch()
-            # Divided so that the plain mean over the ranks is the weighted mean over all steps and
-            # ranks; for local variables over this rank's steps.
-            of_local = cycle.mean if reducer.scale_local else cycle.own
-            divisors = {**dict.fromkeys(Averaging, cycle.mean), Averaging.LOCAL: of_local}
+            divisors = dict.fromkeys(Averaging, self._steps)
+            if not reducer.scale_local:
+                divisors[Averaging.LOCAL] = cycle.with_rows
             sums = zip(cycle.sums, kinds, strict=True)
             means = [total and total.divided(divisors[kind]) for total, kind in sums]
             apply(reducer.reduce(means, variables, kinds), variables)
             for total in filter(None, cycle.sums):
                 total.clear()
-            cycle.own.assign(0.0)
-            cycle.mean.assign(0.0)
+            cycle.with_rows.assign(0.0)
 
         tf.cond(is_due, apply_mean, lambda: None)
 
@@ -194,11 +194,11 @@ class _Accumulating(Running):
 
 
 class _Cycle:
-    """Sums since the last reduction: of this rank's weights, the ranks' means, and gradients."""
+    """Sums since the last reduction: of gradients, and of steps in which this rank had rows."""
 
     def __init__(self, variables: int) -> None:
         self.count = lasting(np.int64(0))
-        self.own, self.mean = lasting(0.0), lasting(0.0)
+        self.with_rows = lasting(0.0)
         # None before a variable's first gradient, which may be in a later step of a cycle.
         self.sums: list[Any] = [None] * variables
 
