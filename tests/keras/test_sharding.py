@@ -205,11 +205,13 @@ OFTEN = [
     in_a_graph,
     in_a_loop,
     case(trained),
-    case(in_graphs, gradient_accumulation_steps=2),
     by_xla,
 ]
-WIDELY = [*OFTEN, by(RMSprop)]
+ACCUMULATED = case(in_graphs, gradient_accumulation_steps=2)
+WIDELY = [*OFTEN, ACCUMULATED, by(RMSprop)]
 RARE = [
+    ACCUMULATED,
+    *(case(train, is_built=True) for train in (decayed, begun)),
     *(by(SGD), by(SGD, momentum=0.9), by(SGD, momentum=0.9, nesterov=True)),
     *(by(AdamW, weight_decay=0.3), by(Adagrad), by(RMSprop), case(trained, inner=RMSprop)),
     *(case(in_graphs, op="sum"), case(in_graphs, policy="mixed_float16")),
@@ -223,7 +225,7 @@ RARE = [
     ("layout", "trains"),
     [
         *((PAIR, [train]) for train in (*OFTEN, halved)),
-        *((PAIR, [case(train, is_built=one)]) for train in (decayed, begun) for one in (0, 1)),
+        *((PAIR, [case(train, is_built=False)]) for train in (decayed, begun)),
         *(in_full(PAIR, RARE[start::3]) for start in range(3)),
         *(in_full(layout, WIDELY[start::2]) for layout in SEVERAL[:2] for start in range(2)),
         in_full(SEVERAL[2], [in_a_graph, in_a_loop]),

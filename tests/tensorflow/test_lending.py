@@ -12,6 +12,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.effects import handoff, native
 from ringreduce.tensorflow import GradientBridge
 from tests.ranks import on_ranks
+from tests.scope import in_full
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -79,7 +80,7 @@ def are_equal(found, due):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("keepers", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("keepers", [in_full((0,)), in_full((1,)), (0, 1)])
 @on_ranks(2)
 def test_weights_that_a_program_keeps_stay_as_they_are(keepers, jit):
     kept = []
@@ -117,7 +118,7 @@ def test_what_a_rank_does_to_its_weights_stays_there(change):
         assert are_equal(found, due) == (rr.rank() != changes)
 
 
-@pytest.mark.parametrize("drops", [0, 1])
+@pytest.mark.parametrize("drops", [0, in_full(1)])
 @on_ranks(2)
 def test_weights_stay_when_another_rank_has_dropped_its_model(drops):
     due, found = trained(False), trained(True)
