@@ -7,15 +7,21 @@ the metric's ``merge_states(states)``, of which each rank's are a list of arrays
 in the order of its variables: it returns such a list.
 """
 
+import contextlib
 import hashlib
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.pure.payload import encode
 from ringreduce.tensorflow.agreement import Difference, refuse
 
 # For each name in logs: whether it is a metric's, and its value if that is a float, else None.
@@ -32,13 +38,25 @@ class MetricStates:
     # By name in logs: floats, and arrays where a metric has several numbers.
     results: Mapping[str, Any] = field(default_factory=dict)
 
+    def layout(self) -> list[list[Any]]:
+        """Path, aggregation, dtype and shape of each variable."""
+        pairs = zip(self.variables, self.values, strict=True)
+        return [[v.path, v.aggregation, n.dtype.name, list(n.shape)] for v, n in pairs]
+
+    def compared(self) -> list[list[Any]]:
+        """The `layout` without paths: numbers in automatic names may differ between ranks."""
+        return [rest for _, *rest in self.layout()]
+
+    def packed(self) -> bytes:
+        """The `values`, one after the other."""
+        return b"".join(value.tobytes() for value in self.values)
+
     def digest(self) -> str:
         """Hash `values`; empty where some are not finite, or all whole: equal by chance."""
         is_finite = all(np.isfinite(value).all() for value in self.values)
         if not is_finite or all((value % 1 == 0).all() for value in self.values):
             return ""
-        joined = b"".join(values.tobytes() for values in self.values)
-        return hashlib.blake2b(joined, digest_size=8).hexdigest()
+        return hashlib.blake2b(self.packed(), digest_size=8).hexdigest()
 
 
 def states_of(model: Any, batches: int) -> MetricStates:
@@ -65,6 +83,40 @@ def metrics_in(model: Any) -> list[Any]:
     return [part for m in model.metrics for part in getattr(m, "metrics", ()) or [m]]
 
 
+def gathered_alike(
+    described: Any, compared: Any, numbers: Any, ring: Communicator
+) -> list[tuple[Any, Any]]:
+    """What each rank passes as `described` and as `numbers`, of plain types, in rank order.
+
+    Collective: one exchange where all have the same `compared`, which is of plain types too, and
+    nothing but numbers and its hash travels; else one more.
+    """
+    digest = hashlib.blake2b(encode(compared).tobytes(), digest_size=8).digest()
+    gathered = ring.all_gather_object([digest, numbers])
+    if all(theirs == digest for theirs, _ in gathered):
+        return [(described, theirs) for _, theirs in gathered]
+    every = ring.all_gather_object(described)
+    return [(shape, theirs) for shape, (_, theirs) in zip(every, gathered, strict=True)]
+
+
+class Told(NamedTuple):
+    """What a rank has told others of its `MetricStates`, in plain types."""
+
+    batches: int
+    layout: list[list[Any]]
+    packed: bytes
+    way: str
+
+    def values(self, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """A copy of the value of each variable; those here are `like` them."""
+        values, offset = [], 0
+        for here in like:
+            value = np.frombuffer(self.packed, here.dtype, here.size, offset)
+            values.append(value.reshape(here.shape).copy())
+            offset += here.nbytes
+        return values
+
+
 def combined_results(model: Any, states: MetricStates, ring: Communicator) -> dict[str, Any]:
     """The results by name of `model`'s metrics on all ranks' batches, equal on all; none without.
 
@@ -72,24 +124,67 @@ def combined_results(model: Any, states: MetricStates, ring: Communicator) -> di
     rank keeps its own, and results that then differ are averaged. The metrics hold afterwards what
     they held before. MismatchError, on all ranks, if their metrics differ.
     """
-    pairs = zip(states.variables, states.values, strict=True)
-    own_layout = [[v.path, v.aggregation, n.dtype.name, list(n.shape)] for v, n in pairs]
-    values = [value.tobytes() for value in states.values]
-    gathered = ring.all_gather_object([states.batches, own_layout, values])
-    refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
-    had_batches = [values for batches, _, values in gathered if batches]
-    if not had_batches:
-        return {}
-    results: dict[str, Any] = {}
-    if states.batches:
-        columns = [
-            [np.frombuffer(n, value.dtype).reshape(value.shape).copy() for n in every]
-            for value, every in zip(states.values, zip(*had_batches, strict=True), strict=True)
-        ]
-        results = results_of_all(model, states, columns)
-    every = gathered_numbers(results, ring)
+    numbers = [states.batches, states.packed(), way_of_results(model)]
+    gathered = gathered_alike(states.layout(), states.compared(), numbers, ring)
+    told = [Told(batches, layout, *rest) for layout, (batches, *rest) in gathered]
+    return results_of_ranks(model, [(states, told)], ring)[0]
+
+
+def results_of_ranks(
+    model: Any, pairs: Sequence[tuple[MetricStates, Sequence[Told]]], ring: Communicator
+) -> list[dict[str, Any]]:
+    """`combined_results` of several states, of which the ranks have told each other.
+
+    No exchange where each rank had batches, and computes the same from what all have told: else
+    one, of results.
+    """
+    own: list[dict[str, Any]] = []
+    for states, told in pairs:
+        refuse(ring, _difference(told, ring.members), "averaging of metrics")
+        if not states.batches:
+            own.append({})
+            continue
+        had_batches = [each.values(states.values) for each in told if each.batches]
+        own.append(results_of_all(model, states, list(zip(*had_batches, strict=True))))
+    if all(_are_equal_on_all(told) for _, told in pairs):
+        return own
+    every = gathered_numbers(own, ring)
+    return [_agreed_numbers([numbers[place] for numbers in every]) for place in range(len(own))]
+
+
+def _are_equal_on_all(told: Sequence[Told]) -> bool:
+    """Whether each rank has computed the same results, and has all of them."""
+    batches, ways = [each.batches for each in told], {each.way for each in told}
+    if not any(batches):
+        return True
+    keeps_own = any(how == "none" for each in told for _, how, *_ in each.layout)
+    return all(batches) and len(ways) == 1 and "" not in ways and not keeps_own
+
+
+def way_of_results(model: Any) -> str:
+    """How this rank computes results from states; "": they may follow from more than those.
+
+    Processors of several kinds may round the last bit otherwise.
+    """
+    functions = [model.get_metrics_result, *(metric.result for metric in metrics_in(model))]
+    return _machine() if all(map(private.is_of_keras, functions)) else ""
+
+
+@cache
+def _machine() -> str:
+    """A hash of what this process computes with."""
+    lines = []
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        lines = [line for line in file if line.startswith(("model name", "flags", "Features"))]
+    facts = [tf.__version__, platform.machine(), *sorted(set(lines))]
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
+
+
+def _agreed_numbers(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = dict.fromkeys(name for numbers in every for name in numbers)
-    return {name: _agreed([logs[name] for logs in every if name in logs]) for name in names}
+    return {
+        name: _agreed([numbers[name] for numbers in every if name in numbers]) for name in names
+    }
 
 
 def results_of_all(
@@ -161,16 +256,23 @@ def numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def gathered_numbers(numbers: Mapping[str, Any], ring: Communicator) -> list[dict[str, Any]]:
-    """All ranks' `numbers`, floats or arrays by name, in rank order. Collective."""
-    arrays = {name: np.asarray(number) for name, number in numbers.items()}
-    packed = {name: [n.dtype.str, n.shape, n.tobytes()] for name, n in arrays.items()}
+def gathered_numbers(
+    several: Sequence[Mapping[str, Any]], ring: Communicator
+) -> list[list[dict[str, Any]]]:
+    """All ranks' `several` times numbers, floats or arrays by name, in rank order. Collective."""
+
+    def packed(numbers: Mapping[str, Any]) -> dict[str, Any]:
+        arrays = {name: np.asarray(number) for name, number in numbers.items()}
+        return {name: [n.dtype.str, n.shape, n.tobytes()] for name, n in arrays.items()}
 
     def unpacked(dtype: str, shape: list[int], data: bytes) -> Any:
         return np.frombuffer(data, dtype).reshape(shape).copy()
 
-    every = ring.all_gather_object(packed)
-    return [numbers_in({name: unpacked(*n) for name, n in theirs.items()}) for theirs in every]
+    every = ring.all_gather_object(list(map(packed, several)))
+    return [
+        [numbers_in({name: unpacked(*n) for name, n in one.items()}) for one in theirs]
+        for theirs in every
+    ]
 
 
 def _agreed(numbers: Sequence[Any]) -> Any:
@@ -193,12 +295,12 @@ def restored(variables: Sequence[Any]) -> Iterator[None]:
             variable.assign(value)
 
 
-def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-    named = zip(members, gathered, strict=True)
-    counted = [(rank, layout) for rank, (batches, layout, _) in named if batches]
+def _difference(told: Sequence[Told], members: Sequence[int]) -> Difference | None:
+    counted = [
+        (rank, each.layout) for rank, each in zip(members, told, strict=True) if each.batches
+    ]
     for rank, layout in counted:
         first, expected = counted[0]
-        # Without the path: numbers in automatic names depend on what else a process has made.
         if [entry[1:] for entry in layout] != [entry[1:] for entry in expected]:
             return Difference(
                 rank,

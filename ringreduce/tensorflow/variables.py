@@ -19,21 +19,21 @@ from ringreduce.tensorflow.agreement import Difference, agree, refuse
 from ringreduce.vocabulary.words import named
 
 
-def broadcast_variables(variables: Sequence[Any], ring: Communicator, root: int = 0) -> bool:
-    """Give all ranks `root`'s values of `variables`; return whether any differed on this rank.
+def broadcast_variables(variables: Sequence[Any], ring: Communicator, root: int = 0) -> list[Any]:
+    """Give all ranks `root`'s values of `variables`; return those that differed on this rank.
 
     A variable, `tf.Variable` or `keras.Variable`, is assigned only where its value differs. Raises
     as `broadcast_values`.
     """
     checked_root(root, ring.size, ring.config.who)
     if ring.size == 1:
-        return False
+        return []
     values = [value_of(variable) for variable in variables]
     received = broadcast_values([path_of(variable) for variable in variables], ring, root, values)
-    differed = False
+    differed = []
     for variable, before, after in zip(variables, values, received, strict=True):
         if before.tobytes() != after.tobytes():
-            differed = True
+            differed.append(variable)
             variable.assign(after)
     return differed
 
@@ -50,13 +50,17 @@ def broadcast_values(
 def require_alike(layout: Sequence[tuple[str, tuple[int, ...], str]], ring: Communicator) -> None:
     """MismatchError, on all ranks, if variables differ in number or name, shape or dtype: `layout`.
 
-    Or the versions of TensorFlow or Keras. Collective: one exchange.
+    Or the versions of TensorFlow or Keras. Collective: one exchange, of a hash, if they do not.
     """
     versions = {"TensorFlow": tf.__version__}
     if "keras" in sys.modules:
         versions["Keras"] = sys.modules["keras"].__version__
     description = {"versions": versions, "variables": list(layout)}
     what, signature = "broadcast of the initial weights", signature_of("variables")
+    essences = [GradientSpec(path, tuple(shape), dtype).essence for path, shape, dtype in layout]
+    digest = signature_of(sorted(versions.items()), essences)
+    if len(set(ring.all_gather_object(digest, signature=signature))) == 1:
+        return
     agree(ring, description, lambda *pair: _difference(description, *pair[2:]), what, signature)
 
 
@@ -153,6 +157,11 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     gathered = ring.all_gather_object(list(map(_hash_of, variables)))
     if any(hashes != gathered[0] for hashes in gathered):
         refuse(ring, _who_differs(variables, gathered, ring.members), "verify_replicas")
+
+
+def digest_of(variables: Sequence[Any]) -> int:
+    """A hash of the values of `variables`, 64 bits."""
+    return signature_of(*map(_hash_of, variables))
 
 
 def differing(variables: Sequence[Any], ring: Communicator) -> list[Any]:

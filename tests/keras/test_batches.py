@@ -12,7 +12,7 @@ import ringreduce.keras as rr
 from ringreduce import MismatchError
 from ringreduce.keras.data.adapters import feed_of
 from ringreduce.keras.data.arrays import Arrays
-from ringreduce.keras.data.batch_shares import Shares, agreed_shares
+from ringreduce.keras.data.batch_shares import Shares, agreed_shares, told_share
 from ringreduce.keras.data.division import Plan
 from ringreduce.keras.rows import as_tensor
 from ringreduce.pure.claims import Claim
@@ -205,14 +205,14 @@ def test_ranks_that_have_made_different_numbers_of_batches_ahead_change_together
 def test_a_wrong_share_is_an_error_on_all_ranks(given, error, text):
     def work(comm):
         with pytest.raises(error, match=text):
-            agreed_shares(given[comm.rank], comm)
+            agreed_shares(list(map(told_share, given)), comm)
 
     ring_of_threads(2, work)
 
 
 def test_equal_numbers_are_equal_shares():
     for given in (None, "equal", 1.0):
-        found = ring_of_threads(2, partial(agreed_shares, given))
+        found = ring_of_threads(2, partial(agreed_shares, [told_share(given)] * 2))
         assert all(shares.is_equal for shares in found)
 
 

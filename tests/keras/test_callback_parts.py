@@ -11,7 +11,7 @@ import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
 from ringreduce.keras.callbacks.metric_average import MetricAverage
-from ringreduce.keras.callbacks.rank_zero import WRITERS, share_states
+from ringreduce.keras.callbacks.rank_zero import WRITERS, states_now, take_states
 from ringreduce.keras.metric_states import combined_results, states_of
 from ringreduce.testing import ring_of_threads
 
@@ -257,8 +257,8 @@ def test_the_next_training_may_begin_with_what_rank_0_s_callback_knew_on_any_ran
         # A loop of its own may give callbacks to rank 0 alone.
         more = [] if comm.rank else [keras.callbacks.CSVLogger("log.csv")]
         given = [rr.callbacks.OnRankZero(each, comm) for each in [best, *more]]
-        share_states(given, comm)
-        share_states(given[1:], comm)
+        for some in (given, given[1:]):
+            take_states(some, comm.all_gather_object(states_now(some, comm))[0])
         return best.best
 
     assert ring_of_threads(2, work) == [0.5, 0.5]

@@ -13,7 +13,7 @@ def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
     """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
     if communicator.size == 1:
         return
-    rates = _rates_of(model)
+    rates = rates_of(model)
 
     def agree() -> list[float]:
         broadcast_variables(rates, communicator)
@@ -26,7 +26,7 @@ def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
 def kept_rates(model: Any) -> list[float]:
     """The learning rates that a `DistributedOptimizer` keeps equal on all ranks in each step."""
     equal_now = getattr(model.optimizer, "equal_now", None)
-    return list(map(float, equal_now(_rates_of(model)))) if equal_now else []
+    return list(map(float, equal_now(rates_of(model)))) if equal_now else []
 
 
 def diverged(model: Any, rates: Sequence[list[float]], ring: Communicator) -> Difference | None:
@@ -55,6 +55,7 @@ def unlike_rates(rates: Mapping[int, list[float]]) -> Difference | None:
     )
 
 
-def _rates_of(model: Any) -> list[Any]:
+def rates_of(model: Any) -> list[Any]:
+    """The learning rates of the optimizer of `model` that are variables."""
     variables = getattr(model.optimizer, "variables", ())
     return [variable for variable in variables if variable.name == "learning_rate"]

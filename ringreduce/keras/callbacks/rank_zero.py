@@ -17,7 +17,6 @@ from ringreduce.keras import private
 from ringreduce.keras.callbacks.watching import HOOKS, that_look
 from ringreduce.keras.layers.groups import training_ranks
 from ringreduce.keras.layers.part import has_parts
-from ringreduce.keras.repeating import repeated
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import brief
 
@@ -155,15 +154,14 @@ class OnRankZero(Forwarding):
         return [type(self.callback).__name__, attributes]
 
 
-def share_states(members: Sequence[OnRankZero], ring: Communicator) -> None:
-    """Give all ranks what the next rank 0 needs; in a loop they may lack `members`. Collective."""
+def states_now(members: Sequence[OnRankZero], ring: Communicator) -> list[Any]:
+    """What the next rank 0 needs of rank 0's `members`; nothing on other ranks."""
+    return [member.state_now() for member in members] if ring.rank == 0 else []
 
-    def share() -> Any:
-        return ring.broadcast_object(
-            [member.state_now() for member in members] if ring.rank == 0 else []
-        )
 
-    for member, (kind, state) in zip(members, repeated(ring, share), strict=False):
+def take_states(members: Sequence[OnRankZero], states: Sequence[Any]) -> None:
+    """Keep what rank 0 has told by `states_now`; in a loop ranks may lack some of `members`."""
+    for member, (kind, state) in zip(members, states, strict=False):
         member._ending = None
         if kind == type(member.callback).__name__:
             member.state = state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
-from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.one_sided import OneSided
 from ringreduce.keras.callbacks.profile import Profile
@@ -23,7 +22,6 @@ from ringreduce.keras.callbacks.rank_zero import (
     acts_once,
     checked,
     every_rank,
-    share_states,
 )
 from ringreduce.keras.callbacks.replicas import broadcast_state, verify_model
 from ringreduce.keras.checks.models import (
@@ -35,7 +33,7 @@ from ringreduce.keras.checks.seeds import fold_seeds
 from ringreduce.keras.elastic.backup import backups, restored, save, skip
 from ringreduce.keras.model.trial_in_fit import try_in_fit
 from ringreduce.keras.optimizers_in import build_optimizer_here, is_settled, settle, wrappers_in
-from ringreduce.keras.repeating import is_repeating, repeated
+from ringreduce.keras.repeating import repeated
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -52,25 +50,30 @@ class StopTogether(keras.callbacks.Callback):
 
     Collective, after every batch (with ``steps_per_execution`` as often as Keras reports one) and
     epoch: 8 bytes each, tens of microseconds within a host. Where ranks step alone (`LocalSGD`) it
-    asks after their meetings alone; in `rr.fit`, if no callback looks at batches, before and after
-    epochs.
+    asks after their meetings alone; in `rr.fit`, if no callback looks at batches, after epochs, and
+    before them if one of the user's has something to do there.
     """
 
     looks_at_batches = False
-    meets_after_calls = True  # whether all ranks make the same calls; set by `rr.fit`
+    # Set by `rr.fit`: whether all ranks make the same calls, and whether some may want to stop when
+    # an epoch begins.
+    meets_after_calls, meets_before_epochs = True, False
 
-    def __init__(self, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, communicator: Communicator | None = None, *, meets_after_epochs: bool = True
+    ) -> None:
         super().__init__()
         self._communicator = self._ring = communicator
+        self._meets_after_epochs = meets_after_epochs
         self._wants = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._ring = every_rank(self)
-        if not self.meets_after_calls:
+        if self.meets_before_epochs:
             self._agree()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.meets_after_calls = True
+        self.meets_after_calls, self.meets_before_epochs = True, False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self.meets_after_calls:
@@ -81,7 +84,10 @@ class StopTogether(keras.callbacks.Callback):
             self._wants, self.model.stop_training = True, False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._agree()
+        if self._meets_after_epochs:
+            self._agree()
+        elif self._wants:
+            self._wants, self.model.stop_training = False, True
 
     def _agree(self) -> None:
         ring = self._ring or default_communicator()
@@ -150,8 +156,11 @@ class Together(Forwarding):
         is_global: bool = False,
         check: bool = True,
         compares: bool | None = None,
+        may_restore: bool | None = None,
     ) -> None:
         super().__init__()
+        # may_restore: of rank 0, whose model is built on all ranks; None: they are asked.
+        self._may_restore = may_restore
         self._communicator, self._check, self._has_trained = communicator, check, False
         # The model's, when a hook had last ended; which hook of which callback has changed it.
         self._optimizer: Any = None
@@ -171,10 +180,13 @@ class Together(Forwarding):
         self.members = [
             # First, so that it measures none of what the others do at the end of an epoch.
             *profiles,
-            MetricAverage(communicator, validate, is_global),
+            averaging := MetricAverage(communicator, validate, is_global),
             *(OnRankZero(c, communicator) if acts_once(c) else c for c in others),
-            StopTogether(communicator),
+            StopTogether(communicator, meets_after_epochs=False),
         ]
+        self._averaging = averaging
+        # Whether random generators were made to differ; by `rr.fit`, when training begins.
+        self.has_own_seeds = False
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         """Call a hook of each, in order; weights are equal where callbacks look at them."""
@@ -212,7 +224,7 @@ class Together(Forwarding):
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks what rank 0 has restored."""
         ring = self._communicator or default_communicator()
-        self._one_sided = None
+        self._one_sided, self.has_own_seeds = None, False
         refuse_other_ring(self.model, "rr.callbacks.Together", ring)
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
         self._optimizer, self._changed_in = self.model.optimizer, ""
@@ -240,20 +252,19 @@ class Together(Forwarding):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make ranks draw different random numbers, then call the callbacks."""
-        # Here, since a restored checkpoint makes generators equal again, and some layers create
-        # theirs only in the first epoch.
-        ring = self._communicator or default_communicator()
-        repeated(ring, lambda: fold_seeds(self.model, ring))
+        if not self.has_own_seeds:
+            # Here, since a restored checkpoint makes generators equal again. Some layers create
+            # theirs only in the first epoch: they follow when that ends.
+            self.has_own_seeds = True
+            ring = self._communicator or default_communicator()
+            repeated(ring, lambda: fold_seeds(self.model, ring))
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Call the callbacks, then give all ranks rank 0's learning rate."""
+        """Call the callbacks, then agree on what they have done."""
         super().on_epoch_end(epoch, logs)
-        ring = every_rank(self)
-        agree_on_learning_rate(self.model, ring)
-        if is_repeating(ring):
-            forwarding = [member for member in self.members if isinstance(member, OnRankZero)]
-            share_states(forwarding, ring)
+        forwarding = [member for member in self.members if isinstance(member, OnRankZero)]
+        self._averaging.meetings.after(forwarding)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
@@ -281,10 +292,12 @@ class Together(Forwarding):
                 **ring.config.who,
                 remedy="Make them with rr.parts.PartLayer.add_part: all ranks save them.",
             )
-        may_restore = backs_up or any(isinstance(c, OnRankZero) for c in self.callbacks)
+        if self._may_restore is not None:
+            return self._may_restore
         # Rank 0 decides: others may have left out what acts on rank 0 only.
-        flags = [bool(self.model.built)] + [ring.rank == 0 and x for x in (backs_up, may_restore)]
-        built, backs_up, may_restore = ring.all_reduce(np.array(flags, np.int64), ReduceOp.SUM)
+        asked = backs_up, may_restore(self.callbacks)
+        flags = [bool(self.model.built)] + [ring.rank == 0 and x for x in asked]
+        built, backs_up, restores = ring.all_reduce(np.array(flags, np.int64), ReduceOp.SUM)
         if backs_up and built < ring.size:
             raise ConfigError(
                 f"cannot restore: the model is built on {built} ranks only",
@@ -292,7 +305,13 @@ class Together(Forwarding):
                 remedy="With BackupAndRestore, build the model before fit, with model.build() or "
                 "a keras.Input.",
             )
-        return bool(may_restore and built == ring.size)
+        return bool(restores and built == ring.size)
+
+
+def may_restore(callbacks: Sequence[Any]) -> bool:
+    """Whether one of them may restore something when training begins."""
+    kinds = keras.callbacks.BackupAndRestore, OnRankZero
+    return any(isinstance(callback, kinds) for callback in callbacks)
 
 
 def given_callbacks(callbacks: Any, backup_dir: Any = None) -> list[Any]:

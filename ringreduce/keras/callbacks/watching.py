@@ -29,6 +29,11 @@ def that_see_batches(callbacks: Iterable[Any]) -> bool:
     return any(not is_of_keras(getattr(callback, name)) for callback in callbacks for name in HOOKS)
 
 
+def that_begin_epochs(callbacks: Iterable[Any]) -> bool:
+    """Whether one of them has something to do when an epoch begins, and is the user's."""
+    return any(not is_of_keras(callback.on_epoch_begin) for callback in callbacks)
+
+
 def _looks(callback: Any) -> bool:
     if hasattr(callback, "looks_at_batches"):  # One of ours, which takes several steps as one.
         return bool(callback.looks_at_batches)

@@ -42,14 +42,24 @@ def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     built, and in the same order on all ranks. Generators of a layer are those that are its
     attributes. Those of a model with split layers become equal on the ranks of its model group.
     """
+    variables = _variables_of(source)
+    states = list(filter(is_seed_state, variables))
+    make_alike(states, model_group(variables))
+    make_different(states, communicator or default_communicator())
+
+
+def states_of(source: Any) -> list[Any]:
+    """The states that `fold_seeds` changes."""
+    return list(filter(is_seed_state, _variables_of(source)))
+
+
+def _variables_of(source: Any) -> list[Any]:
     variables: list[Any] = []
     for part in keras.tree.flatten(source):
         is_generator = isinstance(part, _GENERATORS)
         variables += [part.state] if is_generator else part.variables
         variables += [] if is_generator else states_of_tensorflow(part)
-    states = list(filter(is_seed_state, variables))
-    make_alike(states, model_group(variables))
-    make_different(states, communicator or default_communicator())
+    return variables
 
 
 def is_seed_state(variable: Any) -> bool:
@@ -78,27 +88,38 @@ def states_of_tensorflow(layer: Any) -> list[Any]:
     return [value.state for value in held if isinstance(value, tf.random.Generator)]
 
 
-def make_different(
-    states: Sequence[Any], communicator: Communicator, seeds: Sequence[str] = ()
-) -> list[bool]:
-    """Change those of `states` that a lower rank has too. Collective; order does not matter.
+def make_different(states: Sequence[Any], communicator: Communicator) -> None:
+    """Change those of `states` that a lower rank has too. Collective; order does not matter."""
+    if communicator.size > 1:
+        own = seeds_of(states)
+        told = communicator.all_gather_object(own, signature=signature_of("seeds"))
+        make_unlike(states, told, communicator.rank)
 
-    Returns whether another rank has it, for each of `seeds`.
+
+def seeds_of(states: Sequence[Any], drawn: Sequence[draws.Draw] = ()) -> list[Any]:
+    """What a rank tells others of `states`, and of the seeds of what it has `drawn` without any."""
+    return [numbers_of(states), [draw.seeds for draw in drawn]]
+
+
+def make_unlike(states: Sequence[Any], told: Sequence[Any], rank: int) -> list[bool]:
+    """`make_different`, on the rank-th of those whose `seeds_of` are `told`, in rank order.
+
+    Returns whether another one has the seeds of each of what this one has drawn.
     """
-    if communicator.size == 1:
-        return [False] * len(seeds)
-    numbers = [[int(number) for number in np.asarray(state.numpy())] for state in states]
-    given = [numbers, list(seeds)]
-    gathered = communicator.all_gather_object(given, signature=signature_of("seeds"))
-    lower = [value for others, _ in gathered[: communicator.rank] for value in others]
-    for state, value in zip(states, numbers, strict=True):
+    lower = [value for numbers, _ in told[:rank] for value in numbers]
+    for state, value in zip(states, numbers_of(states), strict=True):
         if value in lower:
             # TensorFlow's begins with how often it has been used.
             place = -1 if _is_of_tensorflow(state) else 0
-            value[place] = folded(*value, communicator.rank)
+            value[place] = folded(*value, rank)
             state.assign(np.array(value, np.int64))
-    del gathered[communicator.rank]
-    return [any(seed in others for _, others in gathered) for seed in seeds]
+    others = [seeds for place, (_, seeds) in enumerate(told) if place != rank]
+    return [any(seed in theirs for theirs in others) for seed in told[rank][1]]
+
+
+def numbers_of(states: Sequence[Any]) -> list[list[int]]:
+    """The values of `states`, in plain types."""
+    return [[int(number) for number in np.asarray(state.numpy())] for state in states]
 
 
 def draw_apart(model: keras.Model, ring: Communicator) -> None:

@@ -45,8 +45,21 @@ def require_same_settings(listed: Sequence[Settings], ring: Communicator) -> Non
 
     After the first there may be none on some ranks: these do not know the model.
     """
-    digest = signature_of(*(sorted(settings.found.items()) for settings in listed))
-    if ring.size > 1 and len(set(ring.all_gather_object(digest))) > 1:
+    if ring.size > 1:
+        refuse_unlike(listed, ring.all_gather_object(digest_of(listed)), ring)
+
+
+def digest_of(listed: Sequence[Settings]) -> int:
+    """A hash of `listed`."""
+    return signature_of(*(sorted(settings.found.items()) for settings in listed))
+
+
+def refuse_unlike(listed: Sequence[Settings], digests: Sequence[int], ring: Communicator) -> None:
+    """MismatchError, on all ranks, if the `digests` of all differ; `listed` has this rank's.
+
+    Collective only then.
+    """
+    if len(set(digests)) > 1:
         agree(ring, listed, _difference, "comparison of settings")
 
 

@@ -29,10 +29,11 @@ from ringreduce.keras.checks.users_line import (
 )
 from ringreduce.keras.layers.normalization import SyncBatchNormalization
 from ringreduce.keras.metric_states import Entries
+from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.draws import Draw
 from ringreduce.tensorflow.kept import kept
-from ringreduce.tensorflow.variables import differing, path_of
+from ringreduce.tensorflow.variables import differing, digest_of, path_of
 from ringreduce.vocabulary.words import for_rr, named
 
 _log = logging.getLogger(__name__)
@@ -111,27 +112,42 @@ def warn_of_same_rows(digests: Sequence[str], ring: Communicator) -> None:
         )
 
 
-def warn_of_different_weights(model: Any, trained: Sequence[Any], ring: Communicator) -> None:
-    """Compare the weights of `model` that are not among `trained`; rank 0 warns. Collective."""
-    # States of random generators should differ.
-    if ring.size == 1:
-        return
-    known = {id(variable) for variable in trained}
-    others = {id(v): v for v in model.weights if id(v) not in known and not is_seed_state(v)}
-    unequal = [path_of(variable) for variable in differing(list(others.values()), ring)]
-    layers = [model, *private.layers_of(model)]  # Of Keras's own that is an error.
-    saved = [saved_beside_weights(layer, by_keras=False) for layer in layers]
-    columns = zip(layers, *ring.all_gather_object(saved), strict=False)
-    for callback, *states in columns:
-        if states != states[:1] * ring.size:
-            unequal.append(f"what {callback.name} saves")
-    if not unequal or ring.rank != 0:
-        return
-    warn_at_users_line(
-        f"the ranks have different values of {_first_of(unequal)}, which training does "
-        f"not change or make equal: each rank goes on with its own. {for_rr(_MADE_EQUAL, _SAME)}",
-        ParityWarning,
-    )
+class Untrained:
+    """What `model` has beside the weights `trained`: other weights, and what else layers save."""
+
+    def __init__(self, model: Any, trained: Iterable[Any]) -> None:
+        known = {id(variable) for variable in trained}
+        others = {id(v): v for v in model.weights if id(v) not in known}
+        # States of random generators should differ.
+        self._variables = [v for v in others.values() if not is_seed_state(v)]
+        self._layers = [model, *private.layers_of(model)]
+        # Of Keras's own that is an error.
+        self._saved = [saved_beside_weights(layer, by_keras=False) for layer in self._layers]
+
+    def digest(self) -> int:
+        """A hash of all."""
+        return signature_of(digest_of(self._variables), self._saved)
+
+    def warn_if_unlike(self, digests: Sequence[int | None], ring: Communicator) -> None:
+        """Warn on rank 0 of what differs, if the ranks' `digests` do; None: one has no model.
+
+        Collective only then.
+        """
+        if None in digests or len(set(digests)) == 1:
+            return
+        unequal = [path_of(variable) for variable in differing(self._variables, ring)]
+        columns = zip(self._layers, *ring.all_gather_object(self._saved), strict=False)
+        for layer, *states in columns:
+            if states != states[:1] * ring.size:
+                unequal.append(f"what {layer.name} saves")
+        if not unequal or ring.rank != 0:
+            return
+        goes_on = "which training does not change or make equal: each rank goes on with its own."
+        warn_at_users_line(
+            f"the ranks have different values of {_first_of(unequal)}, {goes_on} "
+            f"{for_rr(_MADE_EQUAL, _SAME)}",
+            ParityWarning,
+        )
 
 
 def warn_of_equal_draws(drawn: Iterable[Draw], ring: Communicator) -> None:

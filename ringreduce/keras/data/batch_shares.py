@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.checks.settings import Settings, require_same_settings
+from ringreduce.keras.checks.settings import Settings, digest_of, refuse_unlike
 from ringreduce.keras.rows import rows_in, slice_rows
 from ringreduce.pure.epochs import own_rows
 from ringreduce.pure.shares import apportion, weights_of, weights_of_times
@@ -86,22 +86,27 @@ class Shares:
             return apportion(self._largest, self._weights)
 
 
-def agreed_shares(given: Any, ring: Communicator) -> Shares:
-    """Agree on all ranks' ``batch_share``, here `given`. Collective; errors come on all ranks."""
+def told_share(given: Any) -> list[Any]:
+    """What a rank tells others of its ``batch_share``, here `given`: a kind and a number."""
     kind, number = "equal" if given is None else given, 1.0
     if not isinstance(given, bool) and _is_share(given):
         kind, number = "a number", float(given)
     elif not isinstance(kind, str) or kind not in ("equal", "measured"):
         kind, number = f"bad: {given!r:.80}", 0.0
-    described: Any = [kind, number]
-    gathered = ring.all_gather_object(described) if ring.size > 1 else [described]
-    for rank, (their_kind, _) in zip(ring.members, gathered, strict=True):
+    return [kind, number]
+
+
+def agreed_shares(told: Sequence[list[Any]], ring: Communicator) -> Shares:
+    """The shares of the ranks of `ring`, which have `told` each other. Errors come on all ranks."""
+    kind, _ = told[ring.rank]
+    for rank, (their_kind, _) in zip(ring.members, told, strict=True):
         if their_kind.startswith("bad"):
             text = f"got batch_share={their_kind[5:]} on rank {rank}; accepted: {ACCEPTED}"
             raise ConfigError(text, **ring.config.who)
     remedy = 'Pass "measured" or "equal" on every rank, or a number on every rank.'
-    require_same_settings([Settings("arguments of rr.fit", {"batch_share": kind}, remedy)], ring)
-    weights = weights_of([number for _, number in gathered]) if kind == "a number" else ()
+    every = [[Settings("arguments of rr.fit", {"batch_share": each}, remedy)] for each, _ in told]
+    refuse_unlike(every[ring.rank], list(map(digest_of, every)), ring)
+    weights = weights_of([number for _, number in told]) if kind == "a number" else ()
     return Shares(ring, weights, kind == "measured" and ring.size > 1)
 
 

@@ -69,4 +69,4 @@ def make_alike(variables: Sequence[Any], group: Communicator | None) -> bool:
     """Give all ranks of a model group its first one's values; return whether some differed."""
     if group is None:
         return False
-    return count_true(group, broadcast_variables(alike(variables), group)) > 0
+    return count_true(group, bool(broadcast_variables(alike(variables), group))) > 0

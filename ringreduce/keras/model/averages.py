@@ -28,6 +28,7 @@ from ringreduce.tensorflow.variables import (
     require_alike,
     value_of,
 )
+from ringreduce.vocabulary.types import ReduceOp
 
 
 def untrained(model: Any) -> list[Any]:
@@ -91,6 +92,9 @@ class Averages:
         self._model, self._ring = model, ring
         self._before = Held([])
         self._compared: Sequence[Any] = ()  # variables that are alike on all ranks
+        # Places of those that have changed in epochs before, where that is all that is asked of an
+        # epoch; else None.
+        self._moving: list[int] | None = None
         self._has_warned = False
 
     def begin(self) -> None:
@@ -101,8 +105,9 @@ class Averages:
     def take_those_of_rank_0(self) -> None:
         """Give all ranks rank 0's of what has changed since on any rank. Collective.
 
-        One short exchange, and one for all values together, if there are any. Whole numbers stay,
-        and rank 0 warns, once, if such as have changed differ.
+        One exchange, of all that has changed in epochs before; three in the first epoch, and where
+        something else has changed on any rank. Whole numbers stay, and rank 0 warns, once, if such
+        as have changed differ: where some do, ranks compare them in each epoch until then.
         """
         if self._ring.size == 1:
             return
@@ -111,7 +116,7 @@ class Averages:
             return
         changed = [before.is_changed(variable) for variable in variables]
         result = repeated(self._ring, lambda: self._exchanged(variables, changed))
-        [places, packed, apart], offset = result, 0
+        [places, packed, apart, self._moving], offset = result, 0
         for variable in (variables[place] for place in places):
             value = value_of(variable)
             there = np.frombuffer(packed, value.dtype, value.size, offset).reshape(value.shape)
@@ -123,18 +128,25 @@ class Averages:
             warn_of_own_numbers([variables[place] for place in apart], self._ring)
 
     def _exchanged(self, variables: Sequence[Any], changed: Sequence[bool]) -> list[Any]:
-        """Places of averages that have changed, rank 0's bytes of them, places of unequal numbers.
+        """Places of averages, rank 0's bytes of them, places of unequal numbers; then `_moving`.
 
         In plain types, since a rank that has missed the end gets them from another. Collective.
         """
-        ring = self._ring
+        ring, moving = self._ring, self._moving
         is_new = list(map(id, variables)) != list(map(id, self._compared))
+        if moving is not None:
+            averages = [place for place in moving if is_average(self._compared[place])]
+            others = set(np.flatnonzero(changed).tolist()) - set(moving)
+            known = [self._compared[place] for place in averages]
+            needs_more, packed = self._of_rank_0(known, is_new or bool(others))
+            if not needs_more:
+                return [averages, packed, [], moving]
         bits = np.packbits(np.array(changed, np.uint8)).tobytes()
         gathered = ring.all_gather_object([is_new, bits])
         if any(is_new_there for is_new_there, _ in gathered):
             layout = [(path_of(v), tuple(v.shape), _dtype(v).name) for v in variables]
             require_alike(layout, ring)
-            self._compared = variables
+            self._compared, moving = variables, None
         masks = [np.frombuffer(bits_there, np.uint8) for _, bits_there in gathered]
         moved = np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(masks))).tolist()
         averages = [place for place in moved if is_average(variables[place])]
@@ -142,4 +154,21 @@ class Averages:
         values = broadcast_packed([value_of(variables[place]) for place in averages], ring)
         unequal = differing([variables[place] for place in numbers], ring) if numbers else []
         apart = [place for place in numbers if any(variables[place] is each for each in unequal)]
-        return [averages, b"".join(value.tobytes() for value in values), apart]
+        # Whole numbers are compared until some differ.
+        is_done = not numbers or self._has_warned or bool(apart)
+        moving = sorted({*moved, *(moving or [])}) if is_done else None
+        return [averages, b"".join(value.tobytes() for value in values), apart, moving]
+
+    def _of_rank_0(self, variables: Sequence[Any], needs_more: bool) -> tuple[bool, bytes]:
+        """Rank 0's bytes of `variables`, and whether any rank `needs_more` than these. Collective.
+
+        All add theirs up, in 8-byte words: rank 0 its values, and the others zeros.
+        """
+        ring = self._ring
+        values = b"".join(value_of(variable).tobytes() for variable in variables)
+        words = np.zeros(1 + -(-len(values) // 8), np.int64)
+        words[0] = needs_more
+        if ring.rank == 0:
+            words[1:].view(np.uint8)[: len(values)] = np.frombuffer(values, np.uint8)
+        total = ring.all_reduce(words, ReduceOp.SUM)
+        return bool(total[0]), total[1:].tobytes()

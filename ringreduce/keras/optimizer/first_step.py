@@ -21,14 +21,20 @@ from ringreduce.keras.checks.model_in_fit import model_in_fit
 from ringreduce.keras.checks.models import refuse_scales, refuse_strategy
 from ringreduce.keras.checks.seeds import (
     is_seed_state,
-    make_different,
+    make_unlike,
     seed_states_in_use,
+    seeds_of,
     states_in,
 )
-from ringreduce.keras.checks.settings import Settings, require_same_settings
+from ringreduce.keras.checks.settings import (
+    Settings,
+    digest_of,
+    refuse_unlike,
+    require_same_settings,
+)
 from ringreduce.keras.checks.warnings import (
+    Untrained,
     compare_rows,
-    warn_of_different_weights,
     warn_of_equal_draws,
     warn_of_whole_data,
 )
@@ -39,6 +45,7 @@ from ringreduce.keras.optimizer.pieces import check_parts
 from ringreduce.keras.recording.loops import recorder_of
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.weighting import Averaging, weighted
+from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import draws
 from ringreduce.tensorflow import variables as tf_variables
 from ringreduce.tensorflow.agreement import count_true
@@ -101,17 +108,18 @@ def prepare(
     check_parts(inner, every, ring)
     state = [*optimizer.shared(inner.variables), *states_in(inner)]
     shared = optimizer.shared(every)
-    gradients = initial.give(shared, gradients, kinds, ring, state, optimizer.settings)
+    model = model_in_fit()
+    # Eagerly this step has changed moving averages.
+    tells_others = model is not None and not tf.executing_eagerly()
+    others = partial(Untrained, model, every) if tells_others else None
+    gradients = initial.give(shared, gradients, kinds, ring, state, optimizer.settings, others)
     if initial.are_given:
         with tf.init_scope():
             optimizer.broadcast_state()
             optimizer.take_wholes()
-        if (model := model_in_fit()) is not None:
+        if model is not None:
             save_whole_files(model, ring)
             warn_of_whole_data(model, ring)
-            if not tf.executing_eagerly():  # Eagerly this step has changed moving averages.
-                with tf.init_scope():
-                    warn_of_different_weights(model, every, ring)
         elif not any(map(is_own_piece, every)) and model_group(every) is None:
             compare_rows(optimizer._bridge, ring)
     return gradients
@@ -147,12 +155,14 @@ class InitialValues:
         ring: Communicator,
         state: Sequence[Any] = (),
         settings: Callable[[], Sequence[Settings]] | None = None,
+        others: Callable[[], Untrained] | None = None,
     ) -> list[Any]:
         """Give all ranks rank 0's values of those of `variables` that have not received them yet.
 
         Collective where there are any; then random generators that the function being traced has
         used get different states. `state` are further variables, on which gradients do not depend;
-        `settings` returns what must be equal. Returns the gradients to use: `gradients`, of
+        `settings` returns what must be equal; rank 0 warns where what `others` returns is not.
+        Returns the gradients to use: `gradients`, of
         `kinds`, unless this is an eager step and some rank had other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
@@ -167,11 +177,19 @@ class InitialValues:
                 # the second time. This trace does not run.
                 return gradients
             differed = give_values(new_state, new, ring, group)
-            if settings is not None and ring.size > 1:
-                require_same_settings(settings(), ring)
             make_alike(states, group)
-            are_alike = make_different(states, ring, [draw.seeds for draw in drawn])
-            warn_of_equal_draws(itertools.compress(drawn, are_alike), ring)
+            if ring.size > 1:
+                listed = [] if settings is None else settings()
+                untrained = None if others is None else others()
+                of_others = None if untrained is None else untrained.digest()
+                here = digest_of(listed), of_others, seeds_of(states, drawn)
+                told = ring.all_gather_object(here, signature=signature_of("seeds"))
+                digests, all_others, seeds = zip(*told, strict=True)
+                refuse_unlike(listed, digests, ring)
+                are_alike = make_unlike(states, seeds, ring.rank)
+                warn_of_equal_draws(itertools.compress(drawn, are_alike), ring)
+                if untrained is not None:
+                    untrained.warn_if_unlike(all_others, ring)
         plain_ones = map(plain_variable, (*new_state, *new))
         self._given.update((id(plain), plain) for plain in plain_ones)
         if not tf.executing_eagerly() or (ring.size == 1 and group is None):
@@ -195,9 +213,9 @@ def give_values(
     state: Sequence[Any], variables: Sequence[Any], ring: Communicator, group: Communicator | None
 ) -> bool:
     """Give all ranks rank 0's values; return whether `variables` differed on one of its `group`."""
-    if state:
-        tf_variables.broadcast_variables(state, ring)
-    differed = tf_variables.broadcast_variables(variables, ring)
+    changed = tf_variables.broadcast_variables([*state, *variables], ring)
+    of_state = {id(variable) for variable in state}
+    differed = any(id(variable) not in of_state for variable in changed)
     make_alike(state, group)
     if make_alike(variables, group):
         return True

@@ -285,7 +285,7 @@ class Pipeline:
 
     def whole_logs(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """The last stage's logs, with the penalties of all stages in the loss. Collective."""
-        every = gathered_numbers(numbers_in(logs), self.chain)
+        every = [numbers for [numbers] in gathered_numbers([numbers_in(logs)], self.chain)]
         logs_of_all = every[-1]
         for name in logs_of_all.keys() & {"loss", "val_loss"}:
             logs_of_all[name] = sum(stage_logs[name] for stage_logs in every)

@@ -16,7 +16,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
 from ringreduce.keras.callbacks.replicas import VerifyReplicas
-from ringreduce.keras.callbacks.together import Together, given_callbacks
+from ringreduce.keras.callbacks.together import Together, given_callbacks, may_restore
 from ringreduce.keras.checks.elastic_refusals import refuse
 from ringreduce.keras.checks.models import (
     refuse_fixed_rows,
@@ -26,14 +26,16 @@ from ringreduce.keras.checks.models import (
     require_compiled,
     require_distributed,
 )
-from ringreduce.keras.checks.seeds import draw_apart, fold_seeds
+from ringreduce.keras.checks.seeds import draw_apart
 from ringreduce.keras.checks.settings import (
     Settings,
+    digest_of,
+    refuse_unlike,
     require_same_settings,
     settings_of_model,
 )
 from ringreduce.keras.checks.warnings import note_sharding
-from ringreduce.keras.data.batch_shares import Measure, Shares, agreed_shares
+from ringreduce.keras.data.batch_shares import Measure, Shares, agreed_shares, told_share
 from ringreduce.keras.data.division import Feed
 from ringreduce.keras.elastic.recovery import ending_together
 from ringreduce.keras.layers.groups import make_alike
@@ -51,7 +53,6 @@ from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.overridden import fit_through_own, is_overridden
 from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.record import Record
-from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -151,15 +152,15 @@ def fit(
     require_distributed(model, ring)
     if is_overridden(model, "fit"):
         return fit_through_own(model, fit, given.without_model, ring)
-    who, settings = _require_ready(given, ring)
+    _require_ready(given, ring)
+    who, settings = Training.of(model, ring), given.settings
     least = elastic_minimum() if ring.size > 1 else None
-    # A package may have replaced `fit` on some ranks: all have the same loop.
-    is_own_loop = not count_true(who.everyone, not private.has_plain_fit(model))
-    shares = _agreed_shares(given, ring, who, is_elastic=least is not None)
+    own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
+    agreed = _agreed(given, settings, who, own_callbacks, is_elastic=least is not None)
+    is_own_loop, restores, shares = agreed
     training, validation = feeds_of(
         given, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
     )
-    own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
     if ring.size > 1:
         note_sharding(ring)
     # Also a rank that has the data alone may be one of several that have pieces of the model.
@@ -181,7 +182,7 @@ def fit(
             elastic.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
-        around = _around(given, who, training, validation, shares, own_callbacks)
+        around = _around(given, who, training, validation, shares, own_callbacks, restores)
         trial = None
         if who.everyone.size > 1:
             trial = Trial(
@@ -218,15 +219,12 @@ def fit(
         )
 
 
-def _require_ready(given: FitArguments, ring: Communicator) -> tuple[Training, Settings]:
-    """Who trains, and with what; raises unless that is alike on these ranks. Collective."""
+def _require_ready(given: FitArguments, ring: Communicator) -> None:
+    """Raise unless what this rank was given can be trained."""
     given.require_known(ring)
     refuse_other_ring(given.model, "rr.fit", ring)
     if given.check:
         refuse_other_optimizer(given.model, ring)
-    who = Training.of(given.model, ring)
-    require_same_settings([settings := given.settings], who.everyone)
-    return who, settings
 
 
 def _around(
@@ -236,6 +234,7 @@ def _around(
     validation: Feed | None,
     shares: Shares,
     own_callbacks: list[Any],
+    restores: bool,
 ) -> list[Any]:
     """The callbacks that `fit` adds, in order, around those of the user."""
     model, ring, check, validate = given.model, who.data, given.check, None
@@ -255,16 +254,33 @@ def _around(
             is_global=not given.per_rank_data,
             check=False,  # It does so itself, as `VerifyReplicas`.
             compares=bool(check),
+            may_restore=restores,
         )
     )
     return [*around, *([VerifyReplicas(None, ring)] if check else [])]
 
 
-def _agreed_shares(
-    given: FitArguments, ring: Communicator, who: Training, *, is_elastic: bool
-) -> Shares:
-    """The ranks' shares of a batch, if they go with the rest. Collective."""
-    shares = agreed_shares(given.batch_share, ring)
+def _agreed(
+    given: FitArguments,
+    settings: Settings,
+    who: Training,
+    callbacks: list[Any],
+    *,
+    is_elastic: bool,
+) -> tuple[bool, bool, Shares]:
+    """Whether the loop is ours, and may restore something; shares of batches. One exchange.
+
+    Raises, on all ranks, unless these have the same `settings`, and their shares go with the rest.
+    """
+    ring, every = who.data, who.everyone
+    # A package may have replaced `fit` on some ranks: all have the same loop.
+    is_plain = private.has_plain_fit(given.model)
+    own = digest_of([settings]), is_plain, may_restore(callbacks), told_share(given.batch_share)
+    told = every.all_gather_object(own) if every.size > 1 else [own]
+    digests, are_plain, restoring, of_ranks = zip(*told, strict=True)
+    refuse_unlike([settings], digests, every)
+    by_rank = dict(zip(every.members, of_ranks, strict=True))
+    shares = agreed_shares([by_rank[rank] for rank in ring.members], ring)
     if is_elastic:
         share = "equal" if shares.is_equal else given.batch_share
         refuse(ring, {"per_rank_data": given.per_rank_data, "batch_share": share})
@@ -275,7 +291,8 @@ def _agreed_shares(
             **ring.config.who,
             remedy="Pass a number, the same on all ranks of a model group.",
         )
-    return shares
+    # Rank 0 decides: others may have left out what acts on rank 0 only.
+    return all(are_plain), restoring[0], shares
 
 
 def _callbacks_of(
@@ -303,7 +320,6 @@ def _make_ready(model: keras.Model, who: Training, training: Feed, *, weighs: bo
     if not wrappers_in(model):
         # Else its optimizer compares that in the first step.
         require_same_settings(settings_of_model(model), ring)
-    fold_seeds(model, ring)
     draw_apart(model, ring)
     if weighs:
         is_counted = int(training.dataset.cardinality()) >= 0

@@ -11,17 +11,21 @@ step.
 """
 
 import contextlib
+import itertools
 import math
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ringreduce.keras import private
-from ringreduce.keras.callbacks.watching import all_of, that_look
+from ringreduce.keras.callbacks.together import Together
+from ringreduce.keras.callbacks.watching import all_of, that_begin_epochs, that_look
+from ringreduce.keras.checks import seeds
 from ringreduce.keras.checks.model_in_fit import in_fit
 from ringreduce.keras.checks.users_line import DataWarning, warn_at_users_line
 from ringreduce.keras.data.division import Feed
@@ -143,24 +147,34 @@ class Loop:
         return steps
 
     def _agree_who_looks(self) -> list[str]:
-        """The callbacks of any rank that look at single batches. Collective.
+        """The callbacks of any rank that look at single batches. Collective: one exchange.
 
+        In it ranks tell each other too who wants to stop before the first step, and what their
+        random generators begin with, which then differ.
         MismatchError if ranks have other numbers of batches, and do not tell each other in steps.
         """
-        every = all_of(self._callbacks.callbacks)
-        looking = that_look(every)
+        every, model = all_of(self._callbacks.callbacks), self._model
+        looking, begins = that_look(every), that_begin_epochs(every)
         ring = self._who.everyone
+        divides_alone = ring is self._who.data  # Elsewhere some ranks draw the same numbers.
         if ring.size > 1:
             batches = None if self._exchanges else self._passes.steps or self._passes.batches
-            gathered = ring.all_gather_object((looking, batches))
-            self._require_equal([batches for _, batches in gathered])
-            looking = list(dict.fromkeys(name for names, _ in gathered for name in names))
+            states = seeds.states_of(model) if divides_alone else []
+            own = batches, looking, begins, model.stop_training, seeds.seeds_of(states)
+            told = list(zip(*ring.all_gather_object(own), strict=True))
+            self._require_equal(told[0])
+            looking, begins = list(dict.fromkeys(itertools.chain(*told[1]))), any(told[2])
+            model.stop_training = any(told[3])
+            seeds.make_unlike(states, told[4], ring.rank)
         for callback in every:
             if hasattr(callback, "meets_after_calls"):
                 callback.meets_after_calls = bool(looking)
+                callback.meets_before_epochs = begins and not looking
+            if isinstance(callback, Together):
+                callback.has_own_seeds = divides_alone
         return looking
 
-    def _require_equal(self, batches: list[int | None]) -> None:
+    def _require_equal(self, batches: Sequence[int | None]) -> None:
         """Raise unless all ranks have as many in an epoch."""
         ring = self._who.everyone
         for rank, count in zip(ring.members, batches, strict=True):
