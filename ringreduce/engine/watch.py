@@ -18,7 +18,7 @@ from ringreduce.engine.engine import Owner
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.notification import abort_for
 from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening
-from ringreduce.pure.watching import Action, Send, Watch
+from ringreduce.pure.watching import Action, End, Found, Send, Warn, Watch
 from ringreduce.transport.control import Control
 from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import TIMES
@@ -158,9 +158,9 @@ class Watcher:
         for action in actions:
             if isinstance(action, Send):
                 self._control.send(action.message, but=action.but)
-            elif isinstance(action, str):
-                _log.warning("[%d/%d] %s", self._rank, self._size, action)
-            elif isinstance(action, RingReduceError):
-                self._owner.ring_ended(action)
-            elif self._collectives.pairs is not None:
-                self._collectives.pairs.found(action)
+            elif isinstance(action, Warn):
+                _log.warning("[%d/%d] %s", self._rank, self._size, action.text)
+            elif isinstance(action, End):
+                self._owner.ring_ended(action.error)
+            elif isinstance(action, Found) and self._collectives.pairs is not None:
+                self._collectives.pairs.found(action.listening)

@@ -120,9 +120,10 @@ class Told(NamedTuple):
 def combined_results(model: Any, states: MetricStates, ring: Communicator) -> dict[str, Any]:
     """The results by name of `model`'s metrics on all ranks' batches, equal on all; none without.
 
-    Collective. Variables combine over the ranks that had batches; with the aggregation "none" each
-    rank keeps its own, and results that then differ are averaged. The metrics hold afterwards what
-    they held before. MismatchError, on all ranks, if their metrics differ.
+    Collective. Variables with the aggregation "sum" are added, with "mean" averaged over the ranks
+    that had batches, with "only_first_replica" taken from the first of these. With "none" each rank
+    keeps its own; results that then differ are averaged. The metrics hold afterwards what they held
+    before. MismatchError, on all ranks, if their metrics differ.
     """
     numbers = [states.batches, states.packed(), way_of_results(model)]
     gathered = gathered_alike(states.layout(), states.compared(), numbers, ring)

@@ -33,9 +33,25 @@ class Send(NamedTuple):
     but: frozenset[int] = frozenset()
 
 
-# Besides: warn of this rank with a text; notify the communicator of the error that has ended the
-# ring, or the links that another rank listens for this one.
-Action = Send | str | errors.RingReduceError | messages.Listening
+class Warn(NamedTuple):
+    """Log `text`, of this rank, as a warning."""
+
+    text: str
+
+
+class End(NamedTuple):
+    """Tell the communicator the `error` that has ended the ring."""
+
+    error: errors.RingReduceError
+
+
+class Found(NamedTuple):
+    """Tell the links that another rank is `listening` for this one."""
+
+    listening: messages.Listening
+
+
+Action = Send | Warn | End | Found
 
 
 class Watch:
@@ -97,7 +113,7 @@ class Watch:
         if claim.finds_equals:
             # Once, though rank 0 has two neighbours.
             is_told, self._told = claim.key in self._told, {*self._told, claim.key}
-            return [] if is_told or self._who["rank"] else [f"{text} {claim.remedy}"]
+            return [] if is_told or self._who["rank"] else [Warn(f"{text} {claim.remedy}")]
         return self.end(errors.MismatchError(text, **self._who, peer=peer, remedy=claim.remedy))
 
     def is_owed(self, lost: Collection[int]) -> bool:
@@ -121,7 +137,7 @@ class Watch:
         except UNREADABLE as error:
             self._complaints += 1
             text = f"ignored a message of rank {neighbour} that cannot be read: {error}"
-            return [text] if self._complaints <= _COMPLAINTS_MAX else []
+            return [Warn(text)] if self._complaints <= _COMPLAINTS_MAX else []
         if isinstance(message, messages.Heartbeats):
             for heartbeat, age_s in message.heartbeats:
                 self.peer_table.note(heartbeat, age_s, now_s)
@@ -137,7 +153,7 @@ class Watch:
                 return []  # It has come before, on the other way round.
             self._listening.add(message)
             is_for_us = message.sender == self._rank
-            return [message if is_for_us else Send(payload, frozenset({neighbour}))]
+            return [Found(message) if is_for_us else Send(payload, frozenset({neighbour}))]
         others = frozenset(self._neighbours) - {neighbour}
         actions: list[Action] = [Send(_ACKNOWLEDGEMENT, others)]
         if isinstance(message, messages.Left):
@@ -148,7 +164,7 @@ class Watch:
             paused_at, paused_s = self._paused
             if self.cause.peer == self._rank and now_s - paused_at < TIMES.pause_memory_s:
                 self._explain_pause(self.cause, paused_s, "have gone on without it")
-            actions += [Send(payload, frozenset({neighbour})), self.cause]
+            actions += [Send(payload, frozenset({neighbour})), End(self.cause)]
         return actions
 
     def late(self, now_s: float) -> list[int]:
@@ -208,7 +224,7 @@ class Watch:
             return []
         self.cause = error
         # Notify the others first, since the communicator will write its flight record.
-        return [*self.send(abort_for(error, self._rank)), error]
+        return [*self.send(abort_for(error, self._rank)), End(error)]
 
     def beat(
         self, current: Present, flow: Flow, progress: object, now_s: float,
@@ -292,12 +308,13 @@ class Watch:
                 where = self._where(current) | {"peer": receiver}
                 return self.end(errors.PeerLostError(text, **where, remedy=_LINK_REMEDY))
             if receiver not in warned | self._silent:
-                actions.append(
+                text = (
                     f"sends to rank {receiver}, and not a byte has come there for "
                     f"{silent_s:.1f} s, though both are alive: the network between their hosts "
                     f"stands still. The job ends if that lasts {self._link_timeout_s:g} s "
                     "(RINGREDUCE_LINK_TIMEOUT_S)"
                 )
+                actions.append(Warn(text))
             self._silent.add(receiver)
         return actions
 
@@ -325,7 +342,7 @@ class Watch:
         if suspicion is not None and suspicion.rank not in self._neighbours:
             return []
         where = f"{waited_s:.1f} s in {current.operation} after {current.calls} calls"
-        return [f"has waited {where}: {what}"]
+        return [Warn(f"has waited {where}: {what}")]
 
     def heartbeats(self) -> list[messages.Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""

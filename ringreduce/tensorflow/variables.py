@@ -19,19 +19,26 @@ from ringreduce.tensorflow.agreement import Difference, agree, refuse
 from ringreduce.vocabulary.words import named
 
 
-def broadcast_variables(variables: Sequence[Any], ring: Communicator, root: int = 0) -> list[Any]:
-    """Give all ranks `root`'s values of `variables`; return those that differed on this rank.
+def broadcast_variables(
+    variables: Sequence[Any], ring: Communicator, root: int = 0, *, state: Sequence[Any] = ()
+) -> list[Any]:
+    """Give all ranks `root`'s values of `variables`, and of an optimizer's `state`.
 
-    A variable, `tf.Variable` or `keras.Variable`, is assigned only where its value differs. Raises
-    as `broadcast_values`.
+    Returns those that differed on this rank. A variable, `tf.Variable` or `keras.Variable`, is
+    assigned only where its value differs. Raises as `require_alike`. Collective: two exchanges.
     """
     checked_root(root, ring.size, ring.config.who)
     if ring.size == 1:
         return []
-    values = [value_of(variable) for variable in variables]
-    received = broadcast_values([path_of(variable) for variable in variables], ring, root, values)
+    every = [*variables, *state]
+    values = [value_of(variable) for variable in every]
+    layout = [
+        (path_of(v), value.shape, value.dtype.name) for v, value in zip(every, values, strict=True)
+    ]
+    require_alike(layout[: len(variables)], ring, layout[len(variables) :])
+    received = broadcast_packed(values, ring, root)
     differed = []
-    for variable, before, after in zip(variables, values, received, strict=True):
+    for variable, before, after in zip(every, values, received, strict=True):
         if before.tobytes() != after.tobytes():
             differed.append(variable)
             variable.assign(after)
@@ -47,17 +54,23 @@ def broadcast_values(
     return broadcast_packed(values, ring, root)
 
 
-def require_alike(layout: Sequence[tuple[str, tuple[int, ...], str]], ring: Communicator) -> None:
+# Name, shape and dtype of variables.
+_Layout = Sequence[tuple[str, tuple[int, ...], str]]
+
+
+def require_alike(layout: _Layout, ring: Communicator, state: _Layout = ()) -> None:
     """MismatchError, on all ranks, if variables differ in number or name, shape or dtype: `layout`.
 
-    Or the versions of TensorFlow or Keras. Collective: one exchange, of a hash, if they do not.
+    Or those of an optimizer's `state`, or the versions of TensorFlow or Keras. Collective: one
+    exchange, of a hash, if they do not.
     """
     versions = {"TensorFlow": tf.__version__}
     if "keras" in sys.modules:
         versions["Keras"] = sys.modules["keras"].__version__
-    description = {"versions": versions, "variables": list(layout)}
+    layouts = [list(layout), list(state)]
+    description = {"versions": versions, "variables": layouts}
     what, signature = "broadcast of the initial weights", signature_of("variables")
-    essences = [GradientSpec(path, tuple(shape), dtype).essence for path, shape, dtype in layout]
+    essences = [[spec.essence for spec in _specs(one)] for one in layouts]
     digest = signature_of(sorted(versions.items()), essences)
     if len(set(ring.all_gather_object(digest, signature=signature))) == 1:
         return
@@ -96,16 +109,19 @@ def _difference(ours: Any, peer: int, theirs: Any) -> Difference | None:
             text = f"runs {library} {here}, rank {peer} runs {library} {there}"
             remedy = "Install the same versions on every rank: results would differ silently."
             return Difference(peer, text, remedy)
-    layouts = ours["variables"], theirs["variables"]
-    specs = [[GradientSpec(p, tuple(s), dtype) for p, s, dtype in layout] for layout in layouts]
-    if difference := first_difference(specs[0], specs[1], "variables"):
-        return Difference(
-            peer,
-            f"has another model than rank {peer}: here {difference[0]}; there {difference[1]}",
-            "Build the same model and optimizer on every rank, in the same order and under the "
-            "same names; only the numbers of automatic names may differ.",
-        )
+    for here, there in zip(ours["variables"], theirs["variables"], strict=True):
+        if difference := first_difference(_specs(here), _specs(there), "variables"):
+            return Difference(
+                peer,
+                f"has another model than rank {peer}: here {difference[0]}; there {difference[1]}",
+                "Build the same model and optimizer on every rank, in the same order and under the "
+                "same names; only the numbers of automatic names may differ.",
+            )
     return None
+
+
+def _specs(layout: _Layout) -> list[GradientSpec]:
+    return [GradientSpec(path, tuple(shape), dtype) for path, shape, dtype in layout]
 
 
 def plain_variable(variable: Any) -> Any:

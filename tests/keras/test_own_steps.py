@@ -57,7 +57,7 @@ def mean(_, y, outputs):
 
 
 def of_constant(_, y, outputs):
-    return tf.reduce_sum((y - outputs) ** 2) / BATCH
+    return tf.reduce_sum((y - tf.cast(outputs, y.dtype)) ** 2) / BATCH
 
 
 def against_others(_, y, outputs):
@@ -235,6 +235,9 @@ CASES = {
     "bfloat16": Case("mean", dense, policy="mixed_bfloat16", near=3e-2),
     "float16, own step": Case(
         "mean", stepping(mean), inner=scaled, policy="mixed_float16", near=1e-2
+    ),
+    "sum, float16": Case(
+        "sum", stepping(of_constant), inner=scaled, policy="mixed_float16", near=1e-2
     ),
     "add_loss, mean": Case("mean", adding(lambda v: ops.mean(v**2))),
     "add_loss, sum": Case("neither", adding(lambda v: ops.sum(v**2))),

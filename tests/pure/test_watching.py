@@ -11,12 +11,11 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
 from ringreduce.pure.notification import abort_for
 from ringreduce.pure.watcher_messages import Heartbeat, Heartbeats, Left, Listening, Overdue, encode
-from ringreduce.pure.watching import Action, Send, Watch
+from ringreduce.pure.watching import Action, End, Found, Send, Warn, Watch
 from ringreduce.vocabulary.errors import (
     MismatchError,
     PeerLostError,
     PeerTimeoutError,
-    RingReduceError,
 )
 from ringreduce.vocabulary.times import Times
 
@@ -43,14 +42,14 @@ def sent(actions: list[Action]) -> list[watcher_messages.Message]:
 
 
 def errors(actions: list[Action]) -> list[Exception]:
-    return [action for action in actions if isinstance(action, RingReduceError)]
+    return [action.error for action in actions if isinstance(action, End)]
 
 
 WAITING = Here(operation="all_reduce", since_s=0.1)
 
 
 def logged(actions: list[Action]) -> list[str]:
-    return [action for action in actions if isinstance(action, str)]
+    return [action.text for action in actions if isinstance(action, Warn)]
 
 
 ABORT = encode(abort_for(MismatchError("is the cause", rank=1, size=2), 1))
@@ -163,7 +162,8 @@ def test_a_value_that_should_differ_is_a_warning_once():
     watch = a_watch()
     watch.send(Claim("rows", b"own", "as rank {peer} has.", "Do so.", finds_equals=True))
     same = encode(watcher_messages.Value("rows", b"own"))
-    assert [watch.receive(1, same, at_s) for at_s in (0.1, 0.2)] == [["as rank 1 has. Do so."], []]
+    told = [logged(watch.receive(1, same, at_s)) for at_s in (0.1, 0.2)]
+    assert told == [["as rank 1 has. Do so."], []]
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -341,7 +341,7 @@ def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for():
     # It goes on to the other neighbour, once, whichever way it came.
     assert between.receive(2, payload, 0.1) == [Send(payload, frozenset({2}))]
     assert not between.receive(0, payload, 0.2)
-    assert receiver.receive(1, payload, 0.3) == [listening]
+    assert receiver.receive(1, payload, 0.3) == [Found(listening)]
     assert not receiver.receive(2, payload, 0.4)
     # The rank that listens does not pass on its own.
     sender = a_watch(3, rank=2)

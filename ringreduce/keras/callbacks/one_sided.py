@@ -20,7 +20,7 @@ from ringreduce.keras.callbacks.learning_rate import kept_rates, unlike_rates
 from ringreduce.keras.callbacks.watching import all_of, that_see_batches
 from ringreduce.keras.checks.warnings import warn_of_change_between_meetings
 from ringreduce.keras.layers.groups import training_ranks
-from ringreduce.keras.layers.part import pieces_in
+from ringreduce.keras.layers.part import FlatPart, pieces_in
 from ringreduce.keras.optimizers_in import is_settled, wrappers_in
 from ringreduce.keras.repeating import is_repeating, repeated, told_by_ranks
 from ringreduce.tensorflow.agreement import Difference, refuse
@@ -101,7 +101,7 @@ class OneSided:
     def _pieces(self) -> list[Any]:
         """This rank's shares of the state of optimizers, of which no other has a copy."""
         every = [pair for one in wrappers_in(self._model) for pair in pieces_in(one.variables)]
-        return [variable for variable, part in every if part.ranges]
+        return [variable for variable, part in every if isinstance(part, FlatPart)]
 
     def _verify(self, variables: Sequence[Any]) -> None:
         equal = list(variables)

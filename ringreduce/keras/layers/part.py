@@ -4,6 +4,7 @@
     rank 0   rows 0, 2, 4, ...        rank 0   the first half of an axis
     rank 1   rows 1, 3, 5, ...        rank 1   the second half
 
+The state of a divided update is flat: each rank has a range of the flattened whole (`FlatPart`).
 Its pieces are never made equal, compared or averaged over the group. A model is saved with wholes.
 """
 
@@ -34,45 +35,44 @@ class Part:
     # All ranks of the group compute with the same rows of the batch, as those of a split layer;
     # else each has rows of its own.
     of_same_rows: bool = False
-    # Of a flat variable, begin and end of each rank's range of the flattened whole, of any length.
-    ranges: Sequence[tuple[int, int]] = ()
 
     @property
-    def _cut(self) -> tuple[int, ...]:
+    def cut_shape(self) -> tuple[int, ...]:
         """The shape in which the whole is cut."""
-        return (math.prod(self.shape),) if self.ranges else self.shape
+        return self.shape
 
     def place(self, rank: int) -> tuple[slice, ...]:
-        """Where the piece of a rank of the group is in the whole, or the flattened whole."""
-        size, count = self.communicator.size, self._cut[self.axis]
-        if self.ranges:
-            rows = slice(*self.ranges[rank])
-        elif self.is_dealt:
+        """Where the piece of a rank of the group is in the whole, of `cut_shape`."""
+        size, count = self.communicator.size, self.cut_shape[self.axis]
+        rows = slice(rank * (count // size), (rank + 1) * (count // size))
+        if self.is_dealt:
             rows = slice(rank, None, size)
-        else:
-            rows = slice(rank * (count // size), (rank + 1) * (count // size))
         return (*(slice(None) for _ in range(self.axis)), rows)
 
     @property
     def lengths(self) -> list[int]:
         """The length of each rank's piece along the axis."""
-        every = range(self._cut[self.axis])
+        every = range(self.cut_shape[self.axis])
         return [len(every[self.place(rank)[-1]]) for rank in range(self.communicator.size)]
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
         count = self.lengths[self.communicator.rank]
-        return (*self._cut[: self.axis], count, *self._cut[self.axis + 1 :])
+        return (*self.cut_shape[: self.axis], count, *self.cut_shape[self.axis + 1 :])
 
     def piece(self, whole: Any, rank: int | None = None) -> np.ndarray:
         """A rank's piece, by default this one's, of an array or what is indexed like one."""
         at = self.place(self.communicator.rank if rank is None else rank)
-        return np.ascontiguousarray((np.reshape(whole, -1) if self.ranges else whole)[at])
+        return np.ascontiguousarray(self.laid_out(whole)[at])
+
+    def laid_out(self, whole: Any) -> Any:
+        """`whole`, an array or what is indexed like one, in the `cut_shape`."""
+        return whole
 
     def joined(self, rows: np.ndarray) -> np.ndarray:
         """The whole, of all ranks' pieces joined along their first dimension."""
-        joined = np.empty(self._cut, rows.dtype)
+        joined = np.empty(self.cut_shape, rows.dtype)
         for rank, piece in enumerate(np.split(rows, np.cumsum(self.lengths)[:-1])):
             joined[self.place(rank)] = np.moveaxis(piece, 0, self.axis)
         return joined.reshape(self.shape)
@@ -81,6 +81,26 @@ class Part:
         """ConfigError unless each rank gets as much; `what` names the axis and whose it is."""
         count = self.shape[self.axis]
         require_multiple(count, f"{what}, {count},", self.communicator)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatPart(Part):
+    """How a flat variable is this rank's range of the flattened whole."""
+
+    ranges: Sequence[tuple[int, int]] = ()  # begin and end of each rank's, of any length
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """See `Part`."""
+        return (math.prod(self.shape),)
+
+    def place(self, rank: int) -> tuple[slice, ...]:
+        """See `Part`."""
+        return (slice(*self.ranges[rank]),)
+
+    def laid_out(self, whole: Any) -> Any:
+        """See `Part`."""
+        return np.reshape(whole, -1)
 
 
 def require_multiple(count: int, what: str, ring: Communicator) -> None:

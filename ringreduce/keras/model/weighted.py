@@ -94,8 +94,8 @@ def changed_by_steps(model: keras.Model) -> list[Any]:
 def _restore(model: keras.Model, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:
     """Undo an empty step; return the logs: for an empty step those of the last real one.
 
-    So the loss of zeros is not shown. Metrics are computed again from their restored values.
-    Values whose shape is not fixed stay.
+    So the loss of a sample of zeros is not shown, and a NaN in it does not end training. Metrics
+    are computed again from their restored values. Values whose shape is not fixed stay.
     """
     values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
     latest = [_latest(model, place, value) for place, value in enumerate(values)]

@@ -213,7 +213,7 @@ def give_values(
     state: Sequence[Any], variables: Sequence[Any], ring: Communicator, group: Communicator | None
 ) -> bool:
     """Give all ranks rank 0's values; return whether `variables` differed on one of its `group`."""
-    changed = tf_variables.broadcast_variables([*state, *variables], ring)
+    changed = tf_variables.broadcast_variables(variables, ring, state=state)
     of_state = {id(variable) for variable in state}
     differed = any(id(variable) not in of_state for variable in changed)
     make_alike(state, group)

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.layers.part import Part, mark, part_of, pieces_in
+from ringreduce.keras.layers.part import FlatPart, mark, part_of, pieces_in
 from ringreduce.keras.optimizer.accepted import require_elementwise
 from ringreduce.keras.optimizer.pieces import joint
 from ringreduce.keras.optimizers_in import all_within, state_for
@@ -38,7 +38,7 @@ _Apply = Callable[[Sequence[Any], Sequence[Any]], None]
 
 def refuse_divided(inner: Any) -> None:
     """ConfigError if another wrapper has divided the state of `inner`."""
-    if any(part.ranges for _, part in pieces_in(inner.variables)):
+    if any(isinstance(part, FlatPart) for _, part in pieces_in(inner.variables)):
         raise ConfigError(
             f"got an optimizer ({inner.name}) of which another DistributedOptimizer has divided "
             "the state among the ranks",
@@ -127,7 +127,7 @@ class Sharding:
         self._stand_ins: dict[int, tuple[int, Any]] = {}
         for number, variable in enumerate(self._sharded):
             ranges = tuple((p.first, p.first + p.length) for p in (one[number] for one in every))
-            part = Part(ring, tuple(variable.shape), ranges=ranges)
+            part = FlatPart(ring, tuple(variable.shape), ranges=ranges)
             stand_in = keras.Variable("zeros", part.own_shape, variable.dtype, name=variable.name)
             private.set_path(stand_in, variable.path)
             _update_out_of_place(plain_variable(stand_in))

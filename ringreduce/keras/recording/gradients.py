@@ -159,8 +159,7 @@ def in_whole(value: np.ndarray, part: Part | None) -> np.ndarray:
     """`value`, this rank's piece of it, among zeros: the sum over all ranks is the whole."""
     if part is None:
         return value
-    flat = bool(part.ranges)
-    whole = np.zeros(int(np.prod(part.shape)) if flat else part.shape, value.dtype)
+    whole = np.zeros(part.cut_shape, value.dtype)
     whole[part.place(part.communicator.rank)] = value
     return whole.reshape(part.shape)
 

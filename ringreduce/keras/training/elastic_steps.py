@@ -39,10 +39,11 @@ from ringreduce.vocabulary.errors import PeerError, RingReduceError
 class Elastic:
     """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
 
-    A context, and in it the model's `train_function`, as `Steps` is: it takes this rank's rows of
-    global batches of the `element_spec` `batches`. The model and its optimizer are built. Where too
-    few ranks are left, one backs up with those of `callbacks` that can. Raises ConfigError for what
-    `elastic_refusals` has. Collective.
+    A context. Within it this is the model's `train_function`, and our loop calls `run` as that of
+    `Steps`: it reads whole global batches, whose `element_spec` is `batches`, and makes a step of
+    this rank's rows of each. The model and its optimizer are built. Where fewer than `minimum`
+    ranks are left, one backs up with those of `callbacks` that can, and training ends. Raises
+    ConfigError for what `elastic_refusals` has. Collective.
     """
 
     # Batches of the present epoch that have been made, or read and skipped.

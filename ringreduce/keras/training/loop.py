@@ -65,6 +65,8 @@ class Loop:
         self._one_by_one = elastic is not None
         self._is_first = True  # whether no call was made
         self._is_prepared = False  # whether there were steps before
+        # Whether ranks agree on who wants to stop before each epoch, and have before this one.
+        self._begins, self._is_beginning = False, True
 
     def run(
         self,
@@ -166,10 +168,11 @@ class Loop:
             looking, begins = list(dict.fromkeys(itertools.chain(*told[1]))), any(told[2])
             model.stop_training = any(told[3])
             seeds.make_unlike(states, told[4], ring.rank)
+        self._begins = begins and not looking
         for callback in every:
             if hasattr(callback, "meets_after_calls"):
                 callback.meets_after_calls = bool(looking)
-                callback.meets_before_epochs = begins and not looking
+                callback.meets_before_epochs = self._begins
             if isinstance(callback, Together):
                 callback.has_own_seeds = divides_alone
         return looking
@@ -196,7 +199,9 @@ class Loop:
         if self._elastic is not None:
             self._elastic.begin_epoch(epoch, passes.steps or passes.batches)
         # Callbacks that look at no batch may have wanted to before the epoch: on all ranks then.
-        is_stopping = model.stop_training
+        # What one has set since, such as a handler of signals, counts when ranks agree again.
+        is_agreed = self._is_beginning or self._begins or self._who.everyone.size == 1
+        is_stopping, self._is_beginning = model.stop_training and is_agreed, False
         while most := passes.most(1 if is_stopping else self._suitable()):
             first = passes.place
             callbacks.on_train_batch_begin(first)
@@ -302,7 +307,9 @@ class _Passes:
     """Where an epoch reads, as in Keras's `fit`: one of `steps` goes on where the last one ended.
 
     With `at_once` above 1 calls count as that many steps, though the last may make fewer. Where the
-    feed can, one iterator makes all passes: making one takes as long as many steps.
+    feed can, one iterator makes all passes: making one takes as long as many steps. It begins a
+    pass when the first batch of it is asked for, and no earlier (hence `inject_prefetch` is off):
+    a pass may depend on the epoch, which the feed is told before.
     """
 
     def __init__(self, feed: Feed, steps: int | None, at_once: int) -> None:

@@ -24,7 +24,7 @@ from ringreduce.keras.model.weighted import weighed
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.step import WEIGHTED, own_step, step_without
 from ringreduce.tensorflow import ops, rounds
-from ringreduce.tensorflow.private import traced_for
+from ringreduce.tensorflow.private import is_deterministic, traced_for
 
 
 class Steps:
@@ -48,7 +48,9 @@ class Steps:
         # Keyed by the elements' specs. None: eagerly, and where the logs' shapes are not known
         # before, steps are made one by one.
         self._several: dict[str, Callable[..., tuple[Any, Any, Any, Any, Any]] | None] = {}
-        self._singly: dict[str, Callable[[Any], Any]] = {}
+        self._singly: dict[str, Callable[[Any], Any]] = {}  # of an element that was read
+        self._reading: dict[str, Callable[[Any], Any]] = {}  # of an iterator
+        self._latest: tuple[Any, str] = (None, "")  # an iterator, and its key
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not self._is_eager:
             how = {"reduce_retracing": True, "jit_compile": model.jit_compile}
@@ -78,18 +80,16 @@ class Steps:
         The logs are None if `iterator` has no further element. No step begins when `limit_s`
         seconds have passed, but for the first; None: each step is a call of its own.
         """
-        key = repr(iterator.element_spec)
+        key = self._key_of(iterator)
         several = None if limit_s is None else self._several_for(iterator, key)
         made, logs, reading_s, left_s, began = 0, None, 0.0, limit_s, time.perf_counter()
         while made < most and (made == 0 or left_s is None or left_s > 0.0):
             if several is None:
-                read = time.perf_counter()
                 try:
-                    element = next(iterator)
-                    reading_s += time.perf_counter() - read
-                    logs, made = self._single(element, iterator, key), made + 1
+                    logs, waited_s = self._single(iterator, key)
                 except (StopIteration, tf.errors.OutOfRangeError):
                     break
+                made, reading_s = made + 1, reading_s + float(waited_s)
             else:
                 limits = tf.constant(most - made, tf.int64), tf.constant(left_s, tf.float64)
                 done, latest, has_short, short, waited_s = several(iterator, *limits)
@@ -108,14 +108,49 @@ class Steps:
             self._several[key] = None if self._is_eager else self._traced(iterator)
         return self._several[key]
 
-    def _single(self, element: Any, iterator: Any, key: str) -> Any:
-        """A step by itself: what looks for the end in a graph costs as much as a small model's."""
+    def _key_of(self, iterator: Any) -> str:
+        before, key = self._latest
+        if before is not iterator:
+            key = repr(iterator.element_spec)
+            self._latest = iterator, key
+        return key
+
+    def _single(self, iterator: Any, key: str) -> tuple[Any, Any]:
+        """A step by itself, and seconds of reading; an error of tf.data's at the end of the data.
+
+        What looks for the end in a graph costs as much as a small model's step.
+        """
+        is_of_tf = isinstance(iterator, tf.data.Iterator)
+        if is_of_tf and not (self._is_eager or self._may_be_empty or is_deterministic()):
+            if key not in self._reading:
+                self._one.get_concrete_function(iterator.element_spec)  # As in `_traced`.
+                self._reading[key] = traced_for(tf.function(self._with_its_batch), iterator)
+            return self._reading[key](iterator)  # type: ignore[no-any-return]
+        began = time.perf_counter()
+        element = next(iterator)
+        waited_s = time.perf_counter() - began
         if self._is_short(element):
-            return self._short(element)
+            return self._short(element), waited_s
         if key not in self._singly:
             one = self._one
             self._singly[key] = one if self._is_eager else traced_for(one, iterator.element_spec)
-        return self._singly[key](element)
+        return self._singly[key](element), waited_s
+
+    @tf.autograph.experimental.do_not_convert
+    def _with_its_batch(self, iterator: Any) -> tuple[Any, Any]:
+        """A step, all of which comes after its batch was read: at the end of data none is begun.
+
+        What does not depend on the batch, such as the count of steps, waits for the second clock:
+        TensorFlow drops the order of a call after what it has a value of.
+        """
+        began = tf.timestamp()
+        with tf.control_dependencies([began]):
+            element = iterator.get_next()
+        parts = tf.nest.flatten(element, expand_composites=True)
+        with tf.control_dependencies([part for part in parts if tf.is_tensor(part)]):
+            read = tf.timestamp()
+        with tf.control_dependencies([read]):
+            return self._one(element), read - began
 
     def _is_short(self, element: Any) -> Any:
         """Whether some rank has no row of it."""
