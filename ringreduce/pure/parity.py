@@ -8,6 +8,7 @@ that mixes rows, or divides by what not every row counts in, neither.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -57,9 +58,10 @@ def compare_each(
 
     What is noise is told from the largest array of all.
     """
-    finite = (array for arrays in (whole, *parts) for array in arrays if np.isfinite(array).all())
-    largest = max(map(_largest, finite), default=0.0)
-    found = []
+    largest, found = 0.0, []
+    if len(set(owners)) > 1:
+        every = (_largest(array) for arrays in (whole, *parts) for array in arrays)
+        largest = max(filter(math.isfinite, every), default=0.0)
     for owner in range(max(owners, default=-1) + 1):
         own = [place for place, its in enumerate(owners) if its == owner]
         of_whole, *of_parts = ([arrays[n] for n in own] for arrays in (whole, *parts))
@@ -83,32 +85,33 @@ def compare(
         tolerance: of the larger of whole and parts, for each array.
         beside: the largest number among other arrays, which tells what is noise in these.
     """
-    sizes = [
-        max(_largest(array), *map(_largest, those))
-        for array, *those in zip(whole, *parts, strict=True)
-    ]
-    if not all(np.isfinite(array).all() for array in whole):
+    # Each array is read once for this: those of a large model are hundreds of megabytes.
+    of_whole, *of_parts = (list(map(_largest, arrays)) for arrays in (whole, *parts))
+    if not all(map(math.isfinite, of_whole)):
         return Comparison(Fit.NOTHING)
-    for place, (*those,) in enumerate(zip(*parts, strict=True)):
-        if not all(np.isfinite(array).all() for array in those):
-            return Comparison(Fit.NOT_FINITE, place, float("inf"))
+    for place, those in enumerate(zip(*of_parts, strict=True)):
+        if not all(map(math.isfinite, those)):
+            return Comparison(Fit.NOT_FINITE, place, math.inf)
+    sizes = list(map(max, zip(of_whole, *of_parts, strict=True)))
     largest = max(sizes, default=0.0)
     if largest <= _NOTHING:
         return Comparison(Fit.NOTHING)
     largest = max(largest, beside)
-    counted, misses = sum(rows), {}
-    for fit, weights in ((Fit.MEAN, [n / counted for n in rows]), (Fit.SUM, [1.0] * len(rows))):
-        misses[fit] = [
+
+    def missed_by(weights: Sequence[float]) -> list[float]:
+        return [
             _largest(array - sum(w * part for w, part in zip(weights, those, strict=True)))
             / max(size, _SMALL * largest)
             for array, size, *those in zip(whole, sizes, *parts, strict=True)
         ]
-    worst = {fit: max(missed) for fit, missed in misses.items()}
-    if worst[Fit.MEAN] <= tolerance:
+
+    missed = missed_by([n / sum(rows) for n in rows])
+    place = int(np.argmax(missed))
+    worst = missed[place]
+    if worst <= tolerance:
         return Comparison(Fit.MEAN)
-    place = int(np.argmax(misses[Fit.MEAN]))
-    is_sum = worst[Fit.SUM] <= tolerance and worst[Fit.MEAN] > _MISSES * tolerance
-    return Comparison(Fit.SUM if is_sum else Fit.NEITHER, place, worst[Fit.MEAN])
+    is_sum = worst > _MISSES * tolerance and max(missed_by([1.0] * len(rows))) <= tolerance
+    return Comparison(Fit.SUM if is_sum else Fit.NEITHER, place, worst)
 
 
 def chosen_rows(counts: np.ndarray, most: int) -> np.ndarray:
@@ -122,4 +125,5 @@ def chosen_rows(counts: np.ndarray, most: int) -> np.ndarray:
 
 
 def _largest(array: np.ndarray) -> float:
-    return float(np.max(np.abs(array), initial=0.0))
+    """NaN if there is one."""
+    return float(max(-np.min(array), np.max(array))) if array.size else 0.0
