@@ -176,7 +176,8 @@ def _machine() -> str:
     """A hash of what this process computes with."""
     lines = []
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        lines = [line for line in file if line.startswith(("model name", "flags", "Features", "CPU part"))]
+        names = "model name", "flags", "Features", "CPU part"
+        lines = [line for line in file if line.startswith(names)]
     facts = [tf.__version__, platform.machine(), *sorted(set(lines))]
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
 
