@@ -301,6 +301,11 @@ class DistributedOptimizer(Wrapper):
         trained: list[Any] = private.trained_variables(self._inner)
         return trained if self._sharding is None else self._sharding.originals
 
+    @property
+    def may_leave_weights(self) -> bool:
+        """Whether its update gathers weights at the end, which XLA may leave to the graph."""
+        return bool(self._options["shard_state"])
+
     def _is_divided(self) -> bool:
         return self._options["shard_state"] and self._ring().size > 1
 

@@ -39,13 +39,14 @@ from ringreduce.vocabulary.errors import PeerError, RingReduceError
 class Elastic:
     """Makes the units of a call of `rr.fit`, as long as `minimum` ranks are left.
 
-    A context. Within it this is the model's `train_function`, and our loop calls `run` as that of
-    `Steps`: it reads whole global batches, whose `element_spec` is `batches`, and makes a step of
-    this rank's rows of each. The model and its optimizer are built. Where fewer than `minimum`
-    ranks are left, one backs up with those of `callbacks` that can, and training ends. Raises
-    ConfigError for what `elastic_refusals` has. Collective.
+    A context, and within it the model's `train_function`. It reads whole global batches, whose
+    `element_spec` is `batches`, and makes a step of this rank's rows of each (`MakesSteps`). The
+    model and its optimizer are built. Where fewer than `minimum` ranks are left, one backs up with
+    those of `callbacks` that can, and training ends. Raises ConfigError for what
+    `elastic_refusals` has. Collective.
     """
 
+    one_by_one = True
     # Batches of the present epoch that have been made, or read and skipped.
     made = 0
 
@@ -130,11 +131,15 @@ class Elastic:
         return lambda batch, *ends: traced()(batch, *map(tf.constant, ends))
 
     def begin_epoch(self, epoch: int, length: int | None) -> None:
-        """Epoch `epoch` begins, counted from 0, of `length` steps if that is known."""
+        """See `MakesSteps`."""
         self._epoch, self._length, self.made = epoch, length, 0
 
+    def skip(self, count: int) -> None:
+        """See `MakesSteps`."""
+        self.made += count
+
     def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
-        """A step on this rank's rows of the next global batch; return 1, and as `Steps.run`."""
+        """Make a step on this rank's rows of the next global batch, as in `MakesSteps`."""
         if self._model.train_function is not self:
             refuse(self._ring, {"compile in training": True})
         began = time.perf_counter()

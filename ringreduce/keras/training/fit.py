@@ -53,6 +53,7 @@ from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.overridden import fit_through_own, is_overridden
 from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.record import Record
+from ringreduce.keras.training.steps import MakesSteps
 from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -200,7 +201,6 @@ def fit(
         if recording is not None:
             around.append(Record(*recording, settings.found, who.everyone, training, model, trial))
         if steps is not None and verbose:
-            # Another rank could not go on with Keras's own bar.
             around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))
         return fit_on(
             model,
@@ -210,7 +210,7 @@ def fit(
             around,
             trial if is_read_ahead else None,
             exchanges=exchanges,
-            elastic=steps,
+            makes=steps,
             epochs=epochs,
             verbose=verbose if who.is_first or steps is not None else 0,
             initial_epoch=initial_epoch,
@@ -346,7 +346,7 @@ def fit_on(
     callbacks: list[Any],
     trial: Trial | None = None,
     exchanges: bool = False,
-    elastic: Elastic | None = None,
+    makes: MakesSteps | None = None,
     **options: Any,
 ) -> Any:
     """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
@@ -364,7 +364,9 @@ def fit_on(
     try:
         with _quiet_without(validation):
             if who is not None:
-                loop = Loop(model, training, who, trial, exchanges=exchanges, elastic=elastic)
+                loop = Loop(model, training, who, trial, exchanges=exchanges, makes=makes)
+                # Another rank could not go on with a bar of Keras's list.
+                options["adds_bar"] = makes is None
                 return loop.run([epochs, *callbacks], validation=validation, **options)
             return model.fit(
                 training.dataset,

@@ -33,9 +33,8 @@ from ringreduce.keras.model.averages import Averages
 from ringreduce.keras.model.building import build
 from ringreduce.keras.model.trial_in_fit import Trial
 from ringreduce.keras.progress import training
-from ringreduce.keras.training.elastic_steps import Elastic
 from ringreduce.keras.training.ranks import Training
-from ringreduce.keras.training.steps import Steps
+from ringreduce.keras.training.steps import MakesSteps, Steps
 from ringreduce.tensorflow.private import is_deterministic
 from ringreduce.vocabulary.errors import MismatchError
 
@@ -46,8 +45,8 @@ class Loop:
     """Trains `model` on the batches of `feed`.
 
     `exchanges`: steps exchange their weights, so that where data has no known length the ranks find
-    out in a step that there is none left. `elastic` makes the steps, one at a time, where it is
-    given. Before the first step the `trial`, if there is one, runs.
+    out in a step that there is none left. `makes` makes the steps; by default the model's `Steps`.
+    Before the first step the `trial`, if there is one, runs.
     """
 
     def __init__(
@@ -58,11 +57,10 @@ class Loop:
         trial: Trial | None = None,
         *,
         exchanges: bool = False,
-        elastic: Elastic | None = None,
+        makes: MakesSteps | None = None,
     ) -> None:
         self._model, self._feed, self._who, self._trial = model, feed, who, trial
-        self._exchanges, self._elastic = exchanges, elastic
-        self._one_by_one = elastic is not None
+        self._exchanges, self._given = exchanges, makes
         self._is_first = True  # whether no call was made
         self._is_prepared = False  # whether there were steps before
         # Whether ranks agree on who wants to stop before each epoch, and have before this one.
@@ -78,24 +76,28 @@ class Loop:
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_freq: Any = 1,
+        adds_bar: bool = True,
     ) -> Any:
-        """Train and return as ``model.fit`` does, with these of its arguments."""
+        """Train and return as ``model.fit`` does, with these of its arguments.
+
+        Without `adds_bar` the bar is one of `callbacks`.
+        """
         model = self._model
         epochs, steps_per_epoch = _limited(epochs, steps_per_epoch)
-        self._one_by_one |= self._exchanges and int(self._feed.dataset.cardinality()) < 0
+        self._asks_each = self._exchanges and int(self._feed.dataset.cardinality()) < 0
         self._passes = _Passes(self._feed, steps_per_epoch, model.steps_per_execution)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = keras.callbacks.CallbackList(
                 callbacks,
                 add_history=True,
-                add_progbar=verbose != 0 and self._elastic is None,
+                add_progbar=verbose != 0 and adds_bar,
                 verbose=verbose,
                 epochs=epochs,
                 steps=self._passes.steps or self._passes.batches,
                 model=model,
             )
         self._callbacks = callbacks
-        self._prepare_steps()
+        self._makes = self._prepared()
         model.stop_training = False
         try:
             with in_fit(model), training(model) as self._progress:
@@ -124,8 +126,7 @@ class Loop:
                 how = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
                 results = model.evaluate(validation.dataset, **how)
                 logs.update({f"val_{name}": value for name, value in results.items()})
-            if self._elastic is not None:
-                self._elastic.begin_epoch(epoch + 1, self._passes.batches)
+            self._makes.begin_epoch(epoch + 1, self._passes.batches)
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
@@ -133,11 +134,11 @@ class Loop:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
 
-    def _prepare_steps(self) -> Steps | Elastic:
-        """The model's traced steps; anew where it was compiled, or they were taken away, since."""
+    def _prepared(self) -> MakesSteps:
+        """What was given, or the model's traced steps; anew where it was compiled since."""
         model, feed = self._model, self._feed
-        if self._elastic is not None:
-            return self._elastic
+        if self._given is not None:
+            return self._given
         steps = model.train_function
         ranks = None if self._exchanges else self._who.data.size if feed.is_counted else 0
         how = ranks, feed.may_be_empty
@@ -196,8 +197,7 @@ class Loop:
         """Make the steps of an epoch; return the logs of the last that was made."""
         model, callbacks, passes = self._model, self._callbacks, self._passes
         passes.begin()
-        if self._elastic is not None:
-            self._elastic.begin_epoch(epoch, passes.steps or passes.batches)
+        self._makes.begin_epoch(epoch, passes.steps or passes.batches)
         # Callbacks that look at no batch may have wanted to before the epoch: on all ranks then.
         # What one has set since, such as a handler of signals, counts when ranks agree again.
         is_agreed = self._is_beginning or self._begins or self._who.everyone.size == 1
@@ -235,8 +235,8 @@ class Loop:
 
     def _suitable(self) -> int:
         """How many steps the next call should make at most."""
-        singly = self._is_first or self._is_watched or self._one_by_one or self._model.run_eagerly
-        return 1 if singly or is_deterministic() else sys.maxsize
+        singly = self._is_first or self._is_watched or self._asks_each or self._makes.one_by_one
+        return 1 if singly or self._model.run_eagerly or is_deterministic() else sys.maxsize
 
     def _limit_s(self, most: int) -> float | None:
         """For how long a call may begin steps; None: `Steps.run` makes `most` one by one."""
@@ -248,7 +248,7 @@ class Loop:
 
     def _call(self, iterator: Any, most: int) -> tuple[int, Any]:
         """Make up to `most` steps; return how many, and the logs of the last."""
-        steps, progress = self._prepare_steps(), self._progress
+        self._makes, progress = self._prepared(), self._progress
         if progress.unread:
             return self._skip(iterator, min(most, progress.unread)), {}
         try:
@@ -256,9 +256,9 @@ class Loop:
                 limits = most, self._limit_s(most)
             else:
                 iterator, limits = self._tried(iterator), (1, None)
-                steps = self._prepare_steps()
+                self._makes = self._prepared()
             began = time.perf_counter()
-            done, logs, reading_s = steps.run(iterator, *limits)
+            done, logs, reading_s = self._makes.run(iterator, *limits)
         except (StopIteration, tf.errors.OutOfRangeError):
             return 0, None  # As the exchange of weights says that no rank has any data.
         progress.called_s += time.perf_counter() - began
@@ -274,8 +274,7 @@ class Loop:
                 next(iterator)
                 done += 1
         self._progress.unread -= done
-        if self._elastic is not None:
-            self._elastic.made += done
+        self._makes.skip(done)
         return done
 
     def _end_skipping(self, epoch: int) -> None:

@@ -14,7 +14,7 @@ another function, which puts back what it changes there.
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -27,6 +27,25 @@ from ringreduce.tensorflow import ops, rounds
 from ringreduce.tensorflow.private import is_deterministic, traced_for
 
 
+class MakesSteps(Protocol):
+    """What makes the steps of a training, call by call, on the elements that `Loop` reads."""
+
+    one_by_one: bool  # whether a call makes one step at most
+
+    def begin_epoch(self, epoch: int, length: int | None) -> None:
+        """Epoch `epoch` begins, counted from 0, of `length` steps if that is known."""
+
+    def skip(self, count: int) -> None:
+        """So many steps of the epoch count as made, as a backup has them."""
+
+    def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
+        """Make at most `most` steps; return how many, the latest logs, and seconds of reading.
+
+        The logs are None if `iterator` has no further element. No step begins when `limit_s`
+        seconds have passed, but for the first; None: each step is a call of its own.
+        """
+
+
 class Steps:
     """The training steps of `model`, of which it is the `train_function`; Keras's is behind it.
 
@@ -35,6 +54,8 @@ class Steps:
     and the number of rows of the whole, by which a step is weighted. 0: steps are not weighted.
     None: as the model's step does it, with an exchange.
     """
+
+    one_by_one = False
 
     def __init__(self, model: keras.Model, ranks: int | None, may_be_empty: bool) -> None:
         before = model.train_function
@@ -74,12 +95,14 @@ class Steps:
             self._of_keras, model.train_function = model.train_function, self
         return self._of_keras(iterator)
 
-    def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
-        """Make at most `most` steps; return how many, the latest logs, and seconds of reading.
+    def begin_epoch(self, epoch: int, length: int | None) -> None:
+        """See `MakesSteps`."""
 
-        The logs are None if `iterator` has no further element. No step begins when `limit_s`
-        seconds have passed, but for the first; None: each step is a call of its own.
-        """
+    def skip(self, count: int) -> None:
+        """See `MakesSteps`."""
+
+    def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
+        """See `MakesSteps`."""
         key = self._key_of(iterator)
         several = None if limit_s is None else self._several_for(iterator, key)
         made, logs, reading_s, left_s, began = 0, None, 0.0, limit_s, time.perf_counter()
@@ -244,7 +267,7 @@ def _may_leave_weights(model: keras.Model) -> bool:
         and own_step(model) is None
         and is_keras_s
         and getattr(model, "_compile_metrics", None) is None  # Which may look at anything.
-        and getattr(model.optimizer, "options", {}).get("shard_state")
+        and getattr(model.optimizer, "may_leave_weights", False)
     )
 
 
