@@ -212,6 +212,7 @@ WIDELY = [*OFTEN, ACCUMULATED, by(RMSprop)]
 RARE = [
     ACCUMULATED,
     *(case(train, is_built=True) for train in (decayed, begun)),
+    *(halved, case(begun, is_built=False)),
     *(by(SGD), by(SGD, momentum=0.9), by(SGD, momentum=0.9, nesterov=True)),
     *(by(AdamW, weight_decay=0.3), by(Adagrad), by(RMSprop), case(trained, inner=RMSprop)),
     *(case(in_graphs, op="sum"), case(in_graphs, policy="mixed_float16")),
@@ -224,8 +225,8 @@ RARE = [
 @pytest.mark.parametrize(
     ("layout", "trains"),
     [
-        *((PAIR, [train]) for train in (*OFTEN, halved)),
-        *((PAIR, [case(train, is_built=False)]) for train in (decayed, begun)),
+        *((PAIR, [train]) for train in OFTEN),
+        (PAIR, [case(decayed, is_built=False)]),
         *(in_full(PAIR, RARE[start::3]) for start in range(3)),
         *(in_full(layout, WIDELY[start::2]) for layout in SEVERAL[:2] for start in range(2)),
         in_full(SEVERAL[2], [in_a_graph, in_a_loop]),
@@ -319,7 +320,7 @@ def backed_up_and_restarted(folder):
 
 
 @on_all_layouts
-@pytest.mark.parametrize("train", [saved_and_loaded, backed_up_and_restarted])
+@pytest.mark.parametrize("train", [saved_and_loaded, in_full(backed_up_and_restarted)])
 def test_files_are_plain_and_training_goes_on_from_them(ranks, tmp_path, layout, train):
     """The next steps are those of the uninterrupted."""
     results = ranks.ring(**layout)(train, tmp_path)

@@ -73,7 +73,9 @@ def test_what_is_said_of_a_line_is_so(line, kind):
     assert len(texts) == (kind != "nothing")
     assert all(SAID[kind] in text for text in texts)
     if kind == "a sum":
-        for size, rows in ((2, ROWS), (2, 31), (3, 31)):  # Ranks have 16 and 15, or 11 and 9.
+        is_first = line == next(each for each, its in LINES if its == kind)
+        # Ranks have 16 and 15, or 11 and 9.
+        for size, rows in ((2, 31), *(((2, ROWS), (3, 31)) if is_first else ())):
             added, texts = trained(size, line, rows, gradients="sum")
             assert texts == []
             assert np.abs(added - trained(1, line, rows)[0]).max() < 1e-6
