@@ -1,5 +1,6 @@
 """Callbacks alone and in rings of threads, without training."""
 
+import threading
 from types import SimpleNamespace
 
 import keras
@@ -10,6 +11,8 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
+from ringreduce.keras import metric_states
+from ringreduce.keras.callbacks.meeting import EpochMeetings
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.rank_zero import WRITERS, states_now, take_states
 from ringreduce.keras.metric_states import combined_results, states_of
@@ -131,6 +134,38 @@ def test_states_are_put_back_where_a_result_fails():
         return model.extra.total.numpy().tolist()
 
     assert on_threads(work, Fails(), Fails()) == [[1], [2]]
+
+
+@pytest.mark.parametrize(("machines", "exchanges"), [(("same", "same"), 1), (("one", "two"), 2)])
+def test_results_travel_only_where_ranks_may_compute_others(monkeypatch, machines, exchanges):
+    """Processors of two kinds may round otherwise."""
+    kinds = threading.local()
+    monkeypatch.setattr(metric_states, "_machine", lambda: kinds.name)
+
+    def work(comm):
+        kinds.name = machines[comm.rank]
+        model = line_model(run_eagerly=True)
+        rows = np.full((2 + comm.rank, 1), 1.0 + comm.rank)
+        model.evaluate(rows, 0 * rows, verbose=0)
+        before = comm.statistics().collectives
+        found = combined_results(model, states_of(model, 1), comm)
+        return found, comm.statistics().collectives - before
+
+    (first, count), second = ring_of_threads(2, work)
+    assert (first, count) == second
+    assert count == exchanges
+
+
+def test_optimizers_with_and_without_a_rate_that_can_be_set_are_an_error_on_all():
+    def work(comm):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+        model.compile(keras.optimizers.SGD(decay if comm.rank else 0.1), "mse")
+        model.optimizer.build(model.trainable_variables)
+        with pytest.raises(ringreduce.MismatchError, match=r"1 learning rates .* and 0 on rank 1"):
+            EpochMeetings(model, comm).after()
+
+    ring_of_threads(2, work)
 
 
 # Logs, in threads --------------------------------------------------------------------------

@@ -4,23 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.repeating import repeated
 from ringreduce.tensorflow.agreement import Difference
-from ringreduce.tensorflow.variables import broadcast_variables, differing
-
-
-def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
-    """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
-    if communicator.size == 1:
-        return
-    rates = rates_of(model)
-
-    def agree() -> list[float]:
-        broadcast_variables(rates, communicator)
-        return list(map(float, rates))
-
-    for rate, value in zip(rates, repeated(communicator, agree), strict=True):
-        rate.assign(value)
+from ringreduce.tensorflow.variables import differing
 
 
 def kept_rates(model: Any) -> list[float]:

@@ -14,12 +14,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import metric_states
-from ringreduce.keras.callbacks.learning_rate import (
-    agree_on_learning_rate,
-    diverged,
-    kept_rates,
-    rates_of,
-)
+from ringreduce.keras.callbacks.learning_rate import diverged, kept_rates, rates_of
 from ringreduce.keras.callbacks.rank_zero import OnRankZero, states_now, take_states
 from ringreduce.keras.checks import seeds
 from ringreduce.keras.checks.warnings import (
@@ -181,8 +176,7 @@ class EpochMeetings:
         if any(stops for stops, *_ in told):
             model.stop_training = True
         _, of_first, _, callbacks = told[0]
-        if any(len(values) != len(of_first) for _, values, *_ in told):
-            agree_on_learning_rate(model, every)  # Which says what differs.
+        refuse(every, _unlike_counts(members, told), "comparison of learning rates")
         for rate, value in zip(rates, np.frombuffer(of_first, np.float64), strict=True):
             rate.assign(value)
         take_states(acting_once, callbacks)
@@ -191,6 +185,20 @@ class EpochMeetings:
             return
         place = members.index(every.members[every.rank])
         seeds.make_unlike(states, [theirs for _, _, theirs, _ in told], place)
+
+
+def _unlike_counts(members: Sequence[int], told: Sequence[Any]) -> Difference | None:
+    """Which rank has told of more or fewer learning rates than the first."""
+    first, *others = (len(values) // 8 for _, values, *_ in told)
+    for rank, count in zip(members[1:], others, strict=True):
+        if count != first:
+            return Difference(
+                rank,
+                f"found {first} learning rates that can be set on rank {members[0]} and {count} on "
+                f"rank {rank}",
+                "Compile the same optimizer on every rank, also in callbacks.",
+            )
+    return None
 
 
 def as_validation(results: Mapping[str, Any]) -> dict[str, Any]:

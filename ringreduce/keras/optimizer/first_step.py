@@ -162,8 +162,8 @@ class InitialValues:
         Collective where there are any; then random generators that the function being traced has
         used get different states. `state` are further variables, on which gradients do not depend;
         `settings` returns what must be equal; rank 0 warns where what `others` returns is not.
-        Returns the gradients to use: `gradients`, of
-        `kinds`, unless this is an eager step and some rank had other values.
+        Returns the gradients to use: `gradients`, of `kinds`, unless this is an eager step and some
+        rank had other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
