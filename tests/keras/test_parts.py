@@ -147,11 +147,14 @@ def test_a_table_in_parts_trains_as_a_whole_one(make, train):
 
 @pytest.mark.full
 @on_ranks(3)
-def test_accumulated_steps_are_one_step_on_all_rows():
+def test_accumulated_steps_count_alike_as_in_keras():
+    """Of 64 rows and of one: in a step of them all, that one row weighs as much as the 64."""
     model = sharded(SGD(0.5), gradient_accumulation_steps=2)
     twin = twin_of(model, SGD(0.5))
     fit(model, *data(), epochs=1)
-    fit(twin, *data(), epochs=1, batch_size=COUNT)
+    weights = np.full(COUNT, COUNT / 2 / BATCH)
+    weights[BATCH:] = COUNT / 2 / (COUNT - BATCH)
+    fit(twin, *data(), epochs=1, batch_size=COUNT, sample_weight=weights)
     assert apart(model, twin) < 2e-6
 
 
