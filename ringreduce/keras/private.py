@@ -156,6 +156,16 @@ def is_of_keras(what: Any) -> bool:
     return str(getattr(what, "__module__", "")).startswith(("keras.", "ringreduce."))
 
 
+def logits_of(output: Any) -> Any:
+    """What softmax or sigmoid has made `output` of, which Keras's losses take instead, or None."""
+    return getattr(output, "_keras_logits", None)
+
+
+def loss_tracker_of(model: keras.Model) -> keras.metrics.Metric:
+    """The metric in which a compiled model's training step notes its loss."""
+    return model._loss_tracker
+
+
 def learning_rate_of(optimizer: keras.Optimizer) -> Any:
     """The learning rate as given: a variable, schedule or function; None where it has none."""
     return getattr(optimizer, "_learning_rate", None)

@@ -130,6 +130,29 @@ class Mixing(keras.Model):
         return ops.tensordot(first, second, 2) + ops.sum(first, 1, keepdims=True)
 
 
+class Switched(Own):
+    """Among six rows rounding has switched a unit on, as in a deep network; nowhere else."""
+
+    def loss_of(self, x, y):
+        is_on = tf.cast(tf.shape(x)[0] == 6, tf.float32)
+        return super().loss_of(x, y) + 0.01 * is_on * tf.reduce_sum(self.trainable_variables[0])
+
+
+def two_outputs():
+    """The second one has no loss."""
+    x = keras.Input((5,))
+    hidden = layers.Dense(4, "tanh")(x)
+    return keras.Model(x, {"one": layers.Dense(1)(hidden), "two": layers.Softmax()(hidden)})
+
+
+@tf.custom_gradient
+def passed_forward(x):
+    def backward(gradient):
+        raise AssertionError("nothing asks for the gradients by weights")
+
+    return x, backward
+
+
 class Running(layers.Layer):
     """Keeps a mean of its rows, beside what no row changes: a count, and a copy of weights."""
 
@@ -179,6 +202,27 @@ CASES = {
         lambda: keras.Sequential(net(layers.Dense(3, kernel_regularizer="l2"))),
         *("mse", X, Y, "mean", ""),
     ),
+    "of probabilities": (
+        lambda: keras.Sequential(
+            net(layers.Activation(passed_forward), layers.Dense(3, "softmax"))[:-1]
+        ),
+        *("sparse_categorical_crossentropy", X, CLASSES, "mean", ""),
+    ),
+    "two outputs": (two_outputs, {"one": "mse", "two": None}, X, {"one": Y}, "mean", ""),
+    "mixed by an activation": (
+        lambda: keras.Sequential(net(layers.Activation(lambda x: x - ops.mean(x, 0)))),
+        *("mse", X, Y, "neither", "the model's output for a row"),
+    ),
+    "of activity": (
+        lambda: keras.Sequential(net(layers.Dense(3, activity_regularizer="l2"))),
+        *("mse", X, Y, "mean", ""),
+    ),
+    "of mean activity": (
+        # Keras divides it by the rows once more.
+        lambda: keras.Sequential(net(layers.Dense(3, activity_regularizer=ops.mean))),
+        *("mse", X, Y, "neither", "what layers add to the loss"),
+    ),
+    "switched": (lambda: Switched(net()), None, X, Y, "mean", ""),
     "dice": (
         lambda: keras.Sequential([*net(), layers.Activation("sigmoid")]),
         *(keras.losses.Dice(), X, OF_BITS, "neither", "the loss dice"),

@@ -10,6 +10,10 @@ keeps beside what it trains, such as a mean of its rows. The step runs eagerly, 
 row gets the same random draws alone and with others, batch normalization uses its moving averages,
 and nothing is applied. What the step has changed is put back
 (`ringreduce.keras.model.putting_back`).
+
+Where step, loss and layers are Keras's own, forward passes show the same in a third of the time: if
+a row's output is the same alone and with others, and the gradients of the loss by the outputs
+combine, then by the chain rule those by the weights do. What that does not show is tried as above.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -42,6 +46,7 @@ from ringreduce.keras.model.putting_back import put_back
 from ringreduce.keras.optimizers_in import all_within, wrappers_in
 from ringreduce.keras.rows import is_uneven, map_arrays, rows_in, slice_rows
 from ringreduce.keras.step import innermost_step, own_step
+from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.parity import Comparison, Fit, chosen_rows, compare, compare_each, gravest
 from ringreduce.tensorflow.eager_draws import Draws
 from ringreduce.tensorflow.variables import path_of, plain_variable, value_of
@@ -55,6 +60,7 @@ TOLERANCE, _TOLERANCE_16 = 1e-3, 3e-2
 # Where a forward pass of two rows takes longer, fewer rows are tried, or none.
 _SLOW_S, _TOO_SLOW_S = 0.25, 2.0
 _LINE_MAX = 300
+_METHODS = "call", "compute_loss", "compute_metrics"
 
 
 @dataclass(frozen=True)
@@ -127,34 +133,74 @@ def _line_of(error: BaseException) -> str:
 
 def _tried(model: keras.Model, batch: Any) -> Verdict:
     rows = _chosen(batch, _allowed(model, batch))
-    count = int(rows_in(rows))
+    count, is_of_keras = int(rows_in(rows)), _is_of_keras(model)
+    if is_of_keras and isinstance(model.optimizer, Wrapper) and model.trainable_weights:
+        verdict = _by_outputs(model, rows, count)
+        if verdict is not None:
+            return verdict
     runs = _Runs(model, rows, count)
     whole, every = runs.whole(), np.arange(count)
     halves = [runs.of(part) for part in np.split(every, 2)]
     each = runs.compared(whole, halves)
-    if _gravest(each).fit is Fit.MEAN and whole.seconds < _SLOW_S and not _is_of_keras(model):
-        # Such as a step that divides by half the rows of a batch.
-        thirds = np.split(every, [(count + 1) // 3])
-        each = runs.compared(whole, [runs.of(part) for part in thirds])
+    found = _gravest(each).fit
+    is_quick = whole.seconds < _SLOW_S and not is_of_keras
+    if found is Fit.NEITHER or (found is Fit.MEAN and is_quick):
+        # A step that divides by half the rows of a batch passes with halves. And rounding may
+        # switch a unit of a deep network on among all rows and off in a half; not so in others.
+        thirds = [runs.of(part) for part in np.split(every, [(count + 1) // 3])]
+        again = runs.compared(whole, thirds)
+        each = [a if a.fit is Fit.SUM else b for a, b in zip(each, again, strict=True)]
     if _gravest(each).fit is Fit.SUM:
         # Where nothing counts in one half, the other one is the whole.
         again = runs.compared(whole, [runs.of(every[::2]), runs.of(every[1::2])])
         pairs = zip(each, again, strict=True)
         each = [a if a.fit is b.fit else b._replace(fit=Fit.NEITHER) for a, b in pairs]
-    found = _gravest(each)
-    if found.fit in (Fit.SUM, Fit.NEITHER, Fit.NOT_FINITE):
+    worst = _gravest(each)
+    if worst.fit in (Fit.SUM, Fit.NEITHER, Fit.NOT_FINITE):
         again = runs.compared(whole, [runs.whole()])
         if _gravest(again).fit is not Fit.MEAN:
             raise _NotTried("it is random by other means than Keras's and TensorFlow's")
     where = ""
-    if found.fit in (Fit.NEITHER, Fit.NOT_FINITE):
-        of_variable = f"the gradients of {whole.names[found.place]}"
+    if worst.fit in (Fit.NEITHER, Fit.NOT_FINITE):
+        of_variable = f"the gradients of {whole.made.names[worst.place]}"
         where = _cause(model, rows, count, runs.tolerance) or of_variable
-    sums, apart = _of_logs(model, whole, halves, found.fit)
-    fits = tuple(one.fit.value for one in each)
-    of_rows = tuple(_set_by_rows(whole, halves, runs.tolerance))
-    verdict = Verdict(found.fit.value, count, found.missed, where, tuple(sums), tuple(apart))
-    return replace(verdict, of_rows=of_rows, fits=fits)
+    return _verdict(model, runs, whole, halves, each, where)
+
+
+def _by_outputs(model: keras.Model, rows: Any, count: int) -> Verdict | None:
+    """What forward passes show of a model and a step that are Keras's own; None: not enough."""
+    runs, every = _OutputRuns(model, rows, count), np.arange(count)
+    try:
+        whole, *halves = runs.whole(), *(runs.of(part) for part in np.split(every, 2))
+        each = runs.compared(whole, halves)
+    except _NotTried:
+        return None
+    if each[0].fit is not Fit.MEAN or not runs.are_outputs_alike(whole, halves):
+        return None
+    return _verdict(model, runs, whole, halves, each, "")
+
+
+def _verdict(
+    model: keras.Model,
+    runs: _Runs,
+    whole: _Run,
+    halves: Sequence[_Run],
+    each: Sequence[Comparison],
+    where: str,
+) -> Verdict:
+    """What these runs and the comparisons of each optimizer's gradients tell ranks."""
+    worst = _gravest(each)
+    sums, apart = _of_logs(model, whole, halves, worst.fit)
+    return Verdict(
+        worst.fit.value,
+        whole.rows,
+        worst.missed,
+        where,
+        tuple(sums),
+        tuple(apart),
+        of_rows=tuple(_set_by_rows(whole, halves, runs.tolerance)),
+        fits=tuple(one.fit.value for one in each),
+    )
 
 
 def _is_of_keras(model: keras.Model) -> bool:
@@ -164,7 +210,8 @@ def _is_of_keras(model: keras.Model) -> bool:
         return False
     losses = [loss for loss in keras.tree.flatten(model.loss) if loss and not isinstance(loss, str)]
     kinds = map(type, [*losses, *layers])
-    return all(map(private.is_of_keras, [type(model).compute_loss, type(model).call, *kinds]))
+    methods = [getattr(type(model), name) for name in _METHODS]
+    return all(map(private.is_of_keras, [*methods, *kinds]))
 
 
 def _gravest(each: Sequence[Comparison]) -> Comparison:
@@ -223,13 +270,20 @@ def _rows_of(batch: Any, places: np.ndarray) -> Any:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Made:
     """What a step has given."""
 
     gradients: list[Any]  # as optimizers get them; None, tensors or slices
     names: list[str]  # of their variables
     calls: list[list[int]]  # how many gradients each call of each optimizer had
     logs: dict[str, Any]  # its numbers
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A step, and what it has left."""
+
+    made: _Made
     states: MetricStates
     assigned: dict[str, np.ndarray]  # what it has set of variables that it does not train
     seconds: float
@@ -249,59 +303,127 @@ class _Runs:
 
     def whole(self) -> _Run:
         """On all rows; the first time random draws are noted."""
-        return self._run(self._draws.made(), self._rows, self._count)
+        return self._run(self._draws.made(), self._rows, np.arange(self._count))
 
     def of(self, part: np.ndarray) -> _Run:
         """On those of the rows, of which each gets the draws that it has among all."""
-        return self._run(self._draws.given(part), _rows_of(self._rows, part), len(part))
+        return self._run(self._draws.given(part), _rows_of(self._rows, part), part)
 
     def compared(self, whole: _Run, parts: Sequence[_Run]) -> list[Comparison]:
         """Compare each optimizer's gradients of all rows with those of parts."""
-        if any(part.calls != whole.calls for part in parts):
+        calls = whole.made.calls
+        if any(part.made.calls != calls for part in parts):
             raise _NotTried("it calls its optimizer in another way for other rows")
         if self._draws.unfit:
             raise _NotTried(f"{self._draws.unfit} draws what belongs to no row")
-        if not any(map(sum, whole.calls)):
+        if not any(map(sum, calls)):
             raise _NotTried("no wrapped optimizer gets gradients of it")
-        arrays = _aligned([whole.gradients, *(part.gradients for part in parts)])
+        arrays = _aligned([run.made.gradients for run in (whole, *parts)])
         counts = [part.rows for part in parts]
-        owners = [number for number, calls in enumerate(whole.calls) for _ in range(sum(calls))]
+        owners = [number for number, of_one in enumerate(calls) for _ in range(sum(of_one))]
         found = compare_each(arrays[0], arrays[1:], counts, self.tolerance, owners)
-        return [*found, *[Comparison(Fit.NOTHING)] * (len(whole.calls) - len(found))]
+        return [*found, *[Comparison(Fit.NOTHING)] * (len(calls) - len(found))]
 
-    def _run(self, draws: AbstractContextManager[None], rows: Any, count: int) -> _Run:
+    def _run(self, draws: AbstractContextManager[None], rows: Any, places: np.ndarray) -> _Run:
         model, wrappers = self._model, wrappers_in(self._model)
         with put_back(model), ExitStack() as stack:
             model.reset_metrics()
             for held in (held for wrapper in wrappers for held in all_within(wrapper)):
                 if isinstance(held, keras.optimizers.LossScaleOptimizer) and held.built:
                     held.dynamic_scale.assign(1.0)
-            taken = [stack.enter_context(wrapper.deferred()) for wrapper in wrappers]
             stack.enter_context(_eagerly())
             stack.enter_context(_with_moving_averages(model))
             stack.enter_context(draws)
             averages = _averages_of(model)
             before = [np.array(value_of(variable)) for variable in averages]
             began = time.perf_counter()
-            logs = self._step(rows)
+            made = self._made(rows, places)
             seconds = time.perf_counter() - began
-            numbers = numbers_in(logs) if isinstance(logs, dict) else {}
-            states = states_of(model, 1)
             assigned = {
                 path_of(variable): after
                 for variable, old in zip(averages, before, strict=True)
                 if (after := np.array(value_of(variable))).tobytes() != old.tobytes()
             }
+            return _Run(made, states_of(model, 1), assigned, seconds, len(places))
+
+    def _made(self, rows: Any, places: np.ndarray) -> _Made:
+        """Make the step on `rows`, which have these places among all, and note its gradients."""
+        wrappers = wrappers_in(self._model)
+        with ExitStack() as stack:
+            taken = [stack.enter_context(wrapper.deferred()) for wrapper in wrappers]
+            logs = self._step(rows)
         calls = [call for of_one in taken for call in of_one]
-        gradients = [value for values, _ in calls for value in values]
-        names = [path_of(v) for values, of in calls for v in of or self._trained_by(values)]
-        lengths = [[len(values) for values, _ in of_one] for of_one in taken]
-        return _Run(gradients, names, lengths, numbers, states, assigned, seconds, count)
+        return _Made(
+            [value for values, _ in calls for value in values],
+            [path_of(v) for values, of in calls for v in of or self._trained_by(values)],
+            [[len(values) for values, _ in of_one] for of_one in taken],
+            numbers_in(logs) if isinstance(logs, dict) else {},
+        )
 
     def _trained_by(self, values: Sequence[Any]) -> list[Any]:
         """The variables of a call of `apply` that does not say which."""
         every = [wrapper.trained for wrapper in wrappers_in(self._model)]
         return next((v for v in every if len(v) == len(values)), [self._model] * len(values))
+
+
+@dataclass(frozen=True)
+class _Passed(_Made):
+    """What a forward pass and the loss have given; the gradients are by outputs, of all rows."""
+
+    outputs: list[np.ndarray]
+    added: list[bytes]  # by layers to the loss
+
+
+class _OutputRuns(_Runs):
+    """Runs of the forward pass and the loss alone, of a model and a step that are Keras's own."""
+
+    def are_outputs_alike(self, whole: _Run, parts: Sequence[_Run]) -> bool:
+        """Whether a row's output is the same in the whole and in `parts`, which follow each other.
+
+        And whether what layers add to the loss is the same for any rows.
+        """
+        every = [run.made for run in (whole, *parts) if isinstance(run.made, _Passed)]
+        all_rows, *passed = every
+        if any(each.added != all_rows.added for each in passed):
+            return False
+        joined = [np.concatenate(each) for each in zip(*(p.outputs for p in passed), strict=True)]
+        return all(
+            np.array_equal(one, other)
+            or compare([one], [[other]], [1], self.tolerance / 10).fit is Fit.MEAN
+            for one, other in zip(all_rows.outputs, joined, strict=True)
+        )
+
+    def _made(self, rows: Any, places: np.ndarray) -> _Passed:
+        model = self._model
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(rows)
+        predicted = model(x, training=True)
+        parts = keras.tree.flatten(predicted)
+        if any(is_uneven(part) or part.shape[:1] != [len(places)] for part in parts):
+            raise _NotTried("an output has no element for each row")
+        # Crossentropy takes the logits that softmax has noted at its output.
+        parts += [logits for part in parts if (logits := private.logits_of(part)) is not None]
+        with tf.GradientTape() as tape:
+            tape.watch(parts)
+            loss = model.compute_loss(x, y, predicted, weights, training=True)
+        gradients = [None if g is None else _numbers(g) for g in tape.gradient(loss, parts)]
+        private.loss_tracker_of(model).update_state(loss, sample_weight=len(places))
+        logs = model.compute_metrics(x, y, predicted, weights)
+        return _Passed(
+            [self._among_all(gradient, places) for gradient in gradients],
+            ["the outputs"] * len(parts),
+            [[len(parts)], *([] for _ in wrappers_in(model)[1:])],
+            numbers_in(logs),
+            [_numbers(part) for part in parts],
+            [_numbers(loss).tobytes() for loss in model.losses],
+        )
+
+    def _among_all(self, array: np.ndarray | None, places: np.ndarray) -> np.ndarray | None:
+        """As `array` of some rows, with zeros for all others."""
+        if array is None:
+            return None
+        every = np.zeros((self._count, *array.shape[1:]), array.dtype)
+        every[places] = array
+        return every
 
 
 def _averages_of(model: keras.Model) -> list[Any]:
@@ -379,8 +501,8 @@ def _of_logs(
         m.name for m in metric_states.metrics_in(model) if may_not_combine(m, in_steps=True)
     ]
     sums, apart = [], []
-    for name, value in whole.logs.items():
-        parts = [half.logs.get(name, np.nan) for half in halves]
+    for name, value in whole.made.logs.items():
+        parts = [half.made.logs.get(name, np.nan) for half in halves]
         if any(np.shape(part) != np.shape(value) for part in parts) and name not in together:
             continue  # A number for each row.
         mean = together[name] if name in together else np.mean(parts, 0)
