@@ -89,9 +89,28 @@ files_of_backup: Callable[[Any], tuple[str, str]]
 files_of_backup = attrgetter("_weights_path", "_training_metadata_path")
 
 
-def save_backups_by(backup: Any, save: Callable[[Any, Any, int], None]) -> None:
-    """Have a BackupAndRestore call `save` with itself, its model and the epoch to begin with."""
+def save_backups_by(
+    backup: Any,
+    save: Callable[[Any, Any, int], None],
+    goes_on_after: Callable[[int | None], bool],
+) -> None:
+    """Have a BackupAndRestore call `save` with itself, its model and the epoch to begin with.
+
+    Where it saves after batches, it does so if training `goes_on_after` that one; and after an
+    epoch, which has no number, if it can go on there.
+    """
+    kind = type(backup)
+
+    def should_save(batch: int) -> bool:
+        return bool(kind._should_save_on_batch(backup, batch) and goes_on_after(batch))
+
+    def on_epoch_end(epoch: int, logs: Any = None) -> None:
+        kind.on_epoch_end(backup, epoch, logs)
+        if backup.save_freq != "epoch" and goes_on_after(None):
+            backup._save_model()
+
     backup._save_model = lambda: save(backup, backup.model, backup._current_epoch)
+    backup._should_save_on_batch, backup.on_epoch_end = should_save, on_epoch_end
 
 
 def count_from(bar: keras.callbacks.ProgbarLogger, began: float) -> None:

@@ -20,6 +20,7 @@ class Progress:
 
 class _Kept:
     progress: Progress | None = None
+    fields: Any = None
 
 
 def progress_of(model: Any) -> Progress | None:
@@ -36,3 +37,13 @@ def training(model: Any) -> Iterator[Progress]:
         yield place.progress
     finally:
         place.progress = before
+
+
+def fields_of(model: Any) -> Any:
+    """What callbacks of the training in which `model` is have noted (`Fields`), or None."""
+    return kept(model, _Kept).fields
+
+
+def note_fields(model: Any, fields: Any) -> None:
+    """Have a backup of `model` take `fields`."""
+    kept(model, _Kept).fields = fields

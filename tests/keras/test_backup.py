@@ -76,17 +76,15 @@ class Watch:
                     known = found
                     self.states.append({name: (folder / name).read_bytes() for name in found})
 
-        hooks = "on_train_batch_end", "on_epoch_end", "on_train_end"
-        begin, end = (
-            keras.callbacks.LambdaCallback(
-                **{
-                    hook: lambda *_, profile=profile, **__: sys.setprofile(profile)
-                    for hook in hooks
-                }
-            )
-            for profile in (look, None)
+        # Until the next hook that is none of these: what backs up comes last in each.
+        watched = dict.fromkeys(("on_train_batch_end", "on_epoch_end", "on_train_end"), look)
+        others = dict.fromkeys(("on_train_batch_begin", "on_epoch_begin"))
+        self.hooks = keras.callbacks.LambdaCallback(
+            **{
+                hook: lambda *_, profile=profile, **__: sys.setprofile(profile)
+                for hook, profile in {**watched, **others}.items()
+            }
         )
-        self.begin, self.end = begin, end
 
 
 def as_read(state):
@@ -102,7 +100,8 @@ def test_a_job_that_is_killed_at_any_moment_goes_on_with_the_next_step(tmp_path,
     def work(ring):
         first = backup(tmp_path / "latest")
         watch = Watch(first.backup_dir)
-        counted(ring, watch.begin, first, BacksUp(first), watch.end)
+        counted(ring, watch.hooks, first, BacksUp(first))
+        sys.setprofile(None)
         found = []
         for before, state in itertools.pairwise(watch.states):
             if as_read(state) != as_read(before):

@@ -15,6 +15,7 @@ from ringreduce.keras import metric_states
 from ringreduce.keras.callbacks.meeting import EpochMeetings
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.rank_zero import WRITERS, states_now, take_states
+from ringreduce.keras.elastic.fields import Fields
 from ringreduce.keras.metric_states import combined_results, states_of
 from ringreduce.testing import ring_of_threads
 
@@ -163,7 +164,7 @@ def test_optimizers_with_and_without_a_rate_that_can_be_set_are_an_error_on_all(
         model.compile(keras.optimizers.SGD(decay if comm.rank else 0.1), "mse")
         model.optimizer.build(model.trainable_variables)
         with pytest.raises(ringreduce.MismatchError, match=r"1 learning rates .* and 0 on rank 1"):
-            EpochMeetings(model, comm).after()
+            EpochMeetings(model, comm).after([], Fields([], model))
 
     ring_of_threads(2, work)
 

@@ -23,6 +23,7 @@ from ringreduce.keras.checks.warnings import (
     warn_of_metrics,
     warn_of_same_rows,
 )
+from ringreduce.keras.elastic.fields import Fields
 from ringreduce.keras.layers.groups import model_group, training_ranks
 from ringreduce.keras.metric_states import Entries, MetricStates, Told
 from ringreduce.keras.model.metric_trial import names_apart, names_in_steps
@@ -153,11 +154,13 @@ class EpochMeetings:
         )
         return [_entry(*pair) for pair in gathered]
 
-    def after(self, acting_once: Sequence[OnRankZero] = ()) -> None:
+    def after(self, acting_once: Sequence[OnRankZero], fields: Fields) -> None:
         """Agree on what callbacks have done at the end of the epoch, before the next one.
 
         Who wants to stop; the first rank's learning rates; seeds for random numbers that differ
         between ranks; in elastic training also what the first rank's `acting_once` know.
+        MismatchError, on all: ranks have other numbers of rates, or Keras's own callbacks, which
+        `fields` are of, have come to other values.
         """
         model, ring = self._model, self._ring
         every = training_ranks(model.weights, ring)
@@ -169,14 +172,16 @@ class EpochMeetings:
         def tell() -> list[Any]:
             callbacks = states_now(acting_once, every) if is_repeating(every) else []
             values = np.array([float(rate) for rate in rates], np.float64).tobytes()
-            own = [bool(model.stop_training), values, seeds.seeds_of(states), callbacks]
+            alike = fields.digests([each.callback for each in acting_once])
+            own = [bool(model.stop_training), values, seeds.seeds_of(states), callbacks, alike]
             return [list(every.members), every.all_gather_object(own)]
 
         members, told = repeated(every, tell)
         if any(stops for stops, *_ in told):
             model.stop_training = True
-        _, of_first, _, callbacks = told[0]
+        _, of_first, _, callbacks, _ = told[0]
         refuse(every, _unlike_counts(members, told), "comparison of learning rates")
+        refuse(every, _unlike_fields(members, told), "comparison of callbacks")
         for rate, value in zip(rates, np.frombuffer(of_first, np.float64), strict=True):
             rate.assign(value)
         take_states(acting_once, callbacks)
@@ -184,7 +189,7 @@ class EpochMeetings:
             repeated(ring, lambda: seeds.fold_seeds(model, ring))
             return
         place = members.index(every.members[every.rank])
-        seeds.make_unlike(states, [theirs for _, _, theirs, _ in told], place)
+        seeds.make_unlike(states, [theirs for _, _, theirs, *_ in told], place)
 
 
 def _unlike_counts(members: Sequence[int], told: Sequence[Any]) -> Difference | None:
@@ -198,6 +203,24 @@ def _unlike_counts(members: Sequence[int], told: Sequence[Any]) -> Difference | 
                 f"rank {rank}",
                 "Compile the same optimizer on every rank, also in callbacks.",
             )
+    return None
+
+
+def _unlike_fields(members: Sequence[int], told: Sequence[Any]) -> Difference | None:
+    """Which rank's callback knows something else than the first's; of the same ones."""
+    first, *others = (each[-1] for each in told)
+    for rank, digests in zip(members[1:], others, strict=True):
+        if [kind for kind, _ in digests] != [kind for kind, _ in first]:
+            continue
+        for (kind, digest), (_, theirs) in zip(first, digests, strict=True):
+            if digest != theirs:
+                return Difference(
+                    rank,
+                    f"found that {kind} has come to other values on rank {members[0]} than on rank "
+                    f"{rank}, though ranks have the same logs",
+                    "Give it the same arguments on every rank, and let no callback before it "
+                    "change logs on some ranks only.",
+                )
     return None
 
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
 from ringreduce.keras.callbacks.watching import HOOKS, that_look
+from ringreduce.keras.elastic.fields import plain_fields
 from ringreduce.keras.layers.groups import training_ranks
 from ringreduce.keras.layers.part import has_parts
 from ringreduce.vocabulary.errors import ConfigError
@@ -146,12 +146,7 @@ class OnRankZero(Forwarding):
             self._begin_epoch()
             self._ending()
             self._ending = None
-        attributes = {
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in vars(self.callback).items()
-            if isinstance(value, (bool, int, float, str, np.generic, type(None)))
-        }
-        return [type(self.callback).__name__, attributes]
+        return [type(self.callback).__name__, plain_fields(self.callback)]
 
 
 def states_now(members: Sequence[OnRankZero], ring: Communicator) -> list[Any]:

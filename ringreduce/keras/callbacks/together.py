@@ -17,6 +17,7 @@ from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.one_sided import OneSided
 from ringreduce.keras.callbacks.profile import Profile
 from ringreduce.keras.callbacks.rank_zero import (
+    WRITERS,
     Forwarding,
     OnRankZero,
     acts_once,
@@ -31,8 +32,10 @@ from ringreduce.keras.checks.models import (
 )
 from ringreduce.keras.checks.seeds import fold_seeds
 from ringreduce.keras.elastic.backup import backups, restored, save, skip
+from ringreduce.keras.elastic.fields import Fields
 from ringreduce.keras.model.trial_in_fit import try_in_fit
 from ringreduce.keras.optimizers_in import build_optimizer_here, is_settled, settle, wrappers_in
+from ringreduce.keras.progress import note_fields, progress_of
 from ringreduce.keras.repeating import repeated
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
@@ -132,7 +135,10 @@ class Together(Forwarding):
       over. Wrap others that write in `OnRankZero`.
     - What BackupAndRestore (or a callback in `OnRankZero`) restores when training begins goes to
       all ranks: weights, optimizer variables and the initial epoch. Only rank 0 needs the file. The
-      model must be built before.
+      model must be built before. A backup comes after all other callbacks, and has what these know
+      too: their attributes that training has changed and that are numbers, texts, arrays, or lists
+      and dicts of them, and the `History` of epochs before.
+    - Where Keras's own callbacks have come to other values on some rank, all raise an error.
 
     An error that a callback raises on one rank ends training there as usual; the others' next step
     then fails and says that this rank has left. Callbacks that are given to `fit` after this one
@@ -142,8 +148,9 @@ class Together(Forwarding):
         ConfigError: something in `callbacks` is no Keras callback; when training begins, there is a
             BackupAndRestore and the model is not built on every rank; before a step, one of them
             has replaced a `DistributedOptimizer` by a plain one, as ``compile`` does.
-        MismatchError: as `MetricAverage`; at the end, or before a step that would hide it, ranks
-            have different weights, learning rates, or states changed on some ranks only.
+        MismatchError: as `MetricAverage`; at the end of an epoch Keras's own callbacks have other
+            values on some rank; at the end, or before a step that would hide it, ranks have
+            different weights, learning rates, or states changed on some ranks only.
     """
 
     def __init__(
@@ -171,12 +178,14 @@ class Together(Forwarding):
         self._one_sided: OneSided | None = None
         self.callbacks = [checked(callback) for callback in keras.tree.flatten(callbacks)]
         for backup in backups(self.callbacks):
-            private.save_backups_by(backup, save)
+            private.save_backups_by(backup, self._save, self._goes_on_after)
         profiles = [c for c in self.callbacks if isinstance(c, Profile)]
         is_group = communicator is not None and communicator.parent is not None
         if not profiles and (profile or (profile_wanted() and not is_group)):
             profiles = [Profile(communicator)]
         others = [c for c in self.callbacks if not isinstance(c, Profile)]
+        # Last, so that a backup has what the others know when an epoch has ended.
+        others.sort(key=lambda callback: bool(backups([callback])))
         self.members = [
             # First, so that it measures none of what the others do at the end of an epoch.
             *profiles,
@@ -185,12 +194,17 @@ class Together(Forwarding):
             StopTogether(communicator, meets_after_epochs=False),
         ]
         self._averaging = averaging
+        # What callbacks know, from the first epoch on; of a backup, until then.
+        self._fields: Fields | None = None
+        self._restored = np.empty(0, np.uint8)
+        self._epoch, self._made = 0, 0  # of training; steps of it, as callbacks count them
         # Whether random generators were made to differ; by `rr.fit`, when training begins.
         self.has_own_seeds = False
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         """Call a hook of each, in order; weights are equal where callbacks look at them."""
-        self._has_trained |= hook == "on_train_batch_end"
+        if hook == "on_train_batch_end":
+            self._has_trained, self._made = True, int(arguments[0]) + 1
         one_sided = self._one_sided
         if hook in ("on_epoch_end", "on_test_begin", "on_train_end"):
             if one_sided is not None and not is_settled(self.model):
@@ -235,10 +249,12 @@ class Together(Forwarding):
             # Else BackupAndRestore builds it, on rank 0 alone, where all would be needed.
             build_optimizer_here(self.model)
         begin = partial(super().on_train_begin, logs)
-        epoch, steps = restored(self.callbacks, self.model, begin)
+        found = restored(self.callbacks, self.model, begin)
         if restores:
-            epoch, steps = every.broadcast_object([epoch, steps])
+            found = found.told(every)
             broadcast_state(self.model, 0, ring)
+        epoch, steps, self._restored = found
+        self._fields = None
         private.set_initial_epoch(self.model, epoch)
         if steps:
             if every.rank == 0:
@@ -252,6 +268,9 @@ class Together(Forwarding):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make ranks draw different random numbers, then call the callbacks."""
+        self._epoch, self._made = epoch, 0
+        if self._fields is None:
+            self._begin_fields()
         if not self.has_own_seeds:
             # Here, since a restored checkpoint makes generators equal again. Some layers create
             # theirs only in the first epoch: they follow when that ends.
@@ -262,17 +281,45 @@ class Together(Forwarding):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks, then agree on what they have done."""
+        assert self._fields is not None
+        self._epoch, self._made = epoch + 1, 0
+        self._fields.ending = epoch, {} if logs is None else logs
         super().on_epoch_end(epoch, logs)
+        self._fields.ending = None
         forwarding = [member for member in self.members if isinstance(member, OnRankZero)]
-        self._averaging.meetings.after(forwarding)
+        self._averaging.meetings.after(forwarding, self._fields)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
         super().on_train_end(logs)
+        note_fields(self.model, None)
         self._one_sided = None
         ring = self._communicator or default_communicator()
         if self._check and self._has_trained and self._is_shared(ring):
             verify_model(self.model, ring)
+
+    def _begin_fields(self) -> None:
+        """Note what callbacks know, now that all have begun; and give them what a backup has."""
+        plain = [getattr(callback, "callback", callback) for callback in self.callbacks]
+        # Others' recorders go on by means of their own.
+        kept = [c for c in plain if isinstance(c, WRITERS) or not acts_once(c)]
+        self._fields = Fields([c for c in kept if not backups([c])], self.model)
+        if len(self._restored):
+            self._fields.put(self._restored)
+        note_fields(self.model, self._fields)
+
+    def _save(self, backup: Any, model: keras.Model, _: int) -> None:
+        """Back up where training is; in the middle of an epoch if our loop can go on there."""
+        save(backup, model, self._epoch, self._made if progress_of(model) is not None else 0)
+
+    def _goes_on_after(self, batch: int | None) -> bool:
+        """Whether training can go on from there by what the callbacks know.
+
+        Within an epoch our loop can; after the last batch its end is still to come, and has logs.
+        """
+        if batch is None:
+            return progress_of(self.model) is not None
+        return progress_of(self.model) is None or batch + 1 != self.params.get("steps")
 
     def _is_shared(self, ring: Communicator) -> bool:
         """Whether optimizers keep weights equal among the ranks of `ring`."""

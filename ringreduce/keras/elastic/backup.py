@@ -5,10 +5,12 @@ not replaced at once, the place (epoch, and how many of its steps have been made
 weights too, and counts there. A training that begins again reads those steps and makes none.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,7 +19,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.optimizer.state import StrategyState
-from ringreduce.keras.progress import progress_of
+from ringreduce.keras.progress import fields_of, progress_of
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -31,7 +33,10 @@ def back_up(callbacks: Iterable[Any], model: keras.Model, epoch: int, steps: int
 
 
 def save(backup: Any, model: keras.Model, epoch: int, steps: int = 0) -> None:
-    """Replace what `backup` restores; at any moment a whole backup is there."""
+    """Replace what `backup` restores; at any moment a whole backup is there.
+
+    What callbacks know of the training is in it, where that is noted.
+    """
     weights, place = private.files_of_backup(backup)
     tf.io.gfile.makedirs(backup.backup_dir)
     for each in (weights, place) if backup.double_checkpoint else ():
@@ -39,6 +44,8 @@ def save(backup: Any, model: keras.Model, epoch: int, steps: int = 0) -> None:
             tf.io.gfile.copy(each, f"{each}.bkp", overwrite=True)
     new = f"{backup.backup_dir}/new.weights.h5"
     said = {"place": np.array([epoch, steps])}
+    if (fields := fields_of(model)) is not None:
+        said["fields"] = fields.packed()
     with _beside(model, StrategyState(lambda: said, said.update)):
         model.save_weights(new, overwrite=True)
     tf.io.gfile.rename(new, weights, overwrite=True)
@@ -47,18 +54,35 @@ def save(backup: Any, model: keras.Model, epoch: int, steps: int = 0) -> None:
     tf.io.gfile.rename(f"{place}.new", place, overwrite=True)
 
 
-def restored(callbacks: Iterable[Any], model: keras.Model, restore: Callable[[], None]) -> Any:
-    """Call `restore`; then the epoch that training goes on with, and how many steps it has made."""
+class Restored(NamedTuple):
+    """Where a training goes on, and what callbacks know of it, as `Fields` pack it."""
+
+    epoch: int | None
+    steps: int = 0
+    fields: np.ndarray = np.empty(0, np.uint8)
+
+    def told(self, ring: Communicator) -> Restored:
+        """That of rank 0, on all ranks. Collective."""
+        epoch, steps, nbytes = ring.broadcast_object([self.epoch, self.steps, len(self.fields)])
+        fields = np.array(self.fields) if ring.rank == 0 else np.empty(nbytes, np.uint8)
+        if nbytes:
+            ring.broadcast(fields)
+        return Restored(epoch, steps, fields)
+
+
+def restored(callbacks: Iterable[Any], model: keras.Model, restore: Callable[[], None]) -> Restored:
+    """Call `restore`, which may load weights; what it has found."""
     loaded: dict[str, Any] = {}
     with _beside(model, StrategyState(dict, loaded.update)):
         restore()
     for backup in backups(callbacks):
         if loaded:
-            return map(int, loaded["place"])
+            epoch, steps = map(int, loaded["place"])
+            return Restored(epoch, steps, loaded.get("fields", np.empty(0, np.uint8)))
         has_weights, has_place = map(tf.io.gfile.exists, private.files_of_backup(backup))
         if has_place and not has_weights:
-            return None, 0  # Keras goes by what is left of a backup that was being deleted.
-    return private.initial_epoch_of(model), 0
+            return Restored(None)  # Keras goes by what is left of one that was being deleted.
+    return Restored(private.initial_epoch_of(model))
 
 
 @contextlib.contextmanager

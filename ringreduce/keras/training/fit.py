@@ -108,6 +108,7 @@ def fit(
         backup_dir: a directory that all epochs are backed up to
             (`keras.callbacks.BackupAndRestore`), and that training continues from when the job is
             started again, to the weights of an undisturbed job if nothing but `fit` shuffles.
+            Callbacks go on with the best value, patience, and the like that they had.
         check: ``"step"``: try the training step on a few rows before the first one, and warn where
             N ranks do not train as one process does, whatever the cause
             (docs/guides/train-step.md). ``"data"``: compare what ranks read: arrays before
@@ -138,7 +139,8 @@ def fit(
     data for validation may have each of these forms.
 
     Returns:
-        The `keras.callbacks.History`, equal on all ranks.
+        The `keras.callbacks.History`, equal on all ranks; where training has continued from a
+        backup, of the epochs before too.
 
     Raises:
         ConfigError: the data cannot be divided, arguments do not go together, the model is not

@@ -1,0 +1,205 @@
+"""What callbacks know of a training, such as a best value: a backup has it beside the weights.
+
+    EarlyStopping   wait 2, best 0.31, best_weights ...     of each callback what has changed since
+    ReduceLROnPlateau   cooldown_counter 1                  training began, by name
+
+Without it a training that goes on would wait anew, or write over its best file what is worse. Taken
+are numbers, texts, arrays, and lists, tuples and dicts of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.keras import private
+
+_PLAIN = bool, int, float, str, type(None)
+# Longer collections are data; of larger arrays it is seen whether another one has come.
+_ITEMS_MAX, _HASHED_MAX = 10_000, 1 << 20
+# What each process has for itself, by the class whose it is.
+OWN: dict[Any, tuple[str, ...]] = {
+    keras.callbacks.Callback: ("params",),
+    # Negated for "min" by the first epoch that ends in a process.
+    keras.callbacks.EarlyStopping: ("min_delta",),
+    keras.callbacks.ReduceLROnPlateau: ("min_delta",),
+    keras.callbacks.ModelCheckpoint: ("min_delta",),
+    # What is being traced and timed.
+    keras.callbacks.TensorBoard: (
+        *("_is_tracing", "_profiler_started", "_should_trace"),
+        *("_batch_start_time", "_epoch_start_time", "_train_accumulated_time"),
+    ),
+    # Its file says all.
+    keras.callbacks.CSVLogger: ("append", "append_header", "keys"),
+}
+_History = keras.callbacks.History
+
+
+class _Unfit(Exception):
+    """A value is of no kind that is taken."""
+
+
+class Fields:
+    """Attributes of `callbacks`, and what of them has changed since this was made.
+
+    With the `History` of `model`. `ending`: epoch and logs that it will note when callbacks that
+    are called now have ended.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], model: Any) -> None:
+        self._callbacks, self._model = list(callbacks), model
+        self._begun = [_keys_of(callback) for callback in self._callbacks]
+        self.ending: tuple[int, Mapping[str, Any]] | None = None
+
+    def changed(self) -> list[tuple[str, dict[str, Any]]]:
+        """The class of each callback, and its attributes that training has changed."""
+        told = []
+        for callback, before in zip(self._callbacks, self._begun, strict=True):
+            now, values = _keys_of(callback), vars(callback)
+            names = [name for name, key in now.items() if before.get(name) != key]
+            told.append((type(callback).__name__, {name: values[name] for name in names}))
+        return told
+
+    def digests(self, but_for: Sequence[Any] = ()) -> list[list[Any]]:
+        """The class of each of Keras's own, and a hash of its numbers and texts that have changed.
+
+        Equal on all ranks, since these go by the logs of an epoch, `but_for` those that act on one.
+        """
+        left_out = {*map(id, but_for)}
+        return [
+            [kind, zlib.crc32(repr(sorted(_plain_in(values).items())).encode())]
+            for callback, (kind, values) in zip(self._callbacks, self.changed(), strict=True)
+            if id(callback) not in left_out and private.is_of_keras(type(callback))
+        ]
+
+    def packed(self) -> np.ndarray:
+        """All of it in bytes, uint8."""
+        arrays: list[np.ndarray] = []
+        told = [[kind, _encoded_all(values, arrays)] for kind, values in self.changed()]
+        epochs, rows = self._history()
+        head = json.dumps([told, epochs, _encoded_all(rows, arrays)]).encode()
+        parts = [len(head).to_bytes(8, "little"), head, *(array.tobytes() for array in arrays)]
+        return np.frombuffer(b"".join(parts), np.uint8)
+
+    def put(self, packed: np.ndarray) -> None:
+        """Set what was `packed`; of several callbacks of a class in order."""
+        data = packed.tobytes()
+        length = int.from_bytes(data[:8], "little")
+        told, epochs, encoded = json.loads(data[8 : 8 + length])
+        left = _Bytes(data[8 + length :])
+        waiting = list(self._callbacks)
+        for kind, values in told:
+            found = {name: _decoded(value, left) for name, value in values.items()}
+            callback = next((c for c in waiting if type(c).__name__ == kind), None)
+            if callback is not None:
+                waiting.remove(callback)
+                vars(callback).update(found)
+        rows = {name: _decoded(value, left) for name, value in encoded.items()}
+        if isinstance(kept := getattr(self._model, "history", None), _History):
+            kept.epoch, kept.history = epochs, rows
+
+    def _history(self) -> tuple[list[int], dict[str, list[Any]]]:
+        """The epochs that have ended, and the values in the logs of each, by name."""
+        kept = getattr(self._model, "history", None)
+        if not isinstance(kept, _History):
+            return [], {}
+        epochs, rows = list(getattr(kept, "epoch", ())), dict(kept.history)
+        if self.ending is not None:
+            epoch, logs = self.ending
+            epochs.append(epoch)
+            rows |= {name: [*rows.get(name, ()), value] for name, value in logs.items()}
+        return epochs, rows
+
+
+def plain_fields(callback: Any) -> dict[str, Any]:
+    """The numbers and texts among the attributes of a callback, but for what is its process's."""
+    return _plain_in({name: vars(callback)[name] for name in _names_of(callback)})
+
+
+def _plain_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in values.items()
+        if isinstance(value, (*_PLAIN, np.generic))
+    }
+
+
+def _names_of(callback: Any) -> list[str]:
+    own = {name for kind, names in OWN.items() if isinstance(callback, kind) for name in names}
+    return [name for name in vars(callback) if name not in own]
+
+
+def _keys_of(callback: Any) -> dict[str, str]:
+    """What tells the value of each attribute that can be taken from another one."""
+    keys = {}
+    for name in _names_of(callback):
+        arrays: list[np.ndarray] = []
+        for text in _encoded_all({name: vars(callback)[name]}, arrays).values():
+            hashes = [zlib.crc32(a.tobytes()) if a.nbytes <= _HASHED_MAX else id(a) for a in arrays]
+            keys[name] = f"{text} {hashes}"
+    return keys
+
+
+def _encoded_all(values: Mapping[str, Any], arrays: list[np.ndarray]) -> dict[str, Any]:
+    """Those of `values` that can be taken, for JSON; their arrays are put behind `arrays`."""
+    encoded = {}
+    for name, value in values.items():
+        with contextlib.suppress(_Unfit):
+            own: list[np.ndarray] = []
+            encoded[name] = _encoded(value, own)
+            arrays += own
+    return encoded
+
+
+def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, np.ndarray) and _has_plain_elements(value):
+        arrays.append(np.ascontiguousarray(value))
+        return {"array": [value.dtype.name, list(value.shape)]}
+    if type(value) in (list, tuple) and len(value) <= _ITEMS_MAX:
+        return {type(value).__name__: [_encoded(item, arrays) for item in value]}
+    if type(value) is dict and len(value) <= _ITEMS_MAX and {*map(type, value)} <= {str}:
+        return {"dict": {name: _encoded(item, arrays) for name, item in value.items()}}
+    raise _Unfit
+
+
+def _has_plain_elements(array: np.ndarray) -> bool:
+    """Whether its dtype is found by its name, as those of numbers are, bfloat16 too."""
+    with contextlib.suppress(TypeError):
+        return array.dtype == np.dtype(array.dtype.name) and not array.dtype.hasobject
+    return False
+
+
+class _Bytes:
+    """Those of arrays, one after the other."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._place = data, 0
+
+    def next(self, dtype: str, shape: Sequence[int]) -> np.ndarray:
+        """The next array, a copy."""
+        kind, count = np.dtype(dtype), int(np.prod(shape, dtype=int))
+        array: np.ndarray = np.frombuffer(self._data, kind, count, self._place).copy()
+        self._place += array.nbytes
+        return array.reshape(shape)
+
+
+def _decoded(value: Any, left: _Bytes) -> Any:
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "array":
+        return left.next(*content)
+    if kind == "dict":
+        return {name: _decoded(item, left) for name, item in content.items()}
+    items = [_decoded(item, left) for item in content]
+    return tuple(items) if kind == "tuple" else items
