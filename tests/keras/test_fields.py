@@ -9,6 +9,7 @@ import ringreduce
 import ringreduce.keras as rr
 from ringreduce.keras.elastic.fields import OWN, Fields
 from ringreduce.testing import ring_of_threads
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -174,6 +175,10 @@ class Fails(keras.callbacks.Callback):
         if (self.epoch, batch) == self.at:
             raise Lost
 
+    def on_epoch_end(self, epoch, logs=None):
+        if (epoch, "end") == self.at:
+            raise Lost
+
 
 def begun(ring, folder, callbacks, *, fails=None, save_freq="epoch"):
     """Train up to where it fails, and return the model; None if it does."""
@@ -185,6 +190,9 @@ def begun(ring, folder, callbacks, *, fails=None, save_freq="epoch"):
     try:
         rr.fit(model, X, Y, callbacks=acting, **how)
     except Lost:
+        for callback in callbacks:  # As the end of a process does.
+            if (file := getattr(callback, "csv_file", None)) is not None:
+                file.close()
         return None
     return model
 
@@ -196,12 +204,13 @@ def weights_of(model):
 def monitored(ring, folder, **how):
     """What callbacks that go by metrics have in the end, and the model."""
     folder.mkdir(exist_ok=True)
-    best, seen = folder / "best.weights.h5", Seen()
+    best, rows, seen = folder / "best.weights.h5", folder / "log.csv", Seen()
     of_file = {"save_best_only": True, "save_weights_only": True}
     callbacks = [
         stop := keras.callbacks.EarlyStopping("loss", 0.01, 4, restore_best_weights=True),
         rate := keras.callbacks.ReduceLROnPlateau("loss", patience=2, cooldown=1),
         keras.callbacks.ModelCheckpoint(best, "loss", **of_file),
+        keras.callbacks.CSVLogger(rows, append=True),
         seen,
     ]
     if (model := begun(ring, folder, callbacks, **how)) is None:
@@ -209,15 +218,16 @@ def monitored(ring, folder, **how):
     weights, history = weights_of(model), model.history
     model.load_weights(best)
     known = stop.wait, stop.best, stop.best_epoch, stop.min_delta, rate.wait, rate.cooldown_counter
-    listed = seen.count, seen.losses, history.history, history.epoch
+    listed = seen.count, seen.losses, history.history, history.epoch, rows.read_text()
     return [*weights, *model.get_weights()], known, listed
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_training_goes_on_after_an_epoch_as_if_nothing_had_happened(tmp_path, size):
+@pytest.mark.parametrize("size", [in_full(1), 2])
+@pytest.mark.parametrize("place", [in_full(1), "end"])
+def test_a_training_goes_on_after_an_epoch_as_if_nothing_had_happened(tmp_path, size, place):
     def work(ring):
         undisturbed = monitored(ring, tmp_path / "whole")
-        assert monitored(ring, tmp_path / "parts", fails=(3, 1)) is None
+        assert monitored(ring, tmp_path / "parts", fails=(3, place)) is None
         return undisturbed, monitored(ring, tmp_path / "parts")
 
     for (weights, *known), (weights_after, *known_after) in ring_of_threads(size, work):
@@ -225,8 +235,10 @@ def test_a_training_goes_on_after_an_epoch_as_if_nothing_had_happened(tmp_path, 
         assert all(map(np.array_equal, weights_after, weights))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("fails", "save_freq"), [((3, 2), 2), ((1, 0), 1), ((1, 1), 1)])
+@pytest.mark.parametrize("size", [in_full(1), 2])
+@pytest.mark.parametrize(
+    ("fails", "save_freq"), [in_full((3, 2), 2), in_full((1, 0), 1), ((1, 1), 1)]
+)
 def test_a_training_goes_on_after_a_step_and_makes_none_twice(tmp_path, size, fails, save_freq):
     def work(ring):
         undisturbed = begun(ring, tmp_path / "whole", [], save_freq=save_freq)

@@ -141,7 +141,7 @@ class OnRankZero(Forwarding):
         """Class and `state`, on rank 0; if another was lost before, its epoch ends once more."""
         if self._ending is not None:
             if isinstance(self.callback, keras.callbacks.CSVLogger):
-                _drop_row(self.callback, self._epoch)
+                drop_rows(self.callback, self._epoch)
             self._take_over()
             self._begin_epoch()
             self._ending()
@@ -163,13 +163,18 @@ def take_states(members: Sequence[OnRankZero], states: Sequence[Any]) -> None:
             vars(member.callback).update(state)  # Which the next training may begin with.
 
 
-def _drop_row(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Take what it has written of that epoch, and half a row, out of its file."""
+def drop_rows(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Take what it has written of `epoch` and later ones, and half a row, out of its file."""
+
+    def is_kept(row: str) -> bool:
+        number = row.partition(logger.sep)[0]
+        return row.endswith("\n") and not (number.isdigit() and int(number) >= epoch)
+
     with contextlib.suppress(FileNotFoundError):
         with open(logger.filename, newline="") as file:
-            rows = [row for row in file if row.endswith("\n")]
+            rows = [row for row in file if is_kept(row)]
         with open(logger.filename, "w", newline="") as file:
-            file.writelines(row for row in rows if not row.startswith(f"{epoch}{logger.sep}"))
+            file.writelines(rows)
 
 
 def every_rank(callback: Any) -> Communicator:

@@ -22,6 +22,7 @@ from ringreduce.keras.callbacks.rank_zero import (
     OnRankZero,
     acts_once,
     checked,
+    drop_rows,
     every_rank,
 )
 from ringreduce.keras.callbacks.replicas import broadcast_state, verify_model
@@ -306,6 +307,10 @@ class Together(Forwarding):
         self._fields = Fields([c for c in kept if not backups([c])], self.model)
         if len(self._restored):
             self._fields.put(self._restored)
+            if every_rank(self).rank == 0:
+                for logger in plain:  # The job may have been lost before it had backed up.
+                    if isinstance(logger, keras.callbacks.CSVLogger):
+                        drop_rows(logger, self._epoch)
         note_fields(self.model, self._fields)
 
     def _save(self, backup: Any, model: keras.Model, _: int) -> None:
