@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from ringreduce.tensorflow.kept import kept
 
@@ -18,9 +20,16 @@ class Progress:
     called_s = reading_s = 0.0
 
 
+class Packs(Protocol):
+    """What a backup has beside weights, such as the `Fields` of callbacks."""
+
+    def packed(self) -> np.ndarray:
+        """All of it in bytes, uint8."""
+
+
 class _Kept:
     progress: Progress | None = None
-    fields: Any = None
+    fields: Packs | None = None
 
 
 def progress_of(model: Any) -> Progress | None:
@@ -39,11 +48,11 @@ def training(model: Any) -> Iterator[Progress]:
         place.progress = before
 
 
-def fields_of(model: Any) -> Any:
-    """What callbacks of the training in which `model` is have noted (`Fields`), or None."""
+def fields_of(model: Any) -> Packs | None:
+    """What a backup of `model` takes beside its weights, in the training in which it is."""
     return kept(model, _Kept).fields
 
 
-def note_fields(model: Any, fields: Any) -> None:
+def note_fields(model: Any, fields: Packs | None) -> None:
     """Have a backup of `model` take `fields`."""
     kept(model, _Kept).fields = fields
