@@ -144,6 +144,19 @@ def test_of_several_callbacks_of_a_class_each_gets_its_own_and_others_nothing():
     assert not hasattr(second[2], "wait")
 
 
+def test_what_is_much_larger_than_the_model_is_left_out_with_a_word(caplog):
+    """Such as the outputs of all epochs."""
+    first, second = Kinds(), Kinds()
+    fields, taking = (Fields([callback], made()) for callback in (first, second))
+    first.count, first.outputs = 1, [np.zeros(1 << 25, "int8")] * 3
+    for _ in range(2):
+        packed = fields.packed()
+    assert "leave out Kinds.outputs: 96 MB" in caplog.text
+    assert len(caplog.records) == 1
+    taking.put(packed)
+    assert (second.count, hasattr(second, "outputs")) == (1, False)
+
+
 class Lost(Exception):
     pass
 

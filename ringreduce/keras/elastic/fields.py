@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,11 @@ import numpy as np
 
 from ringreduce.keras import private
 
+_log = logging.getLogger(__name__)
+
 _PLAIN = bool, int, float, str, type(None)
 # Longer collections are data; of larger arrays it is seen whether another one has come.
-_ITEMS_MAX, _HASHED_MAX = 10_000, 1 << 20
+_ITEMS_MAX, _HASHED_MAX, _BACKED_UP_MAX = 10_000, 1 << 20, 1 << 26
 # What each process has for itself, by the class whose it is.
 OWN: dict[Any, tuple[str, ...]] = {
     keras.callbacks.Callback: ("params",),
@@ -55,6 +58,7 @@ class Fields:
     def __init__(self, callbacks: Iterable[Any], model: Any) -> None:
         self._callbacks, self._model = list(callbacks), model
         self._begun = [_keys_of(callback) for callback in self._callbacks]
+        self._left_out: set[tuple[str, str]] = set()
         self.ending: tuple[int, Mapping[str, Any]] | None = None
 
     def changed(self) -> list[tuple[str, dict[str, Any]]]:
@@ -81,11 +85,28 @@ class Fields:
     def packed(self) -> np.ndarray:
         """All of it in bytes, uint8."""
         arrays: list[np.ndarray] = []
-        told = [[kind, _encoded_all(values, arrays)] for kind, values in self.changed()]
+        told = [
+            [kind, _encoded_all(self._small(kind, values), arrays)]
+            for kind, values in self.changed()
+        ]
         epochs, rows = self._history()
         head = json.dumps([told, epochs, _encoded_all(rows, arrays)]).encode()
         parts = [len(head).to_bytes(8, "little"), head, *(array.tobytes() for array in arrays)]
         return np.frombuffer(b"".join(parts), np.uint8)
+
+    def _small(self, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `values` that are no larger than a few copies of the model; else it warns."""
+        weights = sum(int(np.prod(v.shape)) * 4 for v in getattr(self._model, "weights", ()))
+        most, small = max(4 * weights, _BACKED_UP_MAX), {}
+        for name, value in values.items():
+            arrays: list[np.ndarray] = []
+            _encoded_all({name: value}, arrays)
+            if (nbytes := sum(array.nbytes for array in arrays)) <= most:
+                small[name] = value
+            elif (kind, name) not in self._left_out:
+                self._left_out.add((kind, name))
+                _log.warning("backups leave out %s.%s: %d MB", kind, name, nbytes >> 20)
+        return small
 
     def put(self, packed: np.ndarray) -> None:
         """Set what was `packed`; of several callbacks of a class in order."""
