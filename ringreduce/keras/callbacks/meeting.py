@@ -7,6 +7,7 @@ Each is one exchange, unless ranks differ in what they log, or have no batches.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -169,10 +170,12 @@ class EpochMeetings:
         rates, group = rates_of(model), model_group(model.weights)
         states = [] if group is not None else seeds.states_of(model)
 
+        kinds, digests = fields.digests([each.callback for each in acting_once])
+
         def tell() -> list[Any]:
             callbacks = states_now(acting_once, every) if is_repeating(every) else []
             values = np.array([float(rate) for rate in rates], np.float64).tobytes()
-            alike = fields.digests([each.callback for each in acting_once])
+            alike = [zlib.crc32(" ".join(kinds).encode()), *digests]
             own = [bool(model.stop_training), values, seeds.seeds_of(states), callbacks, alike]
             return [list(every.members), every.all_gather_object(own)]
 
@@ -181,7 +184,7 @@ class EpochMeetings:
             model.stop_training = True
         _, of_first, _, callbacks, _ = told[0]
         refuse(every, _unlike_counts(members, told), "comparison of learning rates")
-        refuse(every, _unlike_fields(members, told), "comparison of callbacks")
+        refuse(every, _unlike_fields(members, told, kinds), "comparison of callbacks")
         for rate, value in zip(rates, np.frombuffer(of_first, np.float64), strict=True):
             rate.assign(value)
         take_states(acting_once, callbacks)
@@ -206,21 +209,27 @@ def _unlike_counts(members: Sequence[int], told: Sequence[Any]) -> Difference | 
     return None
 
 
-def _unlike_fields(members: Sequence[int], told: Sequence[Any]) -> Difference | None:
-    """Which rank's callback knows something else than the first's; of the same ones."""
-    first, *others = (each[-1] for each in told)
-    for rank, digests in zip(members[1:], others, strict=True):
-        if [kind for kind, _ in digests] != [kind for kind, _ in first]:
+def _unlike_fields(
+    members: Sequence[int], told: Sequence[Any], kinds: Sequence[str]
+) -> Difference | None:
+    """Which rank's callback, of these `kinds`, knows something else than the first's.
+
+    Ranks that have others than the first are not compared.
+    """
+    (of_kinds, *first), *others = (each[-1] for each in told)
+    for rank, (of_theirs, *digests) in zip(members[1:], others, strict=True):
+        if of_theirs != of_kinds or digests == first:
             continue
-        for (kind, digest), (_, theirs) in zip(first, digests, strict=True):
-            if digest != theirs:
-                return Difference(
-                    rank,
-                    f"found that {kind} has come to other values on rank {members[0]} than on rank "
-                    f"{rank}, though ranks have the same logs",
-                    "Give it the same arguments on every rank, and let no callback before it "
-                    "change logs on some ranks only.",
-                )
+        places = [n for n, pair in enumerate(zip(first, digests, strict=True)) if len({*pair}) > 1]
+        # Where this rank has others itself, it knows no name.
+        kind = kinds[places[0]] if len(kinds) == len(first) else "a callback"
+        return Difference(
+            rank,
+            f"found that {kind} has come to other values on rank {members[0]} than on rank {rank}, "
+            "though ranks have the same logs",
+            "Give it the same arguments on every rank, and let no callback before it change logs "
+            "on some ranks only.",
+        )
     return None
 
 

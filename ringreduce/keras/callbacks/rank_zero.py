@@ -111,6 +111,11 @@ class OnRankZero(Forwarding):
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
             on_rank_zero(call, communicator=every)
 
+    @property
+    def is_acting(self) -> bool:
+        """Whether this rank calls it."""
+        return every_rank(self).rank == 0
+
     def _needs_all(self, hook: str) -> bool:
         """Whether all ranks call this hook at the same point, and have parts to save in it."""
         # Ranks make other numbers of calls where nobody looks at batches, and of validation's.

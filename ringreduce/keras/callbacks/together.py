@@ -33,7 +33,7 @@ from ringreduce.keras.checks.models import (
 )
 from ringreduce.keras.checks.seeds import fold_seeds
 from ringreduce.keras.elastic.backup import backups, restored, save, skip
-from ringreduce.keras.elastic.fields import Fields
+from ringreduce.keras.elastic.fields import Fields, plain_fields
 from ringreduce.keras.model.trial_in_fit import try_in_fit
 from ringreduce.keras.optimizers_in import build_optimizer_here, is_settled, settle, wrappers_in
 from ringreduce.keras.progress import note_fields, progress_of
@@ -282,13 +282,12 @@ class Together(Forwarding):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks, then agree on what they have done."""
-        assert self._fields is not None
         self._epoch, self._made = epoch + 1, 0
-        self._fields.ending = epoch, {} if logs is None else logs
+        fields = self._fields or self._begin_fields()
+        fields.ending = epoch, {} if logs is None else logs
         super().on_epoch_end(epoch, logs)
-        self._fields.ending = None
-        forwarding = [member for member in self.members if isinstance(member, OnRankZero)]
-        self._averaging.meetings.after(forwarding, self._fields)
+        fields.ending = None
+        self._averaging.meetings.after(self._forwarding(), fields)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
@@ -299,19 +298,24 @@ class Together(Forwarding):
         if self._check and self._has_trained and self._is_shared(ring):
             verify_model(self.model, ring)
 
-    def _begin_fields(self) -> None:
+    def _begin_fields(self) -> Fields:
         """Note what callbacks know, now that all have begun; and give them what a backup has."""
         plain = [getattr(callback, "callback", callback) for callback in self.callbacks]
         # Others' recorders go on by means of their own.
         kept = [c for c in plain if isinstance(c, WRITERS) or not acts_once(c)]
-        self._fields = Fields([c for c in kept if not backups([c])], self.model)
+        self._fields = fields = Fields([c for c in kept if not backups([c])], self.model)
         if len(self._restored):
-            self._fields.put(self._restored)
-            if every_rank(self).rank == 0:
-                for logger in plain:  # The job may have been lost before it had backed up.
-                    if isinstance(logger, keras.callbacks.CSVLogger):
-                        drop_rows(logger, self._epoch)
-        note_fields(self.model, self._fields)
+            fields.put(self._restored)
+            for member in self._forwarding():
+                member.state = plain_fields(member.callback)
+                # The job may have been lost between that row and the backup.
+                if isinstance(member.callback, keras.callbacks.CSVLogger) and member.is_acting:
+                    drop_rows(member.callback, self._epoch)
+        note_fields(self.model, fields)
+        return fields
+
+    def _forwarding(self) -> list[OnRankZero]:
+        return [member for member in self.members if isinstance(member, OnRankZero)]
 
     def _save(self, backup: Any, model: keras.Model, _: int) -> None:
         """Back up where training is; in the middle of an epoch if our loop can go on there."""

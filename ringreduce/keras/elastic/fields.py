@@ -70,17 +70,18 @@ class Fields:
             told.append((type(callback).__name__, {name: values[name] for name in names}))
         return told
 
-    def digests(self, but_for: Sequence[Any] = ()) -> list[list[Any]]:
-        """The class of each of Keras's own, and a hash of its numbers and texts that have changed.
+    def digests(self, but_for: Sequence[Any] = ()) -> tuple[list[str], list[int]]:
+        """The classes of Keras's own, and a hash of each one's numbers and texts that have changed.
 
         Equal on all ranks, since these go by the logs of an epoch, `but_for` those that act on one.
         """
         left_out = {*map(id, but_for)}
-        return [
-            [kind, zlib.crc32(repr(sorted(_plain_in(values).items())).encode())]
+        told = [
+            (kind, zlib.crc32(repr(sorted(_plain_in(values).items())).encode()))
             for callback, (kind, values) in zip(self._callbacks, self.changed(), strict=True)
             if id(callback) not in left_out and private.is_of_keras(type(callback))
         ]
+        return [kind for kind, _ in told], [digest for _, digest in told]
 
     def packed(self) -> np.ndarray:
         """All of it in bytes, uint8."""
