@@ -387,6 +387,10 @@ def trial(
     models: Annotated[str, typer.Option("--models", metavar="MODEL,...")] = "",
     workers: Annotated[int, typer.Option("-n", "--workers", min=2, help="Ranks.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each, in new processes.")] = 5,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Each rank on its own host, such as 10gbit. Needs root."),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """What the trial of a step costs before the first one, beside rr.fit without and model.fit."""
@@ -395,7 +399,8 @@ def trial(
     names = models.split(",") if models else list(trying.MODELS)
     if unknown := sorted({*names} - {*trying.MODELS}):
         raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(trying.MODELS)}")
-    trying.run(models=names, workers=workers, rounds=rounds, json_file=json_file)
+    rate = rate_of(link) if link else None
+    trying.run(models=names, workers=workers, rounds=rounds, link=rate, json_file=json_file)
 
 
 @app.command()

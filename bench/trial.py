@@ -15,6 +15,7 @@ from rich.progress import track
 
 from bench import report
 from bench.facts import facts
+from bench.namespaces import require, shaped
 from bench.systems import QUIET, Host, ring_processes
 from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
@@ -24,36 +25,48 @@ PEER, WITHOUT, WITH = "model.fit", "without", "with"
 COLUMNS = f"{'model':<12} {PEER:>10} {WITHOUT:>10} {WITH:>10} {'trial':>8} {'from':>7} {'to':>7}"
 
 
-def systems(model: str, workers: int) -> list[System]:
-    """One process of Keras, and two rings."""
+def systems(model: str, hosts: list[Host]) -> list[System]:
+    """One process of Keras, and two rings with a rank on each of `hosts`."""
     command = [sys.executable, "-m", "bench.trial_worker"]
     options = [model, "--global-batch", str(GLOBAL_BATCH)]
     ring = [*command, "ring", *options]
     return [
         System(PEER, [Process([*command, "keras", *options], QUIET)], lines=1),
         *(
-            System(name, ring_processes(ring, [Host()] * workers, "auto"), lines=workers)
+            System(name, ring_processes(ring, hosts, "auto"), lines=len(hosts))
             for name in (WITHOUT, WITH)
         ),
     ]
 
 
-def run(*, models: list[str], workers: int, rounds: int, json_file: str | None) -> None:
-    """Measure, print a table, and write rows: medians of `rounds` turns of each model."""
+def run(
+    *, models: list[str], workers: int, rounds: int, link: str | None, json_file: str | None
+) -> None:
+    """Measure, print a table, and write rows: medians of `rounds` turns of each model.
+
+    With a rate as `link` each rank is on its own host. UnavailableError: these cannot be made here.
+    """
+    if link is not None:
+        require()
     header = facts()
     what = f"{workers} workers, Adam, global batch {GLOBAL_BATCH}, {rounds} turns"
     report.describe(header, what)
+    if link is not None:
+        print(f"# ringreduce: each worker on its own host, links of {link}")
     print("# s from fit to the end of its first step; trial: with less without, of each turn")
     print(COLUMNS, flush=True)
     rows: list[dict[str, Any]] = []
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ended_by_signals())
+        hosts = [Host()] * workers
+        if link is not None:
+            hosts = stack.enter_context(shaped(workers, link))
         try:
             for model in models:
                 found: dict[str, list[float]] = {PEER: [], WITHOUT: [], WITH: []}
                 for _ in track(range(rounds), model, console=console, transient=True):
-                    for name, seconds in _turn(model, workers).items():
+                    for name, seconds in _turn(model, hosts).items():
                         found[name].append(seconds)
                 rows.append(row(model, found))
                 print(table_line(rows[-1]), flush=True)
@@ -62,10 +75,10 @@ def run(*, models: list[str], workers: int, rounds: int, json_file: str | None) 
     report.write(json_file, rows, header)
 
 
-def _turn(model: str, workers: int) -> dict[str, float]:
+def _turn(model: str, hosts: list[Host]) -> dict[str, float]:
     """Seconds of each system, of its slowest rank, in processes of their own."""
     with Turns() as turns:
-        started = systems(model, workers)
+        started = systems(model, hosts)
         for answer in turns.start(started).values():
             if isinstance(answer, SystemFailed):
                 raise answer
