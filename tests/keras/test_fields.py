@@ -144,6 +144,14 @@ def test_of_several_callbacks_of_a_class_each_gets_its_own_and_others_nothing():
     assert not hasattr(second[2], "wait")
 
 
+def test_a_rank_that_has_left_out_what_acts_on_another_gets_its_own():
+    first, second = [Kinds(), Kinds()], [Kinds()]
+    fields, taking = Fields(first, made(), first[:1]), Fields(second, made())
+    first[0].count, first[1].count = 1, 2
+    taking.put(fields.packed())
+    assert second[0].count == 2
+
+
 def test_what_is_much_larger_than_the_model_is_left_out_with_a_word(caplog):
     """Such as the outputs of all epochs."""
     first, second = Kinds(), Kinds()

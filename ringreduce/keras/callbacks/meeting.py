@@ -170,7 +170,7 @@ class EpochMeetings:
         rates, group = rates_of(model), model_group(model.weights)
         states = [] if group is not None else seeds.states_of(model)
 
-        kinds, digests = fields.digests([each.callback for each in acting_once])
+        kinds, digests = fields.digests()
 
         def tell() -> list[Any]:
             callbacks = states_now(acting_once, every) if is_repeating(every) else []

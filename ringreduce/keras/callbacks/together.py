@@ -303,7 +303,8 @@ class Together(Forwarding):
         plain = [getattr(callback, "callback", callback) for callback in self.callbacks]
         # Others' recorders go on by means of their own.
         kept = [c for c in plain if isinstance(c, WRITERS) or not acts_once(c)]
-        self._fields = fields = Fields([c for c in kept if not backups([c])], self.model)
+        once = [member.callback for member in self._forwarding()]
+        self._fields = fields = Fields([c for c in kept if not backups([c])], self.model, once)
         if len(self._restored):
             fields.put(self._restored)
             for member in self._forwarding():

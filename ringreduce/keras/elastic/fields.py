@@ -51,12 +51,17 @@ class _Unfit(Exception):
 class Fields:
     """Attributes of `callbacks`, and what of them has changed since this was made.
 
-    With the `History` of `model`. `ending`: epoch and logs that it will note when callbacks that
-    are called now have ended.
+    With the `History` of `model`. `acting_once`: those of them that one rank calls, which others
+    may not have. `ending`: epoch and logs that `History` will note when callbacks that are called
+    now have ended.
     """
 
-    def __init__(self, callbacks: Iterable[Any], model: Any) -> None:
+    def __init__(
+        self, callbacks: Iterable[Any], model: Any, acting_once: Sequence[Any] = ()
+    ) -> None:
         self._callbacks, self._model = list(callbacks), model
+        once = {*map(id, acting_once)}
+        self._acts_once = [id(callback) in once for callback in self._callbacks]
         self._begun = [_keys_of(callback) for callback in self._callbacks]
         self._left_out: set[tuple[str, str]] = set()
         self.ending: tuple[int, Mapping[str, Any]] | None = None
@@ -70,16 +75,17 @@ class Fields:
             told.append((type(callback).__name__, {name: values[name] for name in names}))
         return told
 
-    def digests(self, but_for: Sequence[Any] = ()) -> tuple[list[str], list[int]]:
+    def digests(self) -> tuple[list[str], list[int]]:
         """The classes of Keras's own, and a hash of each one's numbers and texts that have changed.
 
-        Equal on all ranks, since these go by the logs of an epoch, `but_for` those that act on one.
+        Equal on all ranks, since these go by the logs of an epoch; but for those that act on one.
         """
-        left_out = {*map(id, but_for)}
         told = [
             (kind, zlib.crc32(repr(sorted(_plain_in(values).items())).encode()))
-            for callback, (kind, values) in zip(self._callbacks, self.changed(), strict=True)
-            if id(callback) not in left_out and private.is_of_keras(type(callback))
+            for callback, acts_once, (kind, values) in zip(
+                self._callbacks, self._acts_once, self.changed(), strict=True
+            )
+            if not acts_once and private.is_of_keras(type(callback))
         ]
         return [kind for kind, _ in told], [digest for _, digest in told]
 
@@ -87,8 +93,8 @@ class Fields:
         """All of it in bytes, uint8."""
         arrays: list[np.ndarray] = []
         told = [
-            [kind, _encoded_all(self._small(kind, values), arrays)]
-            for kind, values in self.changed()
+            [kind, acts_once, _encoded_all(self._small(kind, values), arrays)]
+            for acts_once, (kind, values) in zip(self._acts_once, self.changed(), strict=True)
         ]
         epochs, rows = self._history()
         head = json.dumps([told, epochs, _encoded_all(rows, arrays)]).encode()
@@ -115,13 +121,14 @@ class Fields:
         length = int.from_bytes(data[:8], "little")
         told, epochs, encoded = json.loads(data[8 : 8 + length])
         left = _Bytes(data[8 + length :])
-        waiting = list(self._callbacks)
-        for kind, values in told:
+        waiting = list(zip(self._acts_once, self._callbacks, strict=True))
+        for kind, acts_once, values in told:
             found = {name: _decoded(value, left) for name, value in values.items()}
-            callback = next((c for c in waiting if type(c).__name__ == kind), None)
-            if callback is not None:
-                waiting.remove(callback)
-                vars(callback).update(found)
+            for place, (once, callback) in enumerate(waiting):
+                if type(callback).__name__ == kind and once == acts_once:
+                    vars(callback).update(found)
+                    del waiting[place]
+                    break
         rows = {name: _decoded(value, left) for name, value in encoded.items()}
         if isinstance(kept := getattr(self._model, "history", None), _History):
             kept.epoch, kept.history = epochs, rows
