@@ -134,6 +134,21 @@ def test_numbers_texts_arrays_and_collections_are_taken():
     assert vars(first)["array"][0, 0] == 0
 
 
+def test_lists_in_themselves_and_long_ones_are_left_out_and_what_has_grown_is_named(caplog):
+    callback = Kinds()
+    callback.seen, callback.large = [0.5], np.zeros(1 << 18)
+    fields = Fields([callback], made())
+    callback.within = [1]
+    callback.within.append(callback.within)
+    callback.many = [[0] * 100] * 101
+    callback.large = np.ones(1 << 18)
+    [(_, changed)] = fields.changed()
+    assert (changed.keys(), caplog.text) == ({"large"}, "")
+    callback.seen *= 10_001
+    fields.packed()
+    assert "leave out Kinds.seen: more than 10,000 items" in caplog.text
+
+
 def test_of_several_callbacks_of_a_class_each_gets_its_own_and_others_nothing():
     first = [Kinds(), keras.callbacks.EarlyStopping("loss"), Kinds()]
     second = [Kinds(), Kinds(), keras.callbacks.TerminateOnNaN()]

@@ -199,6 +199,7 @@ class Together(Forwarding):
         self._fields: Fields | None = None
         self._restored = np.empty(0, np.uint8)
         self._epoch, self._made = 0, 0  # of training; steps of it, as callbacks count them
+        self._ended: tuple[int, Any] | None = None  # the epoch whose end callbacks see, its logs
         # Whether random generators were made to differ; by `rr.fit`, when training begins.
         self.has_own_seeds = False
 
@@ -269,7 +270,7 @@ class Together(Forwarding):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make ranks draw different random numbers, then call the callbacks."""
-        self._epoch, self._made = epoch, 0
+        self._epoch, self._made, self._ended = epoch, 0, None
         if self._fields is None:
             self._begin_fields()
         if not self.has_own_seeds:
@@ -284,9 +285,9 @@ class Together(Forwarding):
         """Call the callbacks, then agree on what they have done."""
         self._epoch, self._made = epoch + 1, 0
         fields = self._fields or self._begin_fields()
-        fields.ending = epoch, {} if logs is None else logs
+        self._ended = epoch, {} if logs is None else logs
         super().on_epoch_end(epoch, logs)
-        fields.ending = None
+        self._ended = None
         self._averaging.meetings.after(self._forwarding(), fields)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -320,7 +321,11 @@ class Together(Forwarding):
 
     def _save(self, backup: Any, model: keras.Model, _: int) -> None:
         """Back up where training is; in the middle of an epoch if our loop can go on there."""
+        if self._fields is not None:
+            self._fields.ending = self._ended  # Not where ranks are too few before the others act.
         save(backup, model, self._epoch, self._made if progress_of(model) is not None else 0)
+        if self._fields is not None:
+            self._fields.ending = None
 
     def _goes_on_after(self, batch: int | None) -> bool:
         """Whether training can go on from there by what the callbacks know.

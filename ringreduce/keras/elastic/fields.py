@@ -24,8 +24,8 @@ from ringreduce.keras import private
 _log = logging.getLogger(__name__)
 
 _PLAIN = bool, int, float, str, type(None)
-# Longer collections are data; of larger arrays it is seen whether another one has come.
-_ITEMS_MAX, _HASHED_MAX, _BACKED_UP_MAX = 10_000, 1 << 20, 1 << 26
+# More items are data, or slow; of larger arrays so many elements tell whether they have changed.
+_ITEMS_MAX, _HASHED_MAX, _BACKED_UP_MAX = 10_000, 1 << 16, 1 << 26
 # What each process has for itself, by the class whose it is.
 OWN: dict[Any, tuple[str, ...]] = {
     keras.callbacks.Callback: ("params",),
@@ -68,12 +68,20 @@ class Fields:
 
     def changed(self) -> list[tuple[str, dict[str, Any]]]:
         """The class of each callback, and its attributes that training has changed."""
-        told = []
-        for callback, before in zip(self._callbacks, self._begun, strict=True):
-            now, values = _keys_of(callback), vars(callback)
-            names = [name for name, key in now.items() if before.get(name) != key]
-            told.append((type(callback).__name__, {name: values[name] for name in names}))
-        return told
+        return [self._changed(place) for place in range(len(self._callbacks))]
+
+    def _changed(self, place: int) -> tuple[str, dict[str, Any]]:
+        callback, before = self._callbacks[place], self._begun[place]
+        kind, now, values = type(callback).__name__, _keys_of(callback), vars(callback)
+        for name in before.keys() & values.keys() - now.keys():
+            self._leave_out(kind, name, f"more than {_ITEMS_MAX:,} items, or of another kind now")
+        names = [name for name, key in now.items() if before.get(name) != key]
+        return kind, {name: values[name] for name in names}
+
+    def _leave_out(self, kind: str, name: str, why: str) -> None:
+        if (kind, name) not in self._left_out:
+            self._left_out.add((kind, name))
+            _log.warning("backups leave out %s.%s: %s", kind, name, why)
 
     def digests(self) -> tuple[list[str], list[int]]:
         """The classes of Keras's own, and a hash of each one's numbers and texts that have changed.
@@ -81,13 +89,12 @@ class Fields:
         Equal on all ranks, since these go by the logs of an epoch; but for those that act on one.
         """
         told = [
-            (kind, zlib.crc32(repr(sorted(_plain_in(values).items())).encode()))
-            for callback, acts_once, (kind, values) in zip(
-                self._callbacks, self._acts_once, self.changed(), strict=True
-            )
-            if not acts_once and private.is_of_keras(type(callback))
+            self._changed(place)
+            for place, callback in enumerate(self._callbacks)
+            if not self._acts_once[place] and private.is_of_keras(type(callback))
         ]
-        return [kind for kind, _ in told], [digest for _, digest in told]
+        hashes = [repr(sorted(_plain_in(values).items())).encode() for _, values in told]
+        return [kind for kind, _ in told], [*map(zlib.crc32, hashes)]
 
     def packed(self) -> np.ndarray:
         """All of it in bytes, uint8."""
@@ -110,9 +117,8 @@ class Fields:
             _encoded_all({name: value}, arrays)
             if (nbytes := sum(array.nbytes for array in arrays)) <= most:
                 small[name] = value
-            elif (kind, name) not in self._left_out:
-                self._left_out.add((kind, name))
-                _log.warning("backups leave out %s.%s: %d MB", kind, name, nbytes >> 20)
+            else:
+                self._leave_out(kind, name, f"{nbytes >> 20} MB")
         return small
 
     def put(self, packed: np.ndarray) -> None:
@@ -170,8 +176,8 @@ def _keys_of(callback: Any) -> dict[str, str]:
     for name in _names_of(callback):
         arrays: list[np.ndarray] = []
         for text in _encoded_all({name: vars(callback)[name]}, arrays).values():
-            hashes = [zlib.crc32(a.tobytes()) if a.nbytes <= _HASHED_MAX else id(a) for a in arrays]
-            keys[name] = f"{text} {hashes}"
+            some = [a.reshape(-1)[:: 1 + a.size // _HASHED_MAX] for a in arrays]
+            keys[name] = f"{text} {[zlib.crc32(part.tobytes()) for part in some]}"
     return keys
 
 
@@ -179,26 +185,39 @@ def _encoded_all(values: Mapping[str, Any], arrays: list[np.ndarray]) -> dict[st
     """Those of `values` that can be taken, for JSON; their arrays are put behind `arrays`."""
     encoded = {}
     for name, value in values.items():
-        with contextlib.suppress(_Unfit):
-            own: list[np.ndarray] = []
-            encoded[name] = _encoded(value, own)
-            arrays += own
+        encoder = _Encoder()
+        # A list may be in itself.
+        with contextlib.suppress(_Unfit, RecursionError):
+            encoded[name] = encoder.encoded(value)
+            arrays += encoder.arrays
     return encoded
 
 
-def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, np.ndarray) and _has_plain_elements(value):
-        arrays.append(np.ascontiguousarray(value))
-        return {"array": [value.dtype.name, list(value.shape)]}
-    if type(value) in (list, tuple) and len(value) <= _ITEMS_MAX:
-        return {type(value).__name__: [_encoded(item, arrays) for item in value]}
-    if type(value) is dict and len(value) <= _ITEMS_MAX and {*map(type, value)} <= {str}:
-        return {"dict": {name: _encoded(item, arrays) for name, item in value.items()}}
-    raise _Unfit
+class _Encoder:
+    """Encodes one attribute, which has at most so many items in all."""
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self._left = _ITEMS_MAX
+
+    def encoded(self, value: Any) -> Any:
+        """`value` for JSON, with a place for each of its `arrays`."""
+        if isinstance(value, np.generic):
+            value = value.item()
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, np.ndarray) and _has_plain_elements(value):
+            self.arrays.append(np.ascontiguousarray(value))
+            return {"array": [value.dtype.name, list(value.shape)]}
+        if type(value) in (list, tuple, dict):
+            self._left -= len(value)
+            if self._left < 0:
+                raise _Unfit
+            if type(value) is not dict:
+                return {type(value).__name__: [self.encoded(item) for item in value]}
+            if {*map(type, value)} <= {str}:
+                return {"dict": {name: self.encoded(item) for name, item in value.items()}}
+        raise _Unfit
 
 
 def _has_plain_elements(array: np.ndarray) -> bool:
