@@ -19,13 +19,18 @@ WAYS = ("eager", "graph", pytest.param("jit", marks=needs_xla))
 
 
 def by(
-    *ways: str, sizes: Sequence[int] = (1, 3), full: Sequence[str] = ()
+    *ways: str,
+    sizes: Sequence[int] = (1, 3),
+    full: Sequence[str] = (),
+    rare: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a function of `how` a test that runs in each of the ways on 2 ranks.
 
-    In `make test-full` also on those `sizes`, and on them in the ways of `full` too.
+    In `make test-full` also on those `sizes`, and on them in the ways of `full` too; there alone in
+    those of `rare`.
     """
-    chosen = [(2, how, ()) for how in ways]
+    marks_of = {how: (pytest.mark.full,) if how in rare else () for how in ways}
+    chosen = [(2, how, marks_of[how]) for how in ways]
     chosen += [(size, how, (pytest.mark.full,)) for size in sizes for how in (*ways, *full)]
     cases = [
         pytest.param(size, how, marks=(*marks, needs_xla) if how == "jit" else marks)

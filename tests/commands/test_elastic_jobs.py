@@ -19,6 +19,7 @@ from ringreduce.vocabulary.errors import ConfigError
 from tests.commands.test_nodes import jobs
 from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import Process, launcher, wait_gone, wait_until
+from tests.scope import in_full
 
 # The beginning of every program.
 ENDS = f"""{RANK}
@@ -119,6 +120,7 @@ def test_a_launcher_says_that_ranks_have_died_whose_end_is_not_seen_otherwise(tm
     assert said(done.stderr)[-1] == "ended well without rank 0"
 
 
+@pytest.mark.full
 def test_launchers_tell_each_other_of_ranks_that_have_died(tmp_path):
     script(tmp_path, TRAINS)
     options = ("--elastic", "--env", "RINGREDUCE_TRANSPORT=zmq")
@@ -299,7 +301,7 @@ wait_for("third")
 """
 
 
-@pytest.mark.parametrize("kills", ["rank", "launcher"])
+@pytest.mark.parametrize("kills", ["rank", in_full("launcher")])
 def test_launchers_of_several_hosts_know_of_all_that_are_lost(tmp_path, kills):
     """One whose ranks are lost waits for the others; one that is gone is the ranks that it had."""
     script(tmp_path, TELLS, TELLS_NODES)

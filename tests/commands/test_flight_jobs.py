@@ -4,6 +4,8 @@ import signal
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from ringreduce.pure.flight import Dump, decode_dump
 from tests.launching import RANK, command_line, script
 from tests.processes import Process, launcher, wait_until
@@ -60,6 +62,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
         assert sorted(kept[:2]) == [f"err {rank}", f"out {rank}"]
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_is_named_with_the_line(tmp_path):
     text = """
     if comm.rank == 1:

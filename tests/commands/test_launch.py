@@ -482,6 +482,7 @@ print("err", file=sys.stderr) if len(sys.argv) > 1 else None
 """
 
 
+@pytest.mark.full
 def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path):
     """Nor is anything said of ranks that import Keras and join, but once of a misspelt variable."""
     folders = [tmp_path / "one", tmp_path / "two"]

@@ -91,7 +91,9 @@ def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_p
 
 
 # The ids are in the environment of each process here.
-@pytest.mark.parametrize("given", ["", "a secret of the user's own"], ids=["made", "given"])
+@pytest.mark.parametrize(
+    "given", ["", in_full("a secret of the user's own")], ids=["made", "given"]
+)
 def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path, given):
     """And the launcher, to which the user has given it."""
     variables = {"RINGREDUCE_SECRET": given} if given else {}

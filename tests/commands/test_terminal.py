@@ -1,5 +1,7 @@
 """``ringreduce run --stdin RANK``: one rank has the keyboard, and its debugger works."""
 
+import pytest
+
 from tests.launching import RANK, Terminal, run, script
 
 
@@ -18,6 +20,7 @@ def test_breakpoint_works_on_the_rank_that_has_the_terminal(tmp_path):
     assert any("[1] " in line and "('it is', 42)" in line for line in lines)
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_job_of_a_rank_that_has_the_keyboard(tmp_path):
     text = "import signal\nif rank == 1: print('hello', input('name? '))\nsignal.pause()"
     name = script(tmp_path, RANK + text)

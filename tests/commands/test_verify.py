@@ -4,6 +4,8 @@ What is said of which records is tested in tests/pure/test_verification.py.
 """
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +17,44 @@ from ringreduce.pure.verification_words import reasons
 from tests.jobs import facts_in, run_job
 from tests.launching import command_line
 from tests.processes import launcher
+from tests.scope import in_full
 
 pytestmark = pytest.mark.timeout(300)
 
 
+# Trainings of tests/programs/verified.py that one job makes, and those that another one makes, for
+# which only the full suite asks.
+QUICK = (
+    *("alike", "layers", "sums", "divided"),
+    *("loop", "loop-sums", "loop-before", "loop-short"),
+)
+RARE = (
+    *("clipping", "unseeded-0", "unseeded-1", "silent", "alone"),
+    *("loop-accumulates", "loop-jit"),
+)
+Folders = Callable[[str], list[Path]]
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of one rank, and of two."""
-    found = [tmp_path_factory.mktemp(f"ranks-{size}") for size in (1, 2)]
-    for size, folder in enumerate(found, 1):
-        result = run_job(size, ["tests/programs/verified.py", str(folder)])
-        assert result.exit_code == 0, result.errors
-        assert [fact["code"] for fact in facts_in(result.output)] == [None] * size
-    return found
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Those in which a case is, of one rank, and of two."""
+
+    @cache
+    def of(cases: tuple[str, ...]) -> list[Path]:
+        found = [tmp_path_factory.mktemp(f"ranks-{size}") for size in (1, 2)]
+        for size, folder in enumerate(found, 1):
+            result = run_job(size, ["tests/programs/verified.py", str(folder), *cases])
+            assert result.exit_code == 0, result.errors
+            assert [fact["code"] for fact in facts_in(result.output)] == [None] * size
+        return found
+
+    return lambda case: of(QUICK if case in QUICK else RARE)
 
 
-def recorded(folders: list[Path], case: str) -> list[Recorded]:
-    return [read(folder / case, "verified.py", size) for size, folder in enumerate(folders, 1)]
+def recorded(folders: Folders, case: str) -> list[Recorded]:
+    return [
+        read(folder / case, "verified.py", size) for size, folder in enumerate(folders(case), 1)
+    ]
 
 
 @pytest.mark.tensorflow
@@ -44,7 +67,7 @@ def test_ranks_that_train_alike_agree(folders):
     assert one.run.settings == two.run.settings
     assert (len(one.run.losses), one.run.rows, two.run.rows) == (7, 16, 16)
     assert [memory > 1 << 26 for memory in two.run.memory] == [True] * 2
-    assert not [path.name for folder in folders for path in folder.glob("*.keras")]
+    assert not [path.name for folder in folders("alike") for path in folder.glob("*.keras")]
     # All kinds were seen, and are no zeros.
     assert [part.what.split()[0] for part in found.parts] == [
         *("initial", "loss", "gradients", "gradients", "weights", "weights"),
@@ -56,7 +79,7 @@ def test_ranks_that_train_alike_agree(folders):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(
-    ("case", "first_step", "loss"), [("silent", 1, ""), ("divided", 2, "loss")]
+    ("case", "first_step", "loss"), [in_full("silent", 1, ""), ("divided", 2, "loss")]
 )
 def test_gradients_are_seen_in_compiled_divided_and_accumulated_steps(
     folders, case, first_step, loss
@@ -75,6 +98,7 @@ def test_gradients_are_seen_in_compiled_divided_and_accumulated_steps(
     assert compare(one, half).factor == pytest.approx(0.5, rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.tensorflow
 def test_a_variable_that_is_not_keras_s_is_seen(folders):
     one, two = recorded(folders, "silent")
@@ -90,15 +114,17 @@ UNLIKE = "adam: learning_rate is 0.01 with 1 rank and 0.02 with 2 ranks."
     ("case", "texts"),
     [
         ("layers", ["norm: each rank normalizes its", "drop: each rank draws other random"]),
-        ("clipping", ["Clips.train_step calls clip_by_global_norm, which clips each rank's"]),
-        ("unseeded-0", ["The initial weights differ in each run.", UNLIKE]),
+        in_full(
+            "clipping", ["Clips.train_step calls clip_by_global_norm, which clips each rank's"]
+        ),
+        in_full("unseeded-0", ["The initial weights differ in each run.", UNLIKE]),
         ("sums", ["Sums.train_step adds up over rows, and divides by a constant"]),
-        ("alone", ["strategy=LocalSGD"]),
+        in_full("alone", ["strategy=LocalSGD"]),
     ],
 )
 def test_the_reason_for_a_difference_is_found(folders, case, texts):
     one, two = recorded(folders, case)
-    again = read(folders[0] / "unseeded-1", "verified.py", 1) if "seed" in case else one
+    again = read(folders(case)[0] / "unseeded-1", "verified.py", 1) if "seed" in case else one
     found = compare(one, two)
     assert not found.agrees
     assert (found.factor is not None) == (case == "sums")
@@ -114,7 +140,7 @@ def test_the_reason_for_a_difference_is_found(folders, case, texts):
         ("alike", "mean", ""),
         ("layers", "mean", ""),
         ("sums", "sum", ""),
-        ("clipping", "neither", ""),
+        in_full("clipping", "neither", ""),
     ],
 )
 def test_what_the_trial_has_found_is_recorded(folders, case, found, why):
@@ -126,7 +152,7 @@ def test_what_the_trial_has_found_is_recorded(folders, case, found, why):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(
-    ("case", "steps"), [("loop", 7), ("loop-accumulates", 7), ("loop-short", 3)]
+    ("case", "steps"), [("loop", 7), in_full("loop-accumulates", 7), ("loop-short", 3)]
 )
 def test_a_loop_of_one_s_own_is_recorded(folders, case, steps):
     one, two = recorded(folders, case)
@@ -155,6 +181,7 @@ def test_a_sum_in_a_loop_of_one_s_own_is_named(folders):
     assert 'Pass op="sum" to rr.DistributedGradientTape, or divide' in text
 
 
+@pytest.mark.full
 @pytest.mark.tensorflow
 def test_layers_of_a_loop_s_model_are_named_and_what_steps_change_is_compared(folders):
     one, two = recorded(folders, "loop-jit")
@@ -220,7 +247,7 @@ if case != "other":
     [
         ("agrees", 0, "The numbers agree in 3 steps", "ranks 1 2"),
         ("differs", 1, "first loss of step 1, which is 1 and 2", "ranks 1 2"),
-        ("infinite", 3, "not finite: loss, from step 1 on", "ranks 1 2"),
+        in_full("infinite", 3, "not finite: loss, from step 1 on", "ranks 1 2"),
         ("unseen", 3, "not seen: gradients: a reason", "ranks 1 2"),
         ("fails", 2, "ValueError: no such file", "ranks 1 [1]"),
         ("leaves", 2, "that was with -n 2", "ranks 1"),

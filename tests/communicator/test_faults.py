@@ -104,7 +104,7 @@ ring.close()
     ("transport", "victim", "memory"),
     [
         ("shm", 1, "np.empty(4 << 20)"),
-        ("hosts", 2, "ring.empty(1 << 20, np.float64)"),
+        in_full("hosts", 2, "ring.empty(1 << 20, np.float64)"),
         ("zmq", 1, "np.empty(1 << 20)"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.vocabulary.types import DTYPE_NAMES, dtype_named
 from tests.rings import on_each_rank
+from tests.scope import in_full
 
 # Rows for each rank: none, one, primes, several frames.
 ROWS = (0, 1, 2, 7, 1009, 100_003)
@@ -19,7 +20,7 @@ def values(rank: int, count: int, dtype: str = "float64") -> np.ndarray:
     return ((np.arange(count) * 7 + rank * 13) % 127).astype(dtype_named(dtype))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, in_full(5)])
 @on_each_rank(over="on_ranks")
 def test_all_to_all_of_equal_parts(comm, size):
     own = comm.rank
@@ -41,7 +42,7 @@ def test_all_to_all_of_equal_parts(comm, size):
     assert (square == np.arange(size)[:, None, None]).all()
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, in_full(5)])
 @on_each_rank(over="on_ranks")
 def test_all_to_all_of_uneven_parts(comm, size):
     own, numbers = comm.rank, np.random.default_rng(1)
@@ -67,7 +68,7 @@ def test_all_to_all_of_every_dtype(comm):
         assert np.array_equal(result, due)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, in_full(5)])
 @on_each_rank(over="on_ranks")
 def test_gather_and_scatter(comm, size):
     own = comm.rank

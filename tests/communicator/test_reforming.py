@@ -203,6 +203,7 @@ reforming.end_process = was_faster
 """
 
 
+@pytest.mark.full
 def test_a_stopped_rank_that_another_has_killed_is_seen_to_be_dead(tmp_path):
     with Ring(tmp_path, 2, KILLED_BY_ANOTHER + BROKEN, transport="shm", timeout_s=2.0) as ring:
         ring.wait("formed")
@@ -228,6 +229,7 @@ say("anew", members=ring._session.membership.members)
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_wakes_when_the_others_have_ended_well_does_not_go_on(tmp_path):
     """On another host nobody kills it, and nothing that they left behind is seen from there."""
     ways = {"transport": "auto", "hosts": ["a", "a", "b"]}
@@ -244,6 +246,7 @@ def test_a_rank_that_wakes_when_the_others_have_ended_well_does_not_go_on(tmp_pa
         assert ring.workers[2].wait(10) == 3
 
 
+@pytest.mark.full
 def test_a_rank_that_another_host_has_left_out_is_killed_on_its_own(tmp_path):
     """Whichever rank has proposed who goes on."""
     ways = {"transport": "auto", "hosts": ["a", "b", "b"]}
@@ -292,7 +295,7 @@ def test_one_that_leaves_before_the_end_of_a_later_training_is_gone(comm, togeth
 
 
 # Whether the others' training has ended, when it asks; None: there is none yet.
-@pytest.mark.parametrize("states", [(None, None), (False, True, False)])
+@pytest.mark.parametrize("states", [in_full((None, None)), (False, True, False)])
 @on_each_rank(3, join_timeout_s=5.0)
 def test_a_rank_that_wakes_is_told_that_it_was_left_out(comm, together, states):
     """The first time too: what it was told it may remember."""

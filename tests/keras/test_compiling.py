@@ -13,6 +13,7 @@ import ringreduce.keras as rr
 from ringreduce.keras.elastic.backup import back_up
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, MismatchError, PeerLostError
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -88,16 +89,23 @@ BY_KERAS = pytest.mark.filterwarnings("ignore::ringreduce.keras.DataWarning")
 
 
 @BY_KERAS
-@pytest.mark.parametrize("by", [rr.fit, keras.Model.fit], ids=["rr.fit", "model.fit"])
 @pytest.mark.parametrize(
-    ("change", "hook", "made"),
+    ("change", "hook", "made", "by"),
     [
-        (partial(compiled, plain), "on_epoch_begin", 2),
-        (partial(compiled, plain), "on_train_batch_begin", 1),
-        (by_name, "on_epoch_end", 4),
-        (assigned, "on_train_batch_end", 2),
+        (partial(compiled, plain), "on_epoch_begin", 2, rr.fit),
+        (partial(compiled, plain), "on_epoch_begin", 2, keras.Model.fit),
+        (partial(compiled, plain), "on_train_batch_begin", 1, rr.fit),
+        in_full(partial(compiled, plain), "on_train_batch_begin", 1, keras.Model.fit),
+        (by_name, "on_epoch_end", 4, rr.fit),
+        in_full(by_name, "on_epoch_end", 4, keras.Model.fit),
+        (assigned, "on_train_batch_end", 2, rr.fit),
+        in_full(assigned, "on_train_batch_end", 2, keras.Model.fit),
     ],
-    ids=["epoch's begin", "batch's begin", "by name", "assigned"],
+    ids=[
+        f"{change}-{by}"
+        for change in ("epoch's begin", "batch's begin", "by name", "assigned")
+        for by in ("rr.fit", "model.fit")
+    ],
 )
 def test_no_step_is_made_with_a_plain_optimizer(change: Any, hook: str, made: int, by: Any) -> None:
     def work(ring: Any) -> int:

@@ -311,6 +311,7 @@ def losses_of(compression):
     return rr.fit(model, x, y, 64, epochs=2, verbose=0).history["loss"], digest(model.weights)
 
 
+@pytest.mark.full
 @over_sockets
 def test_it_trains_as_without():
     (plain, _), (int8, weights), (thin, thin_weights) = map(losses_of, ("none", "int8", THIN))

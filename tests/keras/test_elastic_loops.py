@@ -22,6 +22,7 @@ from ringreduce.tensorflow.kept import kept
 from ringreduce.testing import ring_of_threads
 from tests.processes import wait_until
 from tests.programs.shared import difference, digest, error_of
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -152,7 +153,7 @@ def said(ranks, size, left, least=1, **case):
             ],
             [(4, ALL[:4]), (3, ALL[4:7]), (2, ALL[4:])],
         ),
-        ("xla", 2, [[0, "step", 4, "kill"]], [(2, ALL[:3]), (1, ALL[2:])]),
+        in_full("xla", 2, [[0, "step", 4, "kill"]], [(2, ALL[:3]), (1, ALL[2:])]),
     ],
 )
 def test_they_end_as_one_process_does(ranks, way, size, faults, trail):
@@ -306,7 +307,7 @@ def anew(ring, error, stays, in_call=None):
     return ring.members
 
 
-@pytest.mark.parametrize("is_in_call", [False, True])
+@pytest.mark.parametrize("is_in_call", [in_full(False), True])
 def test_a_rank_that_has_lost_connections_in_a_callback_is_waited_for(is_in_call):
     """Longer than one of which nothing is known. It is told of its own loss."""
     error = PeerLostError("lost rank 0: its connection has ended, so it died", peer=0)

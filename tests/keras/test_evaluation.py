@@ -92,7 +92,7 @@ MADE = (1, make_model), (5, make_traced), (13, make_model)
     [
         (1, make_model, rows(13), IN_FOURS),
         (2, make_model, rows(1), IN_FOURS),
-        (2, make_traced, rows(5), IN_FOURS),
+        in_full(2, make_traced, rows(5), IN_FOURS),
         (2, make_model, rows(23), {"batch_size": 5, "steps": 3}),
         (2, make_model, [dataset(1)], {}),
         (2, make_model, [dataset(13, known=False)], {}),

@@ -258,8 +258,9 @@ def monitored(ring, folder, **how):
     return [*weights, *model.get_weights()], known, listed
 
 
-@pytest.mark.parametrize("size", [in_full(1), 2])
-@pytest.mark.parametrize("place", [in_full(1), "end"])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("place", [1, "end"])
 def test_a_training_goes_on_after_an_epoch_as_if_nothing_had_happened(tmp_path, size, place):
     def work(ring):
         undisturbed = monitored(ring, tmp_path / "whole")

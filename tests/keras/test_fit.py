@@ -135,6 +135,7 @@ def test_single_samples_and_several_steps_give_the_same_bits(options):
 
 
 # Ranks of their own, since it cannot be turned off.
+@pytest.mark.full
 @on_ranks(2, DETERMINISTIC="1")
 def test_nothing_of_ours_is_refused_where_tensorflow_is_to_be_deterministic():
     tf.config.experimental.enable_op_determinism()
@@ -387,6 +388,7 @@ def log_of_training(rows):
     return [record.getMessage() for record in heard.buffer]
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_ranks_that_train_on_the_same_rows_are_told_so(tmp_path):
     x = arrays(93)[0]

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[int, Callable, Callable]] = {
     "predicted in steps": (6, lambda v: v.batch(2), partial(predicted, steps=1)),
 }
 QUICK = [
-    *("one batch validates", "a step validates", "stopped at the last batch"),
+    *("one batch validates", "stopped at the last batch"),
     *("evaluated of unknown length", "predicted"),
 ]
 ON_3 = ["one batch validates", "unknown", "evaluated", "predicted of unknown length"]

@@ -98,7 +98,7 @@ def with_a_reduction_that_is_not_due_in_each_step(model):
     ("train", "inner", "rate"),
     [
         (of_other_batches, SGD, 0.1),
-        (of_unequal_data, Adam, 0.01),
+        in_full(of_unequal_data, Adam, 0.01),
         (with_a_reduction_that_is_not_due_in_each_step, Adam, 0.01),
     ],
 )

@@ -130,7 +130,7 @@ def trained(strategy, steps, gradients):
         (LocalSGD(4, overlap=2), "eager", False, 10, ()),
         (DiLoCo(4), "eager", False, 10, ()),
         (DiLoCo(4, overlap=3), "eager", False, 10, ()),
-        (DiLoCo(4, overlap=3), "jit", False, 10, ()),
+        in_full(DiLoCo(4, overlap=3), "jit", False, 10, ()),
         # Ranks count by samples, and settle in between.
         (LocalSGD(3), "eager", True, 10, (5,)),
         (DiLoCo(4, overlap=3), "graph", True, 17, (6,)),
@@ -270,6 +270,7 @@ def fail_in_the_second(epoch, logs):
         raise RuntimeError("fails here")
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_a_job_that_is_started_again_goes_on_after_the_last_epoch(tmp_path):
     """From a backup, and from the file of that epoch: as if nothing had been."""

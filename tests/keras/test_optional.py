@@ -73,8 +73,8 @@ def run(form, methods, optimizer, **how):
 @pytest.mark.parametrize(
     ("size", "form", "how"),
     [
-        *((2, form, EAGERLY) for form in ("list", "dict", "dataset")),
-        *(in_full(2, form, EAGERLY) for form in ("unknown dataset", "generator")),
+        *((2, form, EAGERLY) for form in ("list", "dataset")),
+        *(in_full(2, form, EAGERLY) for form in ("dict", "unknown dataset", "generator")),
         *(in_full(size, "list", {}) for size in (1, 2, 3)),
     ],
 )

@@ -12,6 +12,7 @@ import ringreduce.keras as rr
 from ringreduce import ConfigError
 from tests.models import EAGERLY
 from tests.ranks import on_ranks
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -87,8 +88,9 @@ def numbers(model, how, validation):
     return history, weights, results, [output.tolist() for output in outputs]
 
 
-@pytest.mark.parametrize("make", [early, LateTask])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "make"), [(1, early), (1, LateTask), (2, early), in_full(2, LateTask)]
+)
 @on_ranks()
 def test_they_prepare_the_whole_data_and_what_they_pass_on_is_divided(make):
     plain, ours = make(), make()

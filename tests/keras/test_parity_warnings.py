@@ -14,6 +14,7 @@ import ringreduce.keras as rr
 from ringreduce.keras import private
 from ringreduce.keras.checks.warnings import differences
 from ringreduce.testing import ring_of_threads
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -171,7 +172,7 @@ def trained(loss, *metrics):
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (masked, "the loss masked is no mean over samples"),
+        in_full(masked, "the loss masked is no mean over samples"),
         (Summed(), "the gradients of its loss are sums over rows"),
     ],
     ids=["function", "whole"],
@@ -185,7 +186,9 @@ def noisy(y, outputs):
     return ops.mean(outputs + keras.random.normal(ops.shape(outputs)))
 
 
-@pytest.mark.parametrize("loss", [lambda y, outputs: ops.mean(ops.square(y - outputs)), noisy])
+@pytest.mark.parametrize(
+    "loss", [lambda y, outputs: ops.mean(ops.square(y - outputs)), in_full(noisy)]
+)
 def test_a_mean_and_what_draws_random_numbers_are_not(loss):
     assert trained(loss)[1] == []
 

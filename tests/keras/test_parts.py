@@ -442,6 +442,7 @@ def test_it_is_saved_whole_and_goes_on_from_the_file(tmp_path):
     assert apart(again, model) == 0.0
 
 
+@pytest.mark.full
 @on_2_and_3
 def test_a_job_that_is_started_again_ends_as_one_that_was_not_disturbed(tmp_path):
     """It ended after one of two epochs."""
@@ -507,7 +508,7 @@ def lose_rank_1(kind):
     ("size", "kind"),
     [
         (2, "split"),
-        (3, "pipeline"),
+        in_full(3, "pipeline"),
         in_full(2, "table"),
         in_full(2, "experts"),
         in_full(4, "pipeline"),

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ringreduce.keras as rr
 from ringreduce.keras.callbacks import profile as module
+from tests.scope import in_full
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -103,7 +104,7 @@ def profiled(train, folder):
     ("train", "slow", "head", "verdict"),
     [
         # Though rank 0 sleeps longer, in validation.
-        (late, [0, 1, 1], "3 epochs: 15 steps of ", "Rank 1 is slow from epoch 2 on"),
+        in_full(late, [0, 1, 1], "3 epochs: 15 steps of ", "Rank 1 is slow from epoch 2 on"),
         # Of the last five steps the first execution is left out, and one of three sleeps.
         (compiled_by_xla, [0, 0], "2 epochs: 10 steps of ", "Rank 0 is slow"),
         (apart, [1, 1], "2 epochs: 22 steps of ", "Rank 1 is slow: it computes"),

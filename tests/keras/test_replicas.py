@@ -170,7 +170,7 @@ def said_in_fit(hook, change, *, is_inside=True, **options):
 @pytest.mark.parametrize(
     ("change", "text", "hooks"),
     [
-        (
+        in_full(
             *(set_weights, "rank 1 has its own value of .*dense.*kernel"),
             ["on_epoch_end", "on_train_end"],
         ),

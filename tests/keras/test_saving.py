@@ -348,6 +348,7 @@ assert not any(name.partition(".")[0] == "ringreduce" for name in sys.modules)
 """
 
 
+@pytest.mark.full
 def test_files_load_and_train_on_where_ringreduce_is_not_installed(tmp_path):
     """They have Keras's own optimizers and layers there."""
     expected = {"inputs": INPUTS, "targets": TARGETS}

@@ -201,12 +201,7 @@ case = functools.partial
 in_graphs = case(trained, compiled={})
 by_xla = case(trained, compiled={"jit_compile": True})
 halved = case(trained, then=lambda m: m.set_weights([w / 2 for w in m.get_weights()]))
-OFTEN = [
-    in_a_graph,
-    in_a_loop,
-    case(trained),
-    by_xla,
-]
+OFTEN = [in_a_graph, in_a_loop, case(trained), by_xla]
 ACCUMULATED = case(in_graphs, gradient_accumulation_steps=2)
 WIDELY = [*OFTEN, ACCUMULATED, by(RMSprop)]
 RARE = [
@@ -225,7 +220,10 @@ RARE = [
 @pytest.mark.parametrize(
     ("layout", "trains"),
     [
-        *((PAIR, [train]) for train in OFTEN),
+        in_full(PAIR, [in_a_graph]),
+        (PAIR, [in_a_loop]),
+        (PAIR, [case(trained)]),
+        in_full(PAIR, [by_xla]),
         (PAIR, [case(decayed, is_built=False)]),
         *(in_full(PAIR, RARE[start::3]) for start in range(3)),
         *(in_full(layout, WIDELY[start::2]) for layout in SEVERAL[:2] for start in range(2)),

@@ -276,7 +276,8 @@ def test_an_infinity_in_one_piece_is_skipped_by_all():
     return replicated(model.weights, inner)
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 1), in_full(4, 3)])
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "count"), [(2, 1), (4, 3)])
 @on_ranks()
 def test_it_is_saved_whole_and_goes_on_from_the_file(tmp_path, count):
     """From all ranks in mid-training; it goes on in two, one and four pieces."""

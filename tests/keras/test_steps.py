@@ -18,7 +18,6 @@ from ringreduce.effects import native
 from tests.jobs import run_job
 from tests.programs.shared import built, difference, digest
 from tests.ranks import on_ranks
-from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -325,7 +324,8 @@ def test_a_reduction_inside_a_condition_is_refused(autograph):
         step(tf.constant(rr.rank()))
 
 
-@pytest.mark.parametrize("size", [2, in_full(4)])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
 def test_digits_end_to_end(tmp_path, size):
     """The example as a user runs it: equal digests, and it learns."""
     file = tmp_path / "out.json"

@@ -101,7 +101,7 @@ UNKNOWN = {"known": False}
     [
         (2, SGD, {}, {}, 5),
         (2, SGD, UNKNOWN, {"is_built": False, "run_eagerly": False}, 5),
-        (2, SGD, UNKNOWN, {"steps_per_execution": 2, "run_eagerly": False}, 3),
+        in_full(2, SGD, UNKNOWN, {"steps_per_execution": 2, "run_eagerly": False}, 3),
         in_full(3, SGD, {}, {}, 5),
         in_full(3, SGD, {}, {"run_eagerly": True}, 5),
         in_full(3, SGD, UNKNOWN, {"is_built": False}, 5),

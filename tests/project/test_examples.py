@@ -15,9 +15,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # These have tests of their own, or take no part in a ring.
 ELSEWHERE = {"digits", "digits_mirrored", "demo", "elastic", "plain", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
-# Models in parts and in half precision, tables and uneven data have tests of their own.
+# Models in parts and in half precision, tables, uneven data and loops have tests of their own.
 RARE = ("embedding", "hybrid", "mixed_precision", "pipeline", "recommender", "sharded")
-RARE += ("uneven_data",)
+RARE += ("custom_loop", "uneven_data")
 
 
 # One epoch, or as many as a user sees.
@@ -25,6 +25,7 @@ RARE += ("uneven_data",)
     ("name", "options"),
     [
         *((name, ("--epochs", "1")) for name in NAMES if name not in RARE),
+        in_full("custom_loop", ("--epochs", "1")),
         *(in_full(name, ()) for name in NAMES),
     ],
 )

@@ -127,7 +127,7 @@ def killed(bridge, options):
 # What runs eagerly is not compiled.
 FITS = [
     ("jit", {}),
-    ("native", {"steps_per_execution": 4}),
+    in_full("native", {"steps_per_execution": 4}),
     ("python", {"run_eagerly": True}),
     in_full("native", {}),
     in_full("python", {"steps_per_execution": 4}),
@@ -165,6 +165,7 @@ def test_a_traced_step_goes_on_in_a_ring_formed_anew_of_the_ranks_that_are_left(
     ring_of(ranks, bridge, 3, [1])(formed_anew, bridge)
 
 
+@pytest.mark.full
 @needs_xla
 @on_ranks(2, lost=[0], RINGREDUCE_TIMEOUT_S="2")
 def test_a_stopped_rank_times_out_in_fit():
@@ -199,7 +200,7 @@ def interrupted(bridge, in_fit):
 
 @pytest.mark.parametrize(
     ("bridge", "in_fit"),
-    [("native", True), ("jit", False), in_full("python", True), in_full("python", False)],
+    [("native", True), in_full("jit", False), in_full("python", True), in_full("python", False)],
     indirect=["bridge"],
 )
 def test_ctrl_c_is_a_keyboard_interrupt_though_the_step_fails(ranks, bridge, in_fit):

@@ -33,9 +33,16 @@ if native.library() is not None:
     }
 
 
-def by_way(usual):
-    """`size`, and what is made in which `way`: on 2 ranks in the usual one, on 3 in all."""
-    cases = [(2, make, way) for make, way in usual.items() if way in WAYS]
+def by_way(usual, rare=()):
+    """`size`, and what is made in which `way`: on 2 ranks in the usual one, on 3 in all.
+
+    Those of `rare` in `make test-full` alone.
+    """
+    cases = [
+        in_full(2, make, way) if make in rare else (2, make, way)
+        for make, way in usual.items()
+        if way in WAYS
+    ]
     full = [in_full(3, make, way) for make in usual for way in WAYS]
     return pytest.mark.parametrize(("size", "make", "way"), [*cases, *full])
 
@@ -322,8 +329,10 @@ def rows_of_a_tape(way):
     return rows(way, with_tape=True)
 
 
+# What takes several steps has two optimizers too.
 @by_way(
-    {two_optimizers: "jit inside", several_steps: "graph", rows: "jit", rows_of_a_tape: "graph"}
+    {two_optimizers: "jit inside", several_steps: "graph", rows: "jit", rows_of_a_tape: "graph"},
+    rare=[two_optimizers],
 )
 @on_ranks()
 def test_training_in_functions_of_a_function_is_the_same(make, way):

@@ -61,7 +61,7 @@ def exchanged(parts, counts=None):
     return np.concatenate([pieces[rr.rank()] for pieces in cut])
 
 
-@every_way
+@by("eager", "graph", "jit", rare=("eager",))
 def test_every_operator_and_dtype(how):
     size, rank = rr.size(), rr.rank()
     parts = [(np.arange(6) % 4).reshape(3, 2) + other + 1 for other in range(size)]

@@ -93,7 +93,7 @@ def test_a_silent_connection_is_an_error_that_names_an_end_of_it(fault, ways):
     record(f"one connection silent, {fault}, zmq", *seconds)
 
 
-@pytest.mark.parametrize("what", ["all_to_all", "send", in_full("group")])
+@pytest.mark.parametrize("what", [in_full("all_to_all"), "send", in_full("group")])
 def test_a_silent_connection_of_two_ranks_alone_is_named_by_all(caplog, what):
     """Also where nobody else waits for these two, in the time of a connection and not of a call."""
     ended = threading.Event()

@@ -203,6 +203,8 @@ def test_waiting_comes_to_an_end():
         assert not port.admits(second)
 
 
+# Both kinds wait for as long as a handshake may take.
+@pytest.mark.parametrize("kind", [in_full("data"), "control"], ids=["PLAIN", "CURVE"])
 def test_after_the_authenticator_has_gone_nobody_is_let_in(kind):
     first, second = admissions(2, kind)
     with Port(first) as port:

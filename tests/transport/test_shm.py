@@ -477,9 +477,9 @@ hold()
 """
 
 
-def test_a_rank_woken_late_does_not_write_into_arrays_of_those_that_gave_up(tmp_path):
+@pytest.mark.parametrize("rings", [1, in_full(2)])
+def test_a_rank_woken_late_does_not_write_into_arrays_of_those_that_gave_up(tmp_path, rings):
     """Stopped at any moment, most often while it reduces into everybody's arrays."""
-    rings = 2
     program = "import ctypes\n" + WOKEN.format(count=8 << 20)
     with Ring(tmp_path, 3, program, transport="shm", timeout_s=1.0, rings=rings) as ring:
         for number in range(rings):

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 FOLDER = Path(__file__).parents[1] / "programs" / "unchanged"
 NAMES = sorted({file.stem for file in FOLDER.glob("*.py")} - {"every"})
 HALF = ("mixed",)
-QUICK = ("callbacks", "own_step", "sums")
+QUICK = ("files", "own_step")
 RANDOM = ("gan",)  # draws other numbers on each rank, in its steps
 
 

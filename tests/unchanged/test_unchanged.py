@@ -550,6 +550,15 @@ def test_a_copy_links_what_is_large(tmp_path, monkeypatch):
         pass
 
 
+def test_the_launcher_starts_a_program_and_shows_rank_0(tmp_path):
+    text = "import sys\nprint('ringreduce.unchanged' in sys.modules, *sys.argv[1:])\n"
+    (tmp_path / "train.py").write_text(text)
+    found = run(tmp_path, "-n", "2", "--unchanged", "train.py", "--epochs", "3")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["[0] True --epochs 3"]
+
+
+@pytest.mark.full
 def test_the_launcher_starts_the_example_and_shows_rank_0(tmp_path):
     program = str(ROOT / "examples" / "plain.py")
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
