@@ -254,7 +254,7 @@ def test_callbacks_of_kerass_fit_within_together_are_compared():
     ring_of_threads(2, work)
 
 
-def test_ranks_ask_once_an_epoch_unless_own_hooks_see_batches():
+def test_ranks_ask_once_an_epoch_unless_own_hooks_see_that_batches_begin():
     def in_two_epochs(ring, hook, options):
         counts = []
         for epochs in (1, 3):
@@ -264,7 +264,8 @@ def test_ranks_ask_once_an_epoch_unless_own_hooks_see_batches():
         return counts[1] - counts[0]
 
     def work(ring):
-        for hook, asks in (("on_epoch_end", 2), ("on_train_batch_end", 4)):
+        asked = {"on_epoch_end": 2, "on_train_batch_end": 2, "on_train_batch_begin": 4}
+        for hook, asks in asked.items():
             sharded, plain = (in_two_epochs(ring, hook, options) for options in (SHARDED, {}))
             # Each of four sharded steps has two exchanges, where another has one.
             assert sharded - plain == 4 + asks

@@ -7,7 +7,8 @@ But a sharded update gives each rank the shares of the others, a meeting of rank
 makes a mean of what each has, and after a loss an elastic rank may take the state of another: of
 two models they make one. There ranks tell each other before a step whether something was assigned
 since the step before, and compare weights if so: one short exchange in an epoch, or in each step
-where a callback that is neither Keras's nor ours has hooks for batches.
+where a callback that is neither Keras's nor ours has hooks for the begin of batches. What hooks for
+their end have done is told with the wish to stop, in the exchange of `StopTogether`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.callbacks.learning_rate import kept_rates, unlike_rates
-from ringreduce.keras.callbacks.watching import all_of, that_see_batches
+from ringreduce.keras.callbacks.watching import BEGINS, all_of, that_see_batches
 from ringreduce.keras.checks.warnings import warn_of_change_between_meetings
 from ringreduce.keras.layers.groups import training_ranks
 from ringreduce.keras.layers.part import FlatPart, pieces_in
@@ -42,19 +43,42 @@ class OneSided:
     def __init__(self, model: Any, callbacks: Sequence[Any], ring: Communicator) -> None:
         self._model, self._ring = model, ring
         self._held: Held | None = None
+        # What was held last, of which optimizer: looked for once in an epoch.
+        self._optimizer: Any = None
+        self._all: list[Any] = []
+        self._rates: list[float] | None = None  # those that were told last
+        # Whether all ranks have told each other that nothing was changed since a step.
+        self._are_equal = False
         self._is_first, self._has_warned = True, False
         hides = any(one.options["shard_state"] or one.is_alone for one in wrappers_in(model))
-        sees_batches = that_see_batches(all_of(callbacks))
-        flags = np.array([bool(hides or is_repeating(ring)), sees_batches], np.int64)
+        own = all_of(callbacks)
+        sees = that_see_batches(own), that_see_batches(own, BEGINS)
+        flags = np.array([bool(hides or is_repeating(ring)), *sees], np.int64)
         every = training_ranks(model.weights, ring)
         if every.size > 1:
             flags = repeated(every, lambda: every.all_reduce(flags, ReduceOp.MAX).tolist())
-        self._is_needed, self._in_batches = ring.size > 1 and bool(flags[0]), bool(flags[1])
+        self._is_needed = ring.size > 1 and bool(flags[0])
+        self._in_batches, self._before_batches = map(bool, flags[1:])
 
     def note(self, *, is_batch: bool) -> None:
         """Hold what a step has left, unless that is held; before callbacks see its end."""
         if self._is_needed and self._held is None and (self._in_batches or not is_batch):
-            self._held = Held([*self._weights(), *self._pieces()])
+            if not is_batch or self._optimizer is not self._model.optimizer:
+                self._optimizer, self._all = self._model.optimizer, self._weights() + self._pieces()
+            self._held = Held(self._all)
+        self._are_equal = False
+
+    def has_changed(self) -> bool:
+        """Whether this rank has something to tell before the next step."""
+        if (held := self._held) is None:
+            return False
+        rates = kept_rates(self._model)
+        is_new, self._rates = rates != self._rates, rates
+        return is_new or held.any_is_changed()
+
+    def hear(self, *, has_changed: bool) -> None:
+        """Take what ranks have told each other when a batch had ended: `has_changed` of any."""
+        self._are_equal = not has_changed
 
     def compare(self) -> None:
         """Raise if weights were changed on some ranks only since they were noted. Collective.
@@ -66,10 +90,12 @@ class OneSided:
             return
         is_first, self._is_first = self._is_first, False
         held, self._held = self._held, None
+        are_equal = self._are_equal and not self._before_batches
+        self._are_equal = False
         if is_first:
             begun = [v for one in wrappers_in(self._model) for v in one.begun(self._weights())]
             self._verify(begun)
-        elif held is not None:
+        elif held is not None and not are_equal:
             self._tell(held)
 
     def _tell(self, held: Held) -> None:

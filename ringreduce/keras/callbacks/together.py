@@ -53,7 +53,7 @@ class StopTogether(keras.callbacks.Callback):
     `Together` does that itself.
 
     Collective, after every batch (with ``steps_per_execution`` as often as Keras reports one) and
-    epoch: 8 bytes each, tens of microseconds within a host. Where ranks step alone (`LocalSGD`) it
+    epoch: 16 bytes each, tens of microseconds within a host. Where ranks step alone (`LocalSGD`) it
     asks after their meetings alone; in `rr.fit`, if no callback looks at batches, after epochs, and
     before them if one of the user's has something to do there.
     """
@@ -70,6 +70,8 @@ class StopTogether(keras.callbacks.Callback):
         self._communicator = self._ring = communicator
         self._meets_after_epochs = meets_after_epochs
         self._wants = False
+        # What callbacks before this one have changed is told in the exchange after a batch.
+        self.one_sided: OneSided | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._ring = every_rank(self)
@@ -83,7 +85,7 @@ class StopTogether(keras.callbacks.Callback):
         if not self.meets_after_calls:
             return
         if getattr(self.model.optimizer, "has_met", True):
-            self._agree()
+            self._agree(self.one_sided)
         elif self.model.stop_training:
             self._wants, self.model.stop_training = True, False
 
@@ -93,16 +95,19 @@ class StopTogether(keras.callbacks.Callback):
         elif self._wants:
             self._wants, self.model.stop_training = False, True
 
-    def _agree(self) -> None:
+    def _agree(self, one_sided: OneSided | None = None) -> None:
         ring = self._ring or default_communicator()
         if ring.size > 1:
-            stops = int(bool(self.model.stop_training or self._wants))
-            wants = repeated(
-                ring, lambda: int(ring.all_reduce(np.array([stops], np.int64), ReduceOp.MAX)[0])
+            has_changed = one_sided is not None and one_sided.has_changed()
+            own = np.array([bool(self.model.stop_training or self._wants), has_changed], np.int64)
+            wants, have_changed = repeated(
+                ring, lambda: ring.all_reduce(own, ReduceOp.MAX).tolist()
             )
             self._wants = False
             if wants:
                 self.model.stop_training = True
+            if one_sided is not None:
+                one_sided.hear(has_changed=bool(have_changed))
 
 
 class Together(Forwarding):
@@ -192,9 +197,9 @@ class Together(Forwarding):
             *profiles,
             averaging := MetricAverage(communicator, validate, is_global),
             *(OnRankZero(c, communicator) if acts_once(c) else c for c in others),
-            StopTogether(communicator, meets_after_epochs=False),
+            stopping := StopTogether(communicator, meets_after_epochs=False),
         ]
-        self._averaging = averaging
+        self._averaging, self._stopping = averaging, stopping
         # What callbacks know, from the first epoch on; of a backup, until then.
         self._fields: Fields | None = None
         self._restored = np.empty(0, np.uint8)
@@ -240,7 +245,8 @@ class Together(Forwarding):
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks what rank 0 has restored."""
         ring = self._communicator or default_communicator()
-        self._one_sided, self.has_own_seeds = None, False
+        self._one_sided = self._stopping.one_sided = None
+        self.has_own_seeds = False
         refuse_other_ring(self.model, "rr.callbacks.Together", ring)
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
         self._optimizer, self._changed_in = self.model.optimizer, ""
@@ -267,6 +273,9 @@ class Together(Forwarding):
             try_in_fit(self.model, ring)
         if self._compares and self._is_shared(ring):
             self._one_sided = OneSided(self.model, self.members, ring)
+            # Elsewhere other callbacks may come after these.
+            if progress_of(self.model) is not None:
+                self._stopping.one_sided = self._one_sided
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make ranks draw different random numbers, then call the callbacks."""
@@ -294,7 +303,7 @@ class Together(Forwarding):
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
         super().on_train_end(logs)
         note_fields(self.model, None)
-        self._one_sided = None
+        self._one_sided = self._stopping.one_sided = None
         ring = self._communicator or default_communicator()
         if self._check and self._has_trained and self._is_shared(ring):
             verify_model(self.model, ring)

@@ -7,7 +7,8 @@ import keras
 
 from ringreduce.keras.private import is_of_keras
 
-HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+BEGINS = "on_train_batch_begin", "on_batch_begin"
+HOOKS = (*BEGINS, "on_train_batch_end", "on_batch_end")
 
 
 def all_of(callbacks: Any) -> list[Any]:
@@ -24,9 +25,9 @@ def that_look(callbacks: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def that_see_batches(callbacks: Iterable[Any]) -> bool:
+def that_see_batches(callbacks: Iterable[Any], hooks: Iterable[str] = HOOKS) -> bool:
     """Whether one of them has a hook for single batches that is neither Keras's nor ours."""
-    return any(not is_of_keras(getattr(callback, name)) for callback in callbacks for name in HOOKS)
+    return any(not is_of_keras(getattr(callback, name)) for callback in callbacks for name in hooks)
 
 
 def that_begin_epochs(callbacks: Iterable[Any]) -> bool:

@@ -8,11 +8,15 @@ From its first step on, what ranks do together in training is a row of units: st
 and meetings of callbacks (`repeated`). A unit needs all ranks, so those that are left are at most
 one apart. A rank that is behind takes from one ahead what that unit has led to: weights and the
 optimizer's state, or a meeting's result.
+
+A batch stays in TensorFlow, as an Optional from which its step can be made again. Where another
+step follows in a call, the function that makes a step reads the next batch after it; a step that
+fails reads none.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import partial
 from typing import Any
 
 import keras
@@ -27,7 +31,8 @@ from ringreduce.keras.elastic.recovery import REPEATS_MAX, go_on
 from ringreduce.keras.model.weighted import changed_by_steps, weigh_steps
 from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.repeating import Repeating, is_repeating
-from ringreduce.keras.rows import map_arrays, rows_in, slice_rows
+from ringreduce.keras.rows import map_arrays, slice_rows
+from ringreduce.keras.training.elements import Element, read_in_graph, read_now
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.kept import kept
@@ -46,7 +51,6 @@ class Elastic:
     `elastic_refusals` has. Collective.
     """
 
-    one_by_one = True
     # Batches of the present epoch that have been made, or read and skipped.
     made = 0
 
@@ -110,7 +114,7 @@ class Elastic:
         self._model.train_step = self._plain
         self._optimizer.commit_point = self._model.train_function = None
 
-    def _keeping(self, step: Any) -> Any:
+    def _keeping(self, step: Any) -> "_Step":
         """`step`, compiled as the model is; first it keeps what it changes besides weights."""
         model = self._model
         if model.jit_compile and not model.run_eagerly:
@@ -120,15 +124,9 @@ class Elastic:
             pairs = zip(self._begun, self._changed, strict=True)
             kept = [begun.assign(tf.convert_to_tensor(changed)) for begun, changed in pairs]
             with tf.control_dependencies([] if tf.executing_eagerly() else kept):
-                return step(slice_rows(batch, first, end))
+                return step(slice_rows(batch.get_value(), first, end))
 
-        if model.run_eagerly:
-            return keeping
-        place = tf.TensorSpec((), tf.int32)
-        function = tf.function(keeping, autograph=False)
-        # Traced with its first batch, for any number of rows.
-        traced = cache(lambda: traced_for(function, self._batches, place, place))
-        return lambda batch, *ends: traced()(batch, *map(tf.constant, ends))
+        return _Step(keeping, None if model.run_eagerly else self._batches)
 
     def begin_epoch(self, epoch: int, length: int | None) -> None:
         """See `MakesSteps`."""
@@ -139,27 +137,35 @@ class Elastic:
         self.made += count
 
     def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
-        """Make a step on this rank's rows of the next global batch, as in `MakesSteps`."""
+        """Make steps on this rank's rows of the next global batches, as in `MakesSteps`."""
         if self._model.train_function is not self:
             refuse(self._ring, {"compile in training": True})
-        began = time.perf_counter()
-        batch = next(iterator)
-        reading_s = time.perf_counter() - began
-        part = next(part for part in tf.nest.flatten(batch) if part is not None)
-        # Known to Python of dense tensors, without a call of TensorFlow.
-        known = part.shape[0] if isinstance(part, tf.Tensor) else None
-        count = int(rows_in(batch)) if known is None else known
+        began, logs = time.perf_counter(), None
+        element = read_now(iterator)
+        made, reading_s = 0, element.waited_s
+        while (rows := int(element.rows)) >= 0:
+            is_late = limit_s is None or time.perf_counter() - began >= limit_s
+            further = None if is_late or made + 1 >= most else iterator
+            step = partial(self._made, element.batch, rows, further)
+            logs, after = self._unit(step, is_step=True) or (None, None)
+            made += 1
+            if further is None:
+                break
+            # A step that another rank has told of, or that failed after its end, has read nothing.
+            element = after or read_now(further)
+            reading_s += float(element.waited_s)
+        if made and logs is None:
+            logs = self._model.get_metrics_result()
+        return made, logs, reading_s
 
-        def step() -> Any:
-            ring = self._ring
-            if (mean := count / ring.size) != self._mean_now:
-                self._mean_now = mean
-                self._mean.assign(mean)
-            run = self._uneven if count % ring.size else self._even
-            return run(batch, *own_rows(count, ring.rank, ring.size))
-
-        logs = self._unit(step, is_step=True)
-        return 1, self._model.get_metrics_result() if logs is None else logs, reading_s
+    def _made(self, batch: Any, rows: int, further: Any) -> tuple[Any, Element | None]:
+        """Make a step; its logs, and the next element of `further`, if that is given."""
+        ring = self._ring
+        if (mean := rows / ring.size) != self._mean_now:
+            self._mean_now = mean
+            self._mean.assign(mean)
+        run = self._uneven if rows % ring.size else self._even
+        return run(further, batch, *own_rows(rows, ring.rank, ring.size))
 
     def _meeting(self, make: Callable[[], Any]) -> Any:
         return self._unit(make, is_step=False) if self._steps else make()
@@ -235,3 +241,39 @@ class Elastic:
 def _of_any_rows(spec: Any) -> Any:
     is_dense = isinstance(spec, tf.TensorSpec)
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_dense else spec
+
+
+class _Step:
+    """A step on rows of a batch of `spec`, in a graph that is traced once; eagerly without one."""
+
+    def __init__(self, step: Callable[..., Any], spec: Any) -> None:
+        self._step: Any = step
+        self._alone: Callable[..., Any] | None = None
+        self._with_reading: Callable[..., Any] | None = None
+        self._spec = spec
+        if spec is not None:
+            place = tf.TensorSpec((), tf.int32)
+            self._given = tf.OptionalSpec(spec), place, place
+            self._step = tf.function(step, autograph=False, input_signature=self._given)
+
+    def __call__(
+        self, iterator: Any, batch: Any, first: int, end: int
+    ) -> tuple[Any, Element | None]:
+        """The logs, and what is read from `iterator` after the step unless that is None."""
+        if self._spec is None:
+            return self._step(batch, first, end), None
+        given = batch, tf.constant(first), tf.constant(end)
+        if iterator is None:
+            if self._alone is None:
+                self._alone = traced_for(self._step, *self._given)
+            return self._alone(*given), None
+        if self._with_reading is None:
+            function = tf.function(self._stepping_and_reading, autograph=False)
+            self._with_reading = traced_for(function, iterator, *self._given)
+        return self._with_reading(iterator, *given)  # type: ignore[no-any-return]
+
+    def _stepping_and_reading(self, iterator: Any, *given: Any) -> tuple[Any, Element]:
+        logs = self._step(*given)
+        # The step is one operation here: all of it comes before.
+        with tf.control_dependencies(tf.nest.flatten(logs)):
+            return logs, read_in_graph(iterator)

@@ -235,7 +235,7 @@ class Loop:
 
     def _suitable(self) -> int:
         """How many steps the next call should make at most."""
-        singly = self._is_first or self._is_watched or self._asks_each or self._makes.one_by_one
+        singly = self._is_first or self._is_watched or self._asks_each
         return 1 if singly or self._model.run_eagerly or is_deterministic() else sys.maxsize
 
     def _limit_s(self, most: int) -> float | None:

@@ -23,14 +23,13 @@ from ringreduce.keras import weighting
 from ringreduce.keras.model.weighted import weighed
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.step import WEIGHTED, own_step, step_without
+from ringreduce.keras.training.elements import read_next
 from ringreduce.tensorflow import ops, rounds
 from ringreduce.tensorflow.private import is_deterministic, traced_for
 
 
 class MakesSteps(Protocol):
     """What makes the steps of a training, call by call, on the elements that `Loop` reads."""
-
-    one_by_one: bool  # whether a call makes one step at most
 
     def begin_epoch(self, epoch: int, length: int | None) -> None:
         """Epoch `epoch` begins, counted from 0, of `length` steps if that is known."""
@@ -54,8 +53,6 @@ class Steps:
     and the number of rows of the whole, by which a step is weighted. 0: steps are not weighted.
     None: as the model's step does it, with an exchange.
     """
-
-    one_by_one = False
 
     def __init__(self, model: keras.Model, ranks: int | None, may_be_empty: bool) -> None:
         before = model.train_function
@@ -234,13 +231,13 @@ class Steps:
                     now = tf.timestamp()
                 # Somebody may set this clock, also back.
                 goes_on = tf.logical_and(done < most, tf.abs(now - began) < limit_s)
-                read = partial(_read, iterator, now)
+                read = partial(read_next, iterator, now)
                 after, waited_s = tf.cond(goes_on, read, lambda: (nothing, zero_s))
                 return done, logs, after, reading_s + waited_s
 
             nothing, zero_s = tf.experimental.Optional.empty(spec), tf.constant(0.0, tf.float64)
             began = tf.timestamp()
-            first, waited_s = _read(iterator, began)
+            first, waited_s = read_next(iterator, began)
             zeros = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), logs)
             state = tf.constant(0, tf.int64), zeros, first, waited_s
             done, last, short, seconds = tf.while_loop(more, step, state, parallel_iterations=1)
@@ -269,11 +266,3 @@ def _may_leave_weights(model: keras.Model) -> bool:
         and getattr(model, "_compile_metrics", None) is None  # Which may look at anything.
         and getattr(model.optimizer, "may_leave_weights", False)
     )
-
-
-def _read(iterator: Any, now: Any) -> tuple[Any, Any]:
-    """The next element, if any, and for how many seconds after `now` it was waited for."""
-    with tf.control_dependencies([now]):
-        element = iterator.get_next_as_optional()
-    with tf.control_dependencies([element.has_value()]):
-        return element, tf.timestamp() - now
