@@ -9,9 +9,8 @@ and meetings of callbacks (`repeated`). A unit needs all ranks, so those that ar
 one apart. A rank that is behind takes from one ahead what that unit has led to: weights and the
 optimizer's state, or a meeting's result.
 
-A batch stays in TensorFlow, as an Optional from which its step can be made again. Where another
-step follows in a call, the function that makes a step reads the next batch after it; a step that
-fails reads none.
+A rank keeps the batch of a step until that is made. Where another step follows in a call, the
+function that makes a step reads the next batch after it; a step that fails reads none.
 """
 
 import time
@@ -32,7 +31,7 @@ from ringreduce.keras.model.weighted import changed_by_steps, weigh_steps
 from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.repeating import Repeating, is_repeating
 from ringreduce.keras.rows import map_arrays, slice_rows
-from ringreduce.keras.training.elements import Element, read_in_graph, read_now
+from ringreduce.keras.training.elements import Element, Reader, read_in_graph
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.kept import kept
@@ -84,7 +83,7 @@ class Elastic:
         self._result: Any = None
         # Rows of the global batch by ranks.
         self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
-        self._batches = map_arrays(_of_any_rows, batches)
+        self._reader, self._batches = Reader(batches), map_arrays(_of_any_rows, batches)
 
     def __enter__(self) -> "Elastic":
         model = self._model
@@ -124,7 +123,7 @@ class Elastic:
             pairs = zip(self._begun, self._changed, strict=True)
             kept = [begun.assign(tf.convert_to_tensor(changed)) for begun, changed in pairs]
             with tf.control_dependencies([] if tf.executing_eagerly() else kept):
-                return step(slice_rows(batch.get_value(), first, end))
+                return step(slice_rows(batch, first, end))
 
         return _Step(keeping, None if model.run_eagerly else self._batches)
 
@@ -141,7 +140,7 @@ class Elastic:
         if self._model.train_function is not self:
             refuse(self._ring, {"compile in training": True})
         began, logs = time.perf_counter(), None
-        element = read_now(iterator)
+        element = self._reader.read(iterator)
         made, reading_s = 0, element.waited_s
         while (rows := int(element.rows)) >= 0:
             is_late = limit_s is None or time.perf_counter() - began >= limit_s
@@ -152,7 +151,7 @@ class Elastic:
             if further is None:
                 break
             # A step that another rank has told of, or that failed after its end, has read nothing.
-            element = after or read_now(further)
+            element = after or self._reader.read(further)
             reading_s += float(element.waited_s)
         if made and logs is None:
             logs = self._model.get_metrics_result()
@@ -253,8 +252,8 @@ class _Step:
         self._spec = spec
         if spec is not None:
             place = tf.TensorSpec((), tf.int32)
-            self._given = tf.OptionalSpec(spec), place, place
-            self._step = tf.function(step, autograph=False, input_signature=self._given)
+            self._given = spec, place, place
+            self._step = tf.function(step, autograph=False)
 
     def __call__(
         self, iterator: Any, batch: Any, first: int, end: int

@@ -23,9 +23,9 @@ from ringreduce.keras import weighting
 from ringreduce.keras.model.weighted import weighed
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.step import WEIGHTED, own_step, step_without
-from ringreduce.keras.training.elements import read_next
+from ringreduce.keras.training.elements import Reader, read_next
 from ringreduce.tensorflow import ops, rounds
-from ringreduce.tensorflow.private import is_deterministic, traced_for
+from ringreduce.tensorflow.private import traced_for
 
 
 class MakesSteps(Protocol):
@@ -67,7 +67,7 @@ class Steps:
         # before, steps are made one by one.
         self._several: dict[str, Callable[..., tuple[Any, Any, Any, Any, Any]] | None] = {}
         self._singly: dict[str, Callable[[Any], Any]] = {}  # of an element that was read
-        self._reading: dict[str, Callable[[Any], Any]] = {}  # of an iterator
+        self._readers: dict[str, Reader] = {}
         self._latest: tuple[Any, str] = (None, "")  # an iterator, and its key
         self._short: Any = tf.autograph.experimental.do_not_convert(self._on_short)
         if not self._is_eager:
@@ -138,39 +138,17 @@ class Steps:
     def _single(self, iterator: Any, key: str) -> tuple[Any, Any]:
         """A step by itself, and seconds of reading; an error of tf.data's at the end of the data.
 
-        What looks for the end in a graph costs as much as a small model's step.
+        What reads in a graph costs as much as a small model's step.
         """
-        is_of_tf = isinstance(iterator, tf.data.Iterator)
-        if is_of_tf and not (self._is_eager or self._may_be_empty or is_deterministic()):
-            if key not in self._reading:
-                self._one.get_concrete_function(iterator.element_spec)  # As in `_traced`.
-                self._reading[key] = traced_for(tf.function(self._with_its_batch), iterator)
-            return self._reading[key](iterator)  # type: ignore[no-any-return]
-        began = time.perf_counter()
-        element = next(iterator)
-        waited_s = time.perf_counter() - began
+        if key not in self._readers:
+            self._readers[key] = Reader(iterator.element_spec)
+        element, waited_s = self._readers[key].next(iterator)
         if self._is_short(element):
             return self._short(element), waited_s
         if key not in self._singly:
             one = self._one
             self._singly[key] = one if self._is_eager else traced_for(one, iterator.element_spec)
         return self._singly[key](element), waited_s
-
-    @tf.autograph.experimental.do_not_convert
-    def _with_its_batch(self, iterator: Any) -> tuple[Any, Any]:
-        """A step, all of which comes after its batch was read: at the end of data none is begun.
-
-        What does not depend on the batch, such as the count of steps, waits for the second clock:
-        TensorFlow drops the order of a call after what it has a value of.
-        """
-        began = tf.timestamp()
-        with tf.control_dependencies([began]):
-            element = iterator.get_next()
-        parts = tf.nest.flatten(element, expand_composites=True)
-        with tf.control_dependencies([part for part in parts if tf.is_tensor(part)]):
-            read = tf.timestamp()
-        with tf.control_dependencies([read]):
-            return self._one(element), read - began
 
     def _is_short(self, element: Any) -> Any:
         """Whether some rank has no row of it."""
