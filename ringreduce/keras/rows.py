@@ -93,6 +93,12 @@ def map_arrays(function: Callable[[Any], Any], parts: Any) -> Any:
     return keras.tree.map_structure(lambda p: None if is_absent(p) else function(p), parts)
 
 
+def of_any_rows(spec: Any) -> Any:
+    """The spec of a tensor, of any number of rows if it is dense."""
+    is_dense = isinstance(spec, tf.TensorSpec)
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_dense else spec
+
+
 def packed(tensors: Iterable[Any], spec: Any) -> Any:
     """The structure of `spec` with the dense `tensors` that its `components` would be."""
     rest = iter(tensors)

@@ -452,3 +452,20 @@ def test_an_error_in_the_users_data_is_raised_as_it_was():
 def test_different_arrays_end_the_job():
     with pytest.raises(MismatchError, match="rank 1 has other values than rank 0"):
         rr.fit(make_model(), X + rr.rank(), Y, verbose=0)
+
+
+@on_ranks(2)
+def test_different_arrays_are_told_also_where_the_model_cannot_take_those_of_one_rank():
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential([keras.layers.Reshape(X.shape[1:]), Dense(1)])
+    model.compile(rr.DistributedOptimizer(SGD(0.01)), "mse")
+    x = np.concatenate([X, X], 1) if rr.rank() else X
+    with pytest.raises(MismatchError, match=r"rank 0 has float32 .*, rank 1 float32 \("):
+        rr.fit(model, x, Y[:, :1], verbose=0)
+
+
+@on_ranks(2)
+def test_different_arguments_are_told_also_where_they_do_not_go_with_the_data_of_one_rank():
+    samples = tf.data.Dataset.from_tensor_slices((X, Y))
+    with pytest.raises(MismatchError, match="batch_size"):
+        rr.fit(make_model(), samples, batch_size=BATCH if rr.rank() else None, verbose=0)

@@ -444,15 +444,28 @@ class Inner(keras.layers.Layer):
         return self.column(inputs)
 
 
-@on_ranks(2)
-def test_split_layers_that_nobody_can_know_of_before_are_asked_for():
-    pair, data = groups()
+def with_inner(pair, data):
+    keras.utils.set_random_seed(3)
     model = keras.Sequential([Inner(pair), Dense(1)])
     model.compile(rr.DistributedOptimizer(SGD(0.1), data), "mse", run_eagerly=True)
-    with pytest.raises(ConfigError, match=r"only when it is built.*Build it first"):
-        fit(model, data, arrays=rows(8))
-    # It is built now.
-    return fit(model, data, arrays=rows(8)).history
+    return model
+
+
+@on_ranks(2)
+def test_who_trains_is_known_where_split_layers_are_made_when_the_model_is_built():
+    pair, data = groups()
+    model = with_inner(pair, data)
+    model.build((None, WIDTH))
+    late = with_inner(pair, data)
+    losses = [fit(each, data, arrays=rows(8), epochs=2).history["loss"] for each in (model, late)]
+    assert losses[0] == losses[1]
+    assert apart(model, late) == 0.0
+    return losses
+
+
+def other_rows_within():
+    pair, data = groups(rr.init().split(0))
+    fit(with_inner(pair, data), data, arrays=rows(8, rr.rank() % 2))
 
 
 @pytest.mark.parametrize(
@@ -462,6 +475,7 @@ def test_split_layers_that_nobody_can_know_of_before_are_asked_for():
         (2, other_rows, "different arrays"),
         in_full(4, other_rows, ""),
         (2, other_rows_late, "different arrays"),
+        (2, other_rows_within, "different arrays"),
         in_full(2, other_batches_late, "read different data"),
     ],
 )

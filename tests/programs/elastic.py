@@ -306,7 +306,7 @@ print(
             "steps": float(layer.steps.numpy()),
             "iterations": int(model.optimizer.iterations.numpy()),
             "batches": int(layer.steps) if is_blind else Points.batches,
-            "calls": hits["call"],
+            "calls": hits.get("call", 0),  # of `Elastic`; none alone
             "history": history.history,
             "digest": digest([layer.uses.numpy(), layer.more.numpy()]),
         }

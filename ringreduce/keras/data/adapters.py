@@ -10,7 +10,7 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,15 +33,31 @@ _GROUP_BATCHES = 64
 _AHEAD = 4  # batches that are ready
 
 
-def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
-    """The feed of (x, y, sample_weight), of which y and more may lack. Collective for arrays.
+class WholeData:
+    """Data of one form as a rank was given them, before they are divided."""
 
-    ConfigError if the form is unknown, or does not go with an argument, or a batch has fewer rows
-    than there are ranks; MismatchError if ranks were given different data, also when it is read.
+    spec: Any  # the `element_spec` of their batches
+
+    def divided(self, plan: Plan) -> Feed:
+        """Their feed by the `plan`. Collective for arrays. Raises as `feed_of`."""
+        raise NotImplementedError
+
+
+def whole_of(
+    parts: Sequence[Any],
+    what: str,
+    batch_size: int | None = None,
+    class_weight: Any = None,
+    first: int = 2,
+) -> WholeData:
+    """Look at (x, y, sample_weight), of which y and more may lack; `what` names them in errors.
+
+    Of a PyDataset that makes one batch, of a generator or loader `first`, which the feed then has.
+    ConfigError as `feed_of`.
     """
     x, y, sample_weight = (*parts, None, None)[:3]
     if are_arrays(x):
-        return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
+        return _WholeArrays(Arrays(x, y, sample_weight, class_weight))
     if not isinstance(x, Iterable) or isinstance(x, (list, tuple, dict, str, bytes)):
         problem = f"cannot share out {type(x).__name__} among ranks"
         raise ConfigError("got no data" if x is None else problem, remedy=FORMS)
@@ -49,8 +65,29 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
         text = f"got y or sample_weight beside a {type(x).__name__}"
         raise ConfigError(text, remedy="Let it yield them: (x, y) or (x, y, sample_weight).")
     if isinstance(x, tf.data.Dataset):
-        return _DatasetFeed(x, plan)
-    return _PyDatasetFeed(x, plan) if isinstance(x, keras.utils.PyDataset) else _StreamFeed(x, plan)
+        return _WholeDataset(x, what, batch_size, class_weight)
+    if isinstance(x, keras.utils.PyDataset):
+        return _WholePyDataset(x, what, class_weight)
+    return _WholeStream(x, what, class_weight, first)
+
+
+def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
+    """The feed of (x, y, sample_weight), of which y and more may lack. Collective for arrays.
+
+    ConfigError if the form is unknown, or does not go with an argument, or a batch has fewer rows
+    than there are ranks; MismatchError if ranks were given different data, also when it is read.
+    """
+    # Of a stream that is dealt a batch for each rank, so that each knows whether it has any.
+    first = max(2, plan.ring.size if plan.deal else 0)
+    return whole_of(parts, plan.what, plan.batch_size, plan.class_weight, first).divided(plan)
+
+
+class _WholeArrays(WholeData):
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays, self.spec = arrays, arrays.spec
+
+    def divided(self, plan: Plan) -> Feed:
+        return _ArrayFeed(self._arrays, plan)
 
 
 class _ArrayFeed(Feed):
@@ -115,32 +152,43 @@ class _ArrayFeed(Feed):
         return [rows[slice(*self._shares.rows(n, len(rows)))] for n, rows in numbered]
 
 
-class _DatasetFeed(Feed):
-    def __init__(self, dataset: tf.data.Dataset, plan: Plan) -> None:
-        if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-            raise _endless(plan, "tf.data.Dataset")
-        dataset = none_for_optionals(dataset)
-        global_batches = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
-        specs = [s for s in tf.nest.flatten(global_batches.element_spec) if not is_absent(s)]
+class _WholeDataset(WholeData):
+    def __init__(
+        self, dataset: tf.data.Dataset, what: str, batch_size: int | None, class_weight: Any
+    ) -> None:
+        self.given = none_for_optionals(dataset)
+        batches = self.given if batch_size is None else self.given.batch(batch_size)
+        specs = [s for s in tf.nest.flatten(batches.element_spec) if not is_absent(s)]
         shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in specs]
         rows = {shape.as_list()[0] for shape in shapes if shape.rank}
         if None in (ranks := {shape.rank for shape in shapes}):
             raise ConfigError(
-                f"cannot divide {global_batches.element_spec}, elements of {plan.what}, by rows",
+                f"cannot divide {batches.element_spec}, elements of {what}, by rows",
                 remedy="Give it tensors of known rank; or use rr.shard before batching, and "
                 "model.fit.",
             )
         if 0 in ranks or len(rows) > 1:
             remedy = "Batch it by the global batch size, or pass that as batch_size."
-            raise ConfigError(f"got a dataset of single samples as {plan.what}", remedy=remedy)
-        known = rows.pop()
+            raise ConfigError(f"got a dataset of single samples as {what}", remedy=remedy)
+        self.rows: int | None = rows.pop()  # of every batch, if that is known
+        if class_weight is not None:
+            batches = batches.map(private.with_class_weights(class_weight))
+        self.batches, self.spec = batches, batches.element_spec
+
+    def divided(self, plan: Plan) -> Feed:
+        return _DatasetFeed(self, plan)
+
+
+class _DatasetFeed(Feed):
+    def __init__(self, whole: _WholeDataset, plan: Plan) -> None:
+        dataset, global_batches, known = whole.given, whole.batches, whole.rows
+        if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+            raise _endless(plan, "tf.data.Dataset")
         self.rows = plan.batch_size or known
         if known is not None:
             plan.require_rows(known, "batch size")
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
         count = int(global_batches.cardinality())
-        if plan.class_weight is not None:
-            global_batches = global_batches.map(private.with_class_weights(plan.class_weight))
         self.may_be_empty = known is None
         self.is_counted = plan.counts and not self.is_even
         ops = ops_in(global_batches)
@@ -161,23 +209,29 @@ class _DatasetFeed(Feed):
             iter(self.source)
 
 
-class _PyDatasetFeed(Feed):
-    def __init__(self, dataset: Any, plan: Plan) -> None:
-        if plan.steps is None and dataset.num_batches is None:
-            raise _endless(plan, "PyDataset")
+class _WholePyDataset(WholeData):
+    def __init__(self, dataset: Any, what: str, class_weight: Any) -> None:
         if dataset.num_batches == 0:
-            raise ConfigError(f"got an empty PyDataset as {plan.what}")
-        self._ordered = _Ordered(dataset, plan, self)
-        self.first = self._ordered.batch(0)
-        self.rows = _rows_in(self.first)
+            raise ConfigError(f"got an empty PyDataset as {what}")
+        self.given, self.first = dataset, _standard(dataset[0], class_weight)
+        self.rows, self.spec = _rows_in(self.first), _spec_of([self.first])
+
+    def divided(self, plan: Plan) -> Feed:
+        return _PyDatasetFeed(self, plan)
+
+
+class _PyDatasetFeed(Feed):
+    def __init__(self, whole: _WholePyDataset, plan: Plan) -> None:
+        if plan.steps is None and whole.given.num_batches is None:
+            raise _endless(plan, "PyDataset")
+        self._ordered = _Ordered(whole.given, plan, self)
+        self.first, self.rows = whole.first, whole.rows
         plan.require_rows(self.rows, "size of its batches")
         self._adapter = private.adapter_of_py_dataset(self._ordered)
         if self._ordered.num_batches:
             divided = none_for_optionals(self._adapter.get_tf_dataset())
         else:
-            spec = private.spec_of_batches([self.first])
-            none = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
-            divided = none_for_optionals(none)
+            divided = _batches_of(lambda: iter(()), [self.first])
         self.is_counted = plan.counts
         if not plan.deal:
             divided = plan.divide(divided, plan.counts)
@@ -248,25 +302,32 @@ class _Ordered(keras.utils.PyDataset):
         self._dataset.on_epoch_end()
 
 
+class _WholeStream(WholeData):
+    def __init__(self, source: Any, what: str, class_weight: Any, first: int) -> None:
+        self.given = source
+        self.rest = (_standard(batch, class_weight) for batch in source)
+        # Two, as Keras does: where their shapes differ, those of others may.
+        self.first = list(itertools.islice(self.rest, first))
+        if not self.first:
+            raise ConfigError(f"got an empty {type(source).__name__} as {what}")
+        self.rows, self.spec = _rows_in(self.first[0]), _spec_of(self.first)
+
+    def divided(self, plan: Plan) -> Feed:
+        return _StreamFeed(self, plan)
+
+
 class _StreamFeed(Feed):
     """Feeds from a generator, or from what yields batches in each pass, as torch's DataLoader."""
 
-    def __init__(self, source: Any, plan: Plan) -> None:
-        batches = (_standard(batch, plan.class_weight) for batch in source)
-        # Two, as Keras does: where their shapes differ, those of others may. Or one for each rank.
-        first = list(itertools.islice(batches, max(2, plan.ring.size if plan.deal else 0)))
-        if not first:
-            raise ConfigError(f"got an empty {type(source).__name__} as {plan.what}")
-        self.first = first[0]
-        self.rows = _rows_in(self.first)
+    def __init__(self, whole: _WholeStream, plan: Plan) -> None:
+        source, first = whole.given, whole.first
+        self.first, self.rows = first[0], whole.rows
         plan.require_rows(self.rows, "size of its batches")
         self._source, self._plan = source, plan
-        self._first, self._rest = first, batches
+        self._first, self._rest = first, whole.rest
         self.is_empty = plan.own_steps(len(first)) == 0
-        self._all = itertools.chain(first, batches)
-        spec = private.spec_of_batches(first)
-        batched = tf.data.Dataset.from_generator(self._pass, output_signature=spec)
-        batched = none_for_optionals(batched)
+        self._all = itertools.chain(first, self._rest)
+        batched = _batches_of(self._pass, first)
         count = None
         with suppress(TypeError):  # Also torch's loader of an IterableDataset has a `__len__`.
             count = len(source)
@@ -296,6 +357,17 @@ def _endless(plan: Plan, kind: str) -> ConfigError:
         f"got an endless {kind} as {plan.what}",
         remedy="Pass steps_per_epoch, or validation_steps for validation data.",
     )
+
+
+def _batches_of(make: Callable[[], Iterator[Any]], first: list[Any]) -> Any:
+    """A tf.data.Dataset of the batches that `make` makes in each pass, like the `first` ones."""
+    spec = private.spec_of_batches(first)
+    return none_for_optionals(tf.data.Dataset.from_generator(make, output_signature=spec))
+
+
+def _spec_of(first: list[Any]) -> Any:
+    """The `element_spec` of such a dataset."""
+    return _batches_of(lambda: iter(()), first).element_spec
 
 
 def _rows_in(batch: Any) -> int:

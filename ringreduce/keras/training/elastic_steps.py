@@ -30,7 +30,7 @@ from ringreduce.keras.elastic.recovery import REPEATS_MAX, go_on
 from ringreduce.keras.model.weighted import changed_by_steps, weigh_steps
 from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.repeating import Repeating, is_repeating
-from ringreduce.keras.rows import map_arrays, slice_rows
+from ringreduce.keras.rows import map_arrays, of_any_rows, slice_rows
 from ringreduce.keras.training.elements import Element, Reader, read_in_graph
 from ringreduce.pure.epochs import own_rows
 from ringreduce.tensorflow.commit import CommitPoint
@@ -83,7 +83,7 @@ class Elastic:
         self._result: Any = None
         # Rows of the global batch by ranks.
         self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
-        self._reader, self._batches = Reader(batches), map_arrays(_of_any_rows, batches)
+        self._reader, self._batches = Reader(batches), map_arrays(of_any_rows, batches)
 
     def __enter__(self) -> "Elastic":
         model = self._model
@@ -235,11 +235,6 @@ class Elastic:
         if self._units < newest[0]:
             self.made += newest[1] - self._steps
             (self._units, self._steps), self._result = newest, result
-
-
-def _of_any_rows(spec: Any) -> Any:
-    is_dense = isinstance(spec, tf.TensorSpec)
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_dense else spec
 
 
 class _Step:

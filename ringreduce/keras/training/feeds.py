@@ -1,5 +1,6 @@
 """The data of `fit`, for training and validation, as feeds; of each rank's own too."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.data.adapters import feed_of
+from ringreduce.keras.data.adapters import WholeData, feed_of, whole_of
 from ringreduce.keras.data.arrays import are_arrays, split
 from ringreduce.keras.data.batch_shares import Shares
 from ringreduce.keras.data.division import Feed, Plan
@@ -19,10 +20,45 @@ from ringreduce.keras.training.padded import padded
 from ringreduce.keras.training.ranks import Training
 from ringreduce.vocabulary.errors import ConfigError
 
+_TRAINING = "the data given to rr.fit"  # in errors
+
+
+@dataclass(frozen=True)
+class Looked:
+    """The data of `fit`, before ranks have told each other anything."""
+
+    spec: Any  # the `element_spec` of batches to train on
+    training: WholeData | None  # None: they are each rank's own
+    batch_size: int | None  # None for a tf.data.Dataset of batches
+    validation: Any  # as given, or split off; None: none
+    validation_rows: int | None  # of its batches; None for a tf.data.Dataset of batches
+
+
+def look(given: FitArguments) -> Looked:
+    """Look at the data that `fit` was given, on this rank alone; before the model is built.
+
+    Then it may have the inputs that say whether a tf.data.Dataset has batches.
+    """
+    if given.per_rank_data:
+        _require_data_alone(given)
+        spec = _own_batches(given.x, "x").element_spec
+        return Looked(spec, None, None, given.validation_data, None)
+    data, validation = (given.x, given.y, given.sample_weight), given.validation_data
+    if given.validation_split and validation is None:
+        data, validation = split(data, given.validation_split)
+    rows = None if _is_batched(given.x, given.model) else given.batch_size
+    whole = whole_of(data, _TRAINING, rows, given.class_weight)
+    first = _parts(validation)[0]
+    of_validation = given.validation_batch_size
+    if of_validation is None and are_arrays(first):
+        of_validation = given.batch_size
+    is_batched = _is_batched(first, given.model)
+    return Looked(whole.spec, whole, rows, validation, None if is_batched else of_validation)
+
 
 def feeds_of(
     given: FitArguments,
-    ring: Communicator,
+    looked: Looked,
     who: Training,
     shares: Shares,
     *,
@@ -33,10 +69,8 @@ def feeds_of(
 
     With `may_count` parts of batches may carry the number of rows of the whole. Collective.
     """
-    data, validation = (given.x, given.y, given.sample_weight), given.validation_data
-    if given.validation_split and validation is None:
-        data, validation = split(data, given.validation_split)
-    if given.per_rank_data:
+    ring, validation = who.data, looked.validation
+    if looked.training is None:
         training = _sharded_feed(given, ring)
         # Steps of validation need no other rank.
         validation_feed = None if validation is None else _own_feed(validation, "validation_data")
@@ -50,8 +84,8 @@ def feeds_of(
         is_elastic=is_elastic,
     )
     plan = dividing(
-        "the data given to rr.fit",
-        batch_size=None if _is_batched(given.x, given.model) else given.batch_size,
+        _TRAINING,
+        batch_size=looked.batch_size,
         steps=given.steps_per_epoch,
         first=given.initial_epoch,
         shuffle=given.shuffle,
@@ -65,23 +99,25 @@ def feeds_of(
         and given.compares_data
         and not shares.is_measured,
     )
-    training = feed_of(data, plan)
+    training = looked.training.divided(plan)
     if validation is None:
         return training, None
-    parts = validation if isinstance(validation, (tuple, list)) else (validation,)
-    rows = given.validation_batch_size or (given.batch_size if are_arrays(parts[0]) else None)
     # Whole batches go to the ranks in turn.
     plan = dividing(
         "the validation data given to rr.fit",
-        batch_size=None if _is_batched(parts[0], given.model) else rows,
+        batch_size=looked.validation_rows,
         steps=given.validation_steps,
         deal=True,
     )
-    return training, feed_of(parts, plan)
+    return training, feed_of(_parts(validation), plan)
 
 
-def _sharded_feed(given: FitArguments, ring: Communicator) -> Feed:
-    """This rank's own batches, of which ranks may have different numbers."""
+def _parts(data: Any) -> Any:
+    return data if isinstance(data, (tuple, list)) else (data,)
+
+
+def _require_data_alone(given: FitArguments) -> None:
+    """ConfigError if something was given beside data that are each rank's own."""
     names = "y", "sample_weight", "batch_size", "batch_share", "steps_per_epoch"
     of_batches = {name: getattr(given, name) for name in sorted(names)}
     if given.batch_share == "equal":
@@ -92,6 +128,10 @@ def _sharded_feed(given: FitArguments, ring: Communicator) -> Feed:
             remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a "
             "slow rank by less: gradients count by rows. An epoch is one pass over it.",
         )
+
+
+def _sharded_feed(given: FitArguments, ring: Communicator) -> Feed:
+    """This rank's own batches, of which ranks may have different numbers."""
     training = _own_feed(given.x, "x")
     padded_batches = padded(training.dataset, given.model, ring)
     training.dataset = passing(padded_batches, lambda _, batch: batch, None, training.note_first)
@@ -99,6 +139,12 @@ def _sharded_feed(given: FitArguments, ring: Communicator) -> Feed:
 
 
 def _own_feed(data: Any, name: str) -> Feed:
+    feed = Feed()
+    feed.dataset, feed.is_even = _own_batches(data, name), True
+    return feed
+
+
+def _own_batches(data: Any, name: str) -> Any:
     """This rank's own batches, such as a shard of Ray Data."""
     if not isinstance(data, tf.data.Dataset):
         raise ConfigError(
@@ -106,9 +152,7 @@ def _own_feed(data: Any, name: str) -> Feed:
             remedy="Pass a tf.data.Dataset; of Ray Data, that is "
             "ray.train.get_dataset_shard(name).to_tf(features, labels, batch_size=n).",
         )
-    feed = Feed()
-    feed.dataset, feed.is_even = none_for_optionals(data), True
-    return feed
+    return none_for_optionals(data)
 
 
 def _is_batched(data: Any, model: keras.Model) -> bool:

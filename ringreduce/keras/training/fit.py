@@ -45,10 +45,11 @@ from ringreduce.keras.model.weighted import weigh_steps
 from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.recording.loops import given_up
 from ringreduce.keras.repeating import is_repeating
+from ringreduce.keras.rows import map_arrays, of_any_rows
 from ringreduce.keras.training.answering import Answering
 from ringreduce.keras.training.arguments import FitArguments
 from ringreduce.keras.training.elastic_steps import Elastic
-from ringreduce.keras.training.feeds import example_of, feeds_of
+from ringreduce.keras.training.feeds import Looked, example_of, feeds_of, look
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.overridden import fit_through_own, is_overridden
 from ringreduce.keras.training.ranks import Training
@@ -156,27 +157,32 @@ def fit(
     if is_overridden(model, "fit"):
         return fit_through_own(model, fit, given.without_model, ring)
     _require_ready(given, ring)
-    who, settings = Training.of(model, ring), given.settings
     least = elastic_minimum() if ring.size > 1 else None
     own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
+    # Also a rank that has the data alone may be one of several that have pieces of the model.
+    builds = ring.size > 1 or ring.parent is not None or recording is not None
+    looked, problem = _begun(given, builds=builds)
+    # Only now: layers may be made, and split, in their first call.
+    who, settings = Training.of(model, ring), given.settings
     agreed = _agreed(given, settings, who, own_callbacks, is_elastic=least is not None)
     is_own_loop, restores, shares = agreed
+    if looked is None:
+        assert problem is not None
+        raise problem
     training, validation = feeds_of(
-        given, ring, who, shares, is_elastic=least is not None, may_count=is_own_loop
+        given, looked, who, shares, is_elastic=least is not None, may_count=is_own_loop
     )
+    if problem is not None:
+        raise problem
     if ring.size > 1:
         note_sharding(ring)
-    # Also a rank that has the data alone may be one of several that have pieces of the model.
-    if ring.size > 1 or ring.parent is not None or recording is not None:
-        build(model, training.spec)
+    if builds:
         refuse_states_of_rows(model, ring)
         if not per_rank_data:
             refuse_fixed_rows(model, ring, training.rows)
     # Where ranks know no better, they tell each other how many rows they have.
     exchanges = ring.size > 1 and not (training.is_even or training.is_counted)
     exchanges = least is None and (per_rank_data or exchanges)
-    who, before = Training.of(model, ring), who
-    who.require_same(before, model)
     weighs = exchanges and not per_rank_data
     _make_ready(model, who, training, weighs=weighs)
     with contextlib.ExitStack() as elastic:
@@ -227,6 +233,21 @@ def _require_ready(given: FitArguments, ring: Communicator) -> None:
     refuse_other_ring(given.model, "rr.fit", ring)
     if given.check:
         refuse_other_optimizer(given.model, ring)
+
+
+def _begun(given: FitArguments, *, builds: bool) -> tuple[Looked | None, Exception | None]:
+    """Look at the data and, with `builds`, build the model for them; the problem of either.
+
+    That waits until ranks have compared arguments and data: other ones may be its cause.
+    """
+    looked = None
+    try:
+        looked = look(given)
+        if builds:
+            build(given.model, map_arrays(of_any_rows, looked.spec))
+    except Exception as error:
+        return looked, error
+    return looked, None
 
 
 def _around(

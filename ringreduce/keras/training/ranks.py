@@ -7,7 +7,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.layers.groups import model_group, ranks_around
 from ringreduce.keras.layers.split import SplitLayer
-from ringreduce.vocabulary.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,12 @@ class Training:
     def of(cls, model: Any, data: Communicator) -> "Training":
         """That of `model`, whose gradients the ranks of `data` average.
 
-        The model need not be built: layers that are split say it before they have weights.
+        Where it is not built, layers that are split say it before they have weights.
         """
         layers = [layer for layer in private.layers_of(model) if isinstance(layer, SplitLayer)]
         of_layers = [layer.ring() for layer in layers if not layer.built]
         group = model_group(model.weights, of_layers)
         return cls(data, group, ranks_around(group, data))
-
-    def require_same(self, before: "Training", model: Any) -> None:
-        """ConfigError unless these ranks train `model`, now built, as was known `before` that."""
-        if self.everyone.members != before.everyone.members:
-            raise ConfigError(
-                f"got the model {model.name}, which makes its split layers only when it is built: "
-                f"ranks {list(self.everyone.members)} train it, and have not compared their data",
-                **self.everyone.config.who,
-                remedy="Build it first, on all of them: call model.build(shape of a batch), or the "
-                "model on a batch.",
-            )
 
     @property
     def is_first(self) -> bool:
