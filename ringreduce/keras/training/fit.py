@@ -378,19 +378,19 @@ def fit_on(
     by Keras's.
     """
     evaluated = validation or Feed()  # Which does nothing.
-    epochs = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
-        on_epoch_end=lambda epoch, logs=None: training.end(),
-        on_test_begin=lambda logs=None: evaluated.begin(0),
-        on_test_end=lambda logs=None: evaluated.end(),
-    )
     try:
         with _quiet_without(validation):
             if who is not None:
                 loop = Loop(model, training, who, trial, exchanges=exchanges, makes=makes)
                 # Another rank could not go on with a bar of Keras's list.
                 options["adds_bar"] = makes is None
-                return loop.run([epochs, *callbacks], validation=validation, **options)
+                return loop.run(callbacks, validation=validation, **options)
+            epochs = keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
+                on_epoch_end=lambda epoch, logs=None: training.end(),
+                on_test_begin=lambda logs=None: evaluated.begin(0),
+                on_test_end=lambda logs=None: evaluated.end(),
+            )
             return model.fit(
                 training.dataset,
                 callbacks=[epochs, *callbacks],

@@ -118,15 +118,19 @@ class Loop:
         averages = Averages(model, self._who.data)
         for epoch in range(private.initial_epoch_of(model) or epochs.start, epochs.stop):
             model.reset_metrics()
+            self._feed.begin(epoch)
             callbacks.on_epoch_begin(epoch)
             averages.begin()
             logs = _results_or(model, self._pass(epoch))
             averages.take_those_of_rank_0()
             if validation is not None and model._should_eval(epoch, validation_freq):
                 how = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
+                validation.begin(0)
                 results = model.evaluate(validation.dataset, **how)
+                validation.end()
                 logs.update({f"val_{name}": value for name, value in results.items()})
             self._makes.begin_epoch(epoch + 1, self._passes.batches)
+            self._feed.end()
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
