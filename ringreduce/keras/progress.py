@@ -1,6 +1,6 @@
 """How a model's training goes: what the loop of `rr.fit` and callbacks tell each other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,6 +18,10 @@ class Progress:
     looking: Sequence[str] = ()
     # Seconds in calls of TensorFlow, and of those in waiting for data; of all steps so far.
     called_s = reading_s = 0.0
+
+    def __init__(self, facts: Callable[[], Mapping[str, str]] = dict) -> None:
+        # What the steps of an epoch follow from, by name as text: arguments, and the data in short.
+        self.facts = facts
 
 
 class Packs(Protocol):
@@ -38,10 +42,10 @@ def progress_of(model: Any) -> Progress | None:
 
 
 @contextmanager
-def training(model: Any) -> Iterator[Progress]:
+def training(model: Any, facts: Callable[[], Mapping[str, str]] = dict) -> Iterator[Progress]:
     """Within the block `model` is trained, and `progress_of` it is what this yields."""
     place = kept(model, _Kept)
-    before, place.progress = place.progress, Progress()
+    before, place.progress = place.progress, Progress(facts)
     try:
         yield place.progress
     finally:

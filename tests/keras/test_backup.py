@@ -144,3 +144,62 @@ def test_an_epoch_of_which_a_backup_has_more_steps_than_there_are_ends(tmp_path,
         assert ring_of_threads(2, work, timeout_s=60.0) == [2.0] * 2
     assert len(found) == 1
     assert text in str(found[0].message)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def goes_on(folder, then, now, place=(0, 2)):
+    """What is said where a training goes on at `place` with other arguments than it began with."""
+
+    def trained(ring, given, *hooks):
+        model = counting(ring)
+        backup = keras.callbacks.BackupAndRestore(folder)
+
+        def back_up_and_end(*_, **__):
+            if ring.rank == 0:
+                back_up([backup], model, *place)
+            ring.barrier()
+            raise Interrupted
+
+        acting = keras.callbacks.LambdaCallback(**dict.fromkeys(hooks, back_up_and_end))
+        callbacks = [backup, acting]
+        model.optimizer.build(model.trainable_variables)
+        rr.fit(model, **given, epochs=2, verbose=0, callbacks=callbacks, communicator=ring)
+
+    def work(ring):
+        with pytest.raises(Interrupted):
+            trained(ring, then, "on_train_batch_end")
+
+    def again(ring):
+        trained(ring, now)
+
+    ring_of_threads(2, work, timeout_s=60.0)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", rr.DataWarning)
+        ring_of_threads(2, again, timeout_s=60.0)
+    return [str(one.message) for one in found if "goes on" in str(one.message)]
+
+
+ARRAYS = {"x": ONES, "y": ONES, "batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"batch_size": 4}, "made with batch_size=2 (now 4): some samples"),
+        ({"y": ONES * 2, "seed": 1}, "made with seed=0 (now 1) and other data: some samples"),
+    ],
+    ids=["batches", "data"],
+)
+def test_other_steps_than_those_of_the_backup_are_told(tmp_path, other, text):
+    [said] = goes_on(tmp_path, ARRAYS, {**ARRAYS, **other})
+    assert said.startswith("training goes on after step 2 of epoch 1, from a backup")
+    assert text in said
+
+
+def test_nothing_is_told_of_the_same_steps_and_of_whole_epochs(tmp_path):
+    assert not goes_on(tmp_path / "same", ARRAYS, ARRAYS)
+    other = {**ARRAYS, "batch_size": 4}
+    assert not goes_on(tmp_path / "whole", ARRAYS, other, place=(1, 0))

@@ -32,6 +32,7 @@ from ringreduce.keras.checks.models import (
     warn_of_plain_optimizer,
 )
 from ringreduce.keras.checks.seeds import fold_seeds
+from ringreduce.keras.checks.warnings import warn_of_other_steps
 from ringreduce.keras.elastic.backup import backups, restored, save, skip
 from ringreduce.keras.elastic.fields import Fields, plain_fields
 from ringreduce.keras.model.trial_in_fit import try_in_fit
@@ -261,13 +262,15 @@ class Together(Forwarding):
         if restores:
             found = found.told(every)
             broadcast_state(self.model, 0, ring)
-        epoch, steps, self._restored = found
+        epoch, steps, self._restored, _ = found
         self._fields = None
         private.set_initial_epoch(self.model, epoch)
         if steps:
             if every.rank == 0:
                 text = "[%d/%d] goes on after step %d of epoch %d, and reads those before again"
                 _log.warning(text, *every.config.who.values(), steps, (epoch or 0) + 1)
+                if unlike := found.unlike(self.model):
+                    warn_of_other_steps(unlike, steps, (epoch or 0) + 1)
             skip(self.model, steps, every)
         if self._check and ring.size > 1 and self._is_shared(ring):
             try_in_fit(self.model, ring)

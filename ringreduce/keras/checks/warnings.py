@@ -202,6 +202,16 @@ def warn_of_change_between_meetings(
         )
 
 
+def warn_of_other_steps(unlike: Sequence[str], steps: int, epoch: int) -> None:
+    """Warn that training goes on in the middle of an epoch whose other steps were of other rows."""
+    warn_at_users_line(
+        f"training goes on after step {steps} of epoch {epoch}, from a backup that was made with "
+        f"{' and '.join(unlike)}: some samples of that epoch are used twice, or not at all. Start "
+        "the job with what it had then; or ignore this if the rest of one epoch does not matter.",
+        DataWarning,
+    )
+
+
 def warn_of_parity(
     texts: Sequence[str], ring: Communicator, who: str = "", what: str = "global batch, since "
 ) -> None:

@@ -42,6 +42,10 @@ class WholeData:
         """Their feed by the `plan`. Collective for arrays. Raises as `feed_of`."""
         raise NotImplementedError
 
+    def in_short(self) -> str:
+        """Text by which other data are recognized; of arrays alone by what they hold."""
+        return str(self.spec)
+
 
 def whole_of(
     parts: Sequence[Any],
@@ -88,6 +92,9 @@ class _WholeArrays(WholeData):
 
     def divided(self, plan: Plan) -> Feed:
         return _ArrayFeed(self._arrays, plan)
+
+    def in_short(self) -> str:
+        return " ".join(self._arrays.digest())
 
 
 class _ArrayFeed(Feed):
@@ -178,6 +185,9 @@ class _WholeDataset(WholeData):
     def divided(self, plan: Plan) -> Feed:
         return _DatasetFeed(self, plan)
 
+    def in_short(self) -> str:
+        return f"{self.spec}, {int(self.batches.cardinality())} batches"
+
 
 class _DatasetFeed(Feed):
     def __init__(self, whole: _WholeDataset, plan: Plan) -> None:
@@ -218,6 +228,9 @@ class _WholePyDataset(WholeData):
 
     def divided(self, plan: Plan) -> Feed:
         return _PyDatasetFeed(self, plan)
+
+    def in_short(self) -> str:
+        return f"{self.spec}, {self.given.num_batches} batches"
 
 
 class _PyDatasetFeed(Feed):

@@ -148,7 +148,7 @@ class Arrays:
         grouped.ringreduce_takes = take
         return grouped.prefetch(1).flat_map(apart)
 
-    def digest(self) -> list[Any]:
+    def digest(self) -> list[str]:
         """Describe the arrays by shapes, dtypes, and a hash of the rows, or of some."""
         arrays = self._arrays
         hashed = hashlib.blake2b(digest_size=8)

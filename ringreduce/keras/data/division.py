@@ -1,6 +1,6 @@
 """How data are divided among ranks, and the interface of what divides them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,6 +50,8 @@ class Feed:
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so
     # The first rows of all data, or the first batch; of a tf.data.Dataset once it was read.
     first: Any = None
+    # What the steps of an epoch follow from, by name as text; nothing where that is not known.
+    facts: Callable[[], Mapping[str, str]] = dict
 
     @property
     def spec(self) -> Any:

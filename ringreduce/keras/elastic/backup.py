@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
@@ -44,6 +45,8 @@ def save(backup: Any, model: keras.Model, epoch: int, steps: int = 0) -> None:
             tf.io.gfile.copy(each, f"{each}.bkp", overwrite=True)
     new = f"{backup.backup_dir}/new.weights.h5"
     said = {"place": np.array([epoch, steps])}
+    if steps and (progress := progress_of(model)) is not None:
+        said["facts"] = np.frombuffer(json.dumps(dict(progress.facts())).encode(), np.uint8)
     if (fields := fields_of(model)) is not None:
         said["fields"] = fields.packed()
     with _beside(model, StrategyState(lambda: said, said.update)):
@@ -60,6 +63,18 @@ class Restored(NamedTuple):
     epoch: int | None
     steps: int = 0
     fields: np.ndarray = np.empty(0, np.uint8)
+    # On the rank that has read it, after steps of an epoch: what these followed from.
+    facts: Mapping[str, str] = MappingProxyType({})
+
+    def unlike(self, model: keras.Model) -> list[str]:
+        """Which of `facts` are others now, in words."""
+        progress = progress_of(model)
+        now = {} if progress is None or not self.facts else progress.facts()
+        other = [name for name, fact in now.items() if self.facts.get(name, fact) != fact]
+        return [
+            "other data" if name == "data" else f"{name}={self.facts[name]} (now {now[name]})"
+            for name in other
+        ]
 
     def told(self, ring: Communicator) -> Restored:
         """That of rank 0, on all ranks. Collective."""
@@ -67,7 +82,7 @@ class Restored(NamedTuple):
         fields = np.array(self.fields) if ring.rank == 0 else np.empty(nbytes, np.uint8)
         if nbytes:
             ring.broadcast(fields)
-        return Restored(epoch, steps, fields)
+        return Restored(epoch, steps, fields, self.facts)
 
 
 def restored(callbacks: Iterable[Any], model: keras.Model, restore: Callable[[], None]) -> Restored:
@@ -78,7 +93,9 @@ def restored(callbacks: Iterable[Any], model: keras.Model, restore: Callable[[],
     for backup in backups(callbacks):
         if loaded:
             epoch, steps = map(int, loaded["place"])
-            return Restored(epoch, steps, loaded.get("fields", np.empty(0, np.uint8)))
+            facts = bytes(loaded.get("facts", np.frombuffer(b"{}", np.uint8)))
+            fields = loaded.get("fields", np.empty(0, np.uint8))
+            return Restored(epoch, steps, fields, json.loads(facts))
         has_weights, has_place = map(tf.io.gfile.exists, private.files_of_backup(backup))
         if has_place and not has_weights:
             return Restored(None)  # Keras goes by what is left of one that was being deleted.

@@ -21,6 +21,10 @@ _OF_DATA = (
 )
 
 
+# Those by which the same data give the same steps.
+_OF_STEPS = "batch_size", "shuffle", "steps_per_epoch", "validation_split", "seed"
+
+
 @dataclass(frozen=True)
 class FitArguments:
     """What `rr.fit` was given, where each is described; `Any` is what Keras takes in many forms."""
@@ -70,6 +74,11 @@ class FitArguments:
     def without_model(self) -> dict[str, Any]:
         """All but the model, by name."""
         return {name: value for name, value in vars(self).items() if name != "model"}
+
+    @property
+    def of_steps(self) -> dict[str, str]:
+        """Those from which, with the data, the steps of an epoch follow, as text."""
+        return {name: repr(getattr(self, name)) for name in _OF_STEPS}
 
     @property
     def settings(self) -> Settings:

@@ -99,7 +99,9 @@ def feeds_of(
         and given.compares_data
         and not shares.is_measured,
     )
-    training = looked.training.divided(plan)
+    whole = looked.training
+    training = whole.divided(plan)
+    training.facts = lambda: {**given.of_steps, "data": whole.in_short()}
     if validation is None:
         return training, None
     # Whole batches go to the ranks in turn.

@@ -100,7 +100,7 @@ class Loop:
         self._makes = self._prepared()
         model.stop_training = False
         try:
-            with in_fit(model), training(model) as self._progress:
+            with in_fit(model), training(model, self._feed.facts) as self._progress:
                 self._train(range(initial_epoch, epochs), validation, validation_freq)
         except MismatchError as error:
             if error.remedy is None and self._passes.batches is None and not self._exchanges:
