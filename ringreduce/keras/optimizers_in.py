@@ -1,7 +1,6 @@
 """The distributed optimizers of a model, and the optimizers and state within one."""
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -64,6 +63,7 @@ def wrappers_in(model: keras.Model) -> list[Any]:
 def held_by(owner: Any) -> list[Any]:
     """The attributes of an object, and what is in those that are lists or tables."""
     held = list(vars(owner).values())
-    several = [value for value in held if isinstance(value, (list, tuple, Mapping))]
-    parts = (list(value.values()) if isinstance(value, Mapping) else value for value in several)
+    # As `dict`, not `Mapping`, which is asked in Python: this is done many times in an epoch.
+    several = [value for value in held if isinstance(value, (list, tuple, dict))]
+    parts = (list(value.values()) if isinstance(value, dict) else value for value in several)
     return [*held, *itertools.chain(*parts)]
