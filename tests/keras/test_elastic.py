@@ -108,18 +108,20 @@ def test_a_rank_may_be_lost_anywhere(tmp_path, point, victim, data):
 
 
 @pytest.mark.parametrize(
-    ("data", "way", "point"),
+    ("data", "way", "point", "logs"),
     [
-        ("dataset", "graph", ("bucket", 11, "kill")),
-        in_full("generator", "graph", ("reduced", 15, "kill")),
-        in_full("arrays", "xla", ("bucket", 12, "kill")),
-        in_full("loader", "graph", ("bucket", 3, "kill")),
-        in_full("sequence", "eager", ("commit", 6, "kill")),
+        ("dataset", "graph", ("bucket", 11, "kill"), {}),
+        ("arrays", "graph", ("bucket", 11, "kill"), {"logs": "{}"}),
+        in_full("arrays", "graph", ("bucket", 12, "kill"), {"logs": "None"}),
+        in_full("generator", "graph", ("reduced", 15, "kill"), {}),
+        in_full("arrays", "xla", ("bucket", 12, "kill"), {}),
+        in_full("loader", "graph", ("bucket", 3, "kill"), {}),
+        in_full("sequence", "eager", ("commit", 6, "kill"), {}),
     ],
 )
-def test_a_rank_may_be_lost_in_a_call_of_several_steps(tmp_path, data, way, point):
-    """A step that fails has not read the batch of the next."""
-    found, _ = trained(tmp_path, 3, [1, *point], data=data, way=way, blind=True)
+def test_a_rank_may_be_lost_in_a_call_of_several_steps(tmp_path, data, way, point, logs):
+    """A step that fails has not read the batch of the next, whatever it logs."""
+    found, _ = trained(tmp_path, 3, [1, *point], data=data, way=way, blind=True, **logs)
     assert_exactly_once(found)
     # Eagerly there are none; of a loader Keras asks for a batch after the last one.
     one = EPOCHS * (1 + (data == "loader")) + 1

@@ -469,3 +469,21 @@ def test_different_arguments_are_told_also_where_they_do_not_go_with_the_data_of
     samples = tf.data.Dataset.from_tensor_slices((X, Y))
     with pytest.raises(MismatchError, match="batch_size"):
         rr.fit(make_model(), samples, batch_size=BATCH if rr.rank() else None, verbose=0)
+
+
+class Growing(keras.utils.PyDataset):
+    """Batches of sequences, each longer than the one before."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.ones((8, 3 + index, 2), "float32"), np.ones((8, 1), "float32")
+
+
+@on_ranks(2)
+def test_a_model_is_built_for_batches_of_several_shapes():
+    model = keras.Sequential([keras.layers.GlobalAveragePooling1D(), Dense(1)])
+    model.compile(rr.DistributedOptimizer(SGD(0.01)), "mse")
+    rr.fit(model, Growing(), verbose=0)
+    assert model.input_shape == (None, None, 2)

@@ -339,6 +339,17 @@ def test_training_is_measured_for_all_systems(tmp_path):
 
 @pytest.mark.tensorflow
 @pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_start_is_measured_with_its_trial_and_without(tmp_path):
+    on_hosts = " --link 1gbit" if shaped_links_are_possible() else ""
+    [row] = rows_of(f"trial --models mlp --rounds 1{on_hosts}", tmp_path / "out.json")
+    assert row["model"] == "mlp"
+    assert min(row["model.fit"], row["without"], row["with"]) > 0
+    assert row["trial"] == row["with"] - row["without"]
+
+
+@pytest.mark.tensorflow
+@pytest.mark.full
 def test_collectives_beside_steps_are_counted():
     """A step has one bucket. What the rest is may change; it does not depend on time."""
     from bench import exchanges

@@ -43,9 +43,9 @@ class OneSided:
     def __init__(self, model: Any, callbacks: Sequence[Any], ring: Communicator) -> None:
         self._model, self._ring = model, ring
         self._held: Held | None = None
-        # What was held last, of which optimizer: looked for once in an epoch.
-        self._optimizer: Any = None
+        # What was held last, and where it was found.
         self._all: list[Any] = []
+        self._found_in: tuple[Any, list[int]] = (None, [])
         self._rates: list[float] | None = None  # those that were told last
         # Whether all ranks have told each other that nothing was changed since a step.
         self._are_equal = False
@@ -56,15 +56,17 @@ class OneSided:
         flags = np.array([bool(hides or is_repeating(ring)), *sees], np.int64)
         every = training_ranks(model.weights, ring)
         if every.size > 1:
-            flags = repeated(every, lambda: every.all_reduce(flags, ReduceOp.MAX).tolist())
+            flags = repeated(every, lambda: every.all_reduce(flags.copy(), ReduceOp.MAX).tolist())
         self._is_needed = ring.size > 1 and bool(flags[0])
         self._in_batches, self._before_batches = map(bool, flags[1:])
 
     def note(self, *, is_batch: bool) -> None:
         """Hold what a step has left, unless that is held; before callbacks see its end."""
         if self._is_needed and self._held is None and (self._in_batches or not is_batch):
-            if not is_batch or self._optimizer is not self._model.optimizer:
-                self._optimizer, self._all = self._model.optimizer, self._weights() + self._pieces()
+            # Looked for once in an epoch, unless another optimizer or layer is trained since then.
+            found_in = self._model.optimizer, [*map(id, self._model.trainable_variables)]
+            if not is_batch or found_in != self._found_in:
+                self._found_in, self._all = found_in, self._weights() + self._pieces()
             self._held = Held(self._all)
         self._are_equal = False
 

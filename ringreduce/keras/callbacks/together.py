@@ -102,7 +102,7 @@ class StopTogether(keras.callbacks.Callback):
             has_changed = one_sided is not None and one_sided.has_changed()
             own = np.array([bool(self.model.stop_training or self._wants), has_changed], np.int64)
             wants, have_changed = repeated(
-                ring, lambda: ring.all_reduce(own, ReduceOp.MAX).tolist()
+                ring, lambda: ring.all_reduce(own.copy(), ReduceOp.MAX).tolist()
             )
             self._wants = False
             if wants:
@@ -171,8 +171,11 @@ class Together(Forwarding):
         check: bool = True,
         compares: bool | None = None,
         may_restore: bool | None = None,
+        is_last: bool = False,
     ) -> None:
         super().__init__()
+        # is_last: no other callbacks, but ours, come after these.
+        self._is_last = is_last
         # may_restore: of rank 0, whose model is built on all ranks; None: they are asked.
         self._may_restore = may_restore
         self._communicator, self._check, self._has_trained = communicator, check, False
@@ -276,8 +279,7 @@ class Together(Forwarding):
             try_in_fit(self.model, ring)
         if self._compares and self._is_shared(ring):
             self._one_sided = OneSided(self.model, self.members, ring)
-            # Elsewhere other callbacks may come after these.
-            if progress_of(self.model) is not None:
+            if self._is_last:
                 self._stopping.one_sided = self._one_sided
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -224,7 +224,10 @@ class _WholePyDataset(WholeData):
         if dataset.num_batches == 0:
             raise ConfigError(f"got an empty PyDataset as {what}")
         self.given, self.first = dataset, _standard(dataset[0], class_weight)
-        self.rows, self.spec = _rows_in(self.first), _spec_of([self.first])
+        several = dataset.num_batches is None or dataset.num_batches > 1
+        # Two, as Keras does: where their shapes differ, those of others may.
+        shown = [self.first, *([_standard(dataset[1], class_weight)] if several else [])]
+        self.rows, self.spec = _rows_in(self.first), _spec_of(shown)
 
     def divided(self, plan: Plan) -> Feed:
         return _PyDatasetFeed(self, plan)

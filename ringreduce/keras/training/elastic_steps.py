@@ -135,6 +135,10 @@ class Elastic:
         """See `MakesSteps`."""
         self.made += count
 
+    def end(self) -> None:
+        """See `MakesSteps`."""
+        self._reader.forget()
+
     def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
         """Make steps on this rank's rows of the next global batches, as in `MakesSteps`."""
         if self._model.train_function is not self:
@@ -241,33 +245,36 @@ class _Step:
     """A step on rows of a batch of `spec`, in a graph that is traced once; eagerly without one."""
 
     def __init__(self, step: Callable[..., Any], spec: Any) -> None:
-        self._step: Any = step
+        self._plain = step
         self._alone: Callable[..., Any] | None = None
         self._with_reading: Callable[..., Any] | None = None
         self._spec = spec
         if spec is not None:
             place = tf.TensorSpec((), tf.int32)
             self._given = spec, place, place
-            self._step = tf.function(step, autograph=False)
+            self._step: Any = tf.function(self._ending, autograph=False)
 
     def __call__(
         self, iterator: Any, batch: Any, first: int, end: int
     ) -> tuple[Any, Element | None]:
         """The logs, and what is read from `iterator` after the step unless that is None."""
         if self._spec is None:
-            return self._step(batch, first, end), None
+            return self._plain(batch, first, end), None
         given = batch, tf.constant(first), tf.constant(end)
         if iterator is None:
             if self._alone is None:
                 self._alone = traced_for(self._step, *self._given)
-            return self._alone(*given), None
+            return self._alone(*given)[0], None
         if self._with_reading is None:
             function = tf.function(self._stepping_and_reading, autograph=False)
             self._with_reading = traced_for(function, iterator, *self._given)
         return self._with_reading(iterator, *given)  # type: ignore[no-any-return]
 
+    def _ending(self, *given: Any) -> tuple[Any, Any]:
+        """The logs, and a value that is there when all of the step is done, whatever it logs."""
+        return self._plain(*given), tf.constant(0)
+
     def _stepping_and_reading(self, iterator: Any, *given: Any) -> tuple[Any, Element]:
-        logs = self._step(*given)
-        # The step is one operation here: all of it comes before.
-        with tf.control_dependencies(tf.nest.flatten(logs)):
+        logs, ended = self._step(*given)
+        with tf.control_dependencies([ended]):
             return logs, read_in_graph(iterator)

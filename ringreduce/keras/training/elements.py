@@ -27,10 +27,12 @@ class Reader:
     def __init__(self, spec: Any) -> None:
         self._spec = spec
         parts = tf.nest.flatten(spec)
-        self._are_dense = all(isinstance(part, tf.TensorSpec) for part in parts)
+        are_dense = all(isinstance(part, tf.TensorSpec) for part in parts)
+        # Where TensorFlow computes asynchronously, only its iterators wait for the end of the data.
+        self._is_direct = are_dense and tf.config.experimental.get_synchronous_execution()
         self._how = {
-            "output_types": [part.dtype for part in parts] if self._are_dense else [],
-            "output_shapes": [part.shape for part in parts] if self._are_dense else [],
+            "output_types": [part.dtype for part in parts] if are_dense else [],
+            "output_shapes": [part.shape for part in parts] if are_dense else [],
         }
         self._latest: tuple[Any, Any] = (None, None)  # an iterator, and its resource
 
@@ -55,8 +57,12 @@ class Reader:
         batch = self._next(iterator)
         return batch, time.perf_counter() - began
 
+    def forget(self) -> None:
+        """Keep the latest iterator, and its data, no longer."""
+        self._latest = None, None
+
     def _next(self, iterator: Any) -> Any:
-        if not (self._are_dense and isinstance(iterator, tf.data.Iterator)):
+        if not (self._is_direct and isinstance(iterator, tf.data.Iterator)):
             return next(iterator)
         before, resource = self._latest
         if before is not iterator:

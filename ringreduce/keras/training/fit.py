@@ -28,7 +28,6 @@ from ringreduce.keras.checks.models import (
 )
 from ringreduce.keras.checks.seeds import draw_apart
 from ringreduce.keras.checks.settings import (
-    Settings,
     digest_of,
     refuse_unlike,
     require_same_settings,
@@ -49,14 +48,14 @@ from ringreduce.keras.rows import map_arrays, of_any_rows
 from ringreduce.keras.training.answering import Answering
 from ringreduce.keras.training.arguments import FitArguments
 from ringreduce.keras.training.elastic_steps import Elastic
-from ringreduce.keras.training.feeds import Looked, example_of, feeds_of, look
+from ringreduce.keras.training.feeds import example_of, feeds_of, look
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.overridden import fit_through_own, is_overridden
 from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.record import Record
 from ringreduce.keras.training.steps import MakesSteps
 from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
-from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.errors import ConfigError, PeerError
 
 
 def fit(
@@ -159,20 +158,26 @@ def fit(
     _require_ready(given, ring)
     least = elastic_minimum() if ring.size > 1 else None
     own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
+    who, is_elastic = Training.of(model, ring), least is not None
+    is_own_loop, restores, shares = _agreed(given, who, own_callbacks, is_elastic=is_elastic)
+    looked = look(given)
     # Also a rank that has the data alone may be one of several that have pieces of the model.
     builds = ring.size > 1 or ring.parent is not None or recording is not None
-    looked, problem = _begun(given, builds=builds)
-    # Only now: layers may be made, and split, in their first call.
-    who, settings = Training.of(model, ring), given.settings
-    agreed = _agreed(given, settings, who, own_callbacks, is_elastic=least is not None)
-    is_own_loop, restores, shares = agreed
-    if looked is None:
-        assert problem is not None
-        raise problem
-    training, validation = feeds_of(
-        given, looked, who, shares, is_elastic=least is not None, may_count=is_own_loop
-    )
-    if problem is not None:
+    problem = _problem_of_building(model, looked.spec) if builds else None
+    if problem is not None and who.alike is not None:
+        raise problem  # The others of its group may wait for this rank in what they build.
+    before, who = who, Training.of(model, ring)
+    if who.everyone.members != before.everyone.members:
+        # Layers were made, and split, in their first call: now more ranks are known to train it.
+        _, restores, shares = _agreed(given, who, own_callbacks, is_elastic=is_elastic)
+    try:
+        training, validation = feeds_of(
+            given, looked, who, shares, is_elastic=is_elastic, may_count=is_own_loop
+        )
+    except PeerError:
+        if problem is None:
+            raise
+    if problem is not None:  # Other data may have been its cause, which ranks have compared now.
         raise problem
     if ring.size > 1:
         note_sharding(ring)
@@ -191,7 +196,9 @@ def fit(
             elastic.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
             steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
-        around = _around(given, who, training, validation, shares, own_callbacks, restores)
+        around = _around(
+            given, who, training, validation, shares, own_callbacks, restores, is_own_loop
+        )
         trial = None
         if who.everyone.size > 1:
             trial = Trial(
@@ -207,7 +214,9 @@ def fit(
         if trial is not None and not is_read_ahead:
             around.insert(0, AfterFirst(trial))
         if recording is not None:
-            around.append(Record(*recording, settings.found, who.everyone, training, model, trial))
+            around.append(
+                Record(*recording, given.settings.found, who.everyone, training, model, trial)
+            )
         if steps is not None and verbose:
             around.append(OnRankZero(keras.callbacks.ProgbarLogger(), ring))
         return fit_on(
@@ -235,19 +244,13 @@ def _require_ready(given: FitArguments, ring: Communicator) -> None:
         refuse_other_optimizer(given.model, ring)
 
 
-def _begun(given: FitArguments, *, builds: bool) -> tuple[Looked | None, Exception | None]:
-    """Look at the data and, with `builds`, build the model for them; the problem of either.
-
-    That waits until ranks have compared arguments and data: other ones may be its cause.
-    """
-    looked = None
+def _problem_of_building(model: keras.Model, spec: Any) -> Exception | None:
+    """Build `model` for batches of `spec`; why it cannot be."""
     try:
-        looked = look(given)
-        if builds:
-            build(given.model, map_arrays(of_any_rows, looked.spec))
+        build(model, map_arrays(of_any_rows, spec))
     except Exception as error:
-        return looked, error
-    return looked, None
+        return error
+    return None
 
 
 def _around(
@@ -258,6 +261,7 @@ def _around(
     shares: Shares,
     own_callbacks: list[Any],
     restores: bool,
+    is_own_loop: bool,
 ) -> list[Any]:
     """The callbacks that `fit` adds, in order, around those of the user."""
     model, ring, check, validate = given.model, who.data, given.check, None
@@ -278,24 +282,20 @@ def _around(
             check=False,  # It does so itself, as `VerifyReplicas`.
             compares=bool(check),
             may_restore=restores,
+            is_last=is_own_loop,  # The fit of another package may add some.
         )
     )
     return [*around, *([VerifyReplicas(None, ring)] if check else [])]
 
 
 def _agreed(
-    given: FitArguments,
-    settings: Settings,
-    who: Training,
-    callbacks: list[Any],
-    *,
-    is_elastic: bool,
+    given: FitArguments, who: Training, callbacks: list[Any], *, is_elastic: bool
 ) -> tuple[bool, bool, Shares]:
     """Whether the loop is ours, and may restore something; shares of batches. One exchange.
 
-    Raises, on all ranks, unless these have the same `settings`, and their shares go with the rest.
+    Raises, on all ranks, unless these have the same settings, and their shares go with the rest.
     """
-    ring, every = who.data, who.everyone
+    ring, every, settings = who.data, who.everyone, given.settings
     # A package may have replaced `fit` on some ranks: all have the same loop.
     is_plain = private.has_plain_fit(given.model)
     own = digest_of([settings]), is_plain, may_restore(callbacks), told_share(given.batch_share)
@@ -378,22 +378,25 @@ def fit_on(
     by Keras's.
     """
     evaluated = validation or Feed()  # Which does nothing.
+    # As callbacks, since a model's own `evaluate` may make several passes.
+    passes = keras.callbacks.LambdaCallback(
+        on_test_begin=lambda logs=None: evaluated.begin(0),
+        on_test_end=lambda logs=None: evaluated.end(),
+    )
     try:
         with _quiet_without(validation):
             if who is not None:
                 loop = Loop(model, training, who, trial, exchanges=exchanges, makes=makes)
                 # Another rank could not go on with a bar of Keras's list.
                 options["adds_bar"] = makes is None
-                return loop.run(callbacks, validation=validation, **options)
+                return loop.run([passes, *callbacks], validation=validation, **options)
             epochs = keras.callbacks.LambdaCallback(
                 on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
                 on_epoch_end=lambda epoch, logs=None: training.end(),
-                on_test_begin=lambda logs=None: evaluated.begin(0),
-                on_test_end=lambda logs=None: evaluated.end(),
             )
             return model.fit(
                 training.dataset,
-                callbacks=[epochs, *callbacks],
+                callbacks=[epochs, passes, *callbacks],
                 validation_data=None if validation is None else validation.dataset,
                 shuffle=False,
                 **options,

@@ -106,6 +106,8 @@ class Loop:
             if error.remedy is None and self._passes.batches is None and not self._exchanges:
                 error.remedy = self._passes.remedy
             raise
+        finally:
+            self._makes.end()
         return model.history
 
     def _train(self, epochs: range, validation: Feed | None, validation_freq: Any) -> None:
@@ -125,9 +127,7 @@ class Loop:
             averages.take_those_of_rank_0()
             if validation is not None and model._should_eval(epoch, validation_freq):
                 how = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
-                validation.begin(0)
                 results = model.evaluate(validation.dataset, **how)
-                validation.end()
                 logs.update({f"val_{name}": value for name, value in results.items()})
             self._makes.begin_epoch(epoch + 1, self._passes.batches)
             self._feed.end()

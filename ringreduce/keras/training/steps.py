@@ -37,6 +37,9 @@ class MakesSteps(Protocol):
     def skip(self, count: int) -> None:
         """So many steps of the epoch count as made, as a backup has them."""
 
+    def end(self) -> None:
+        """Training has ended: nothing of its data is kept."""
+
     def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
         """Make at most `most` steps; return how many, the latest logs, and seconds of reading.
 
@@ -97,6 +100,12 @@ class Steps:
 
     def skip(self, count: int) -> None:
         """See `MakesSteps`."""
+
+    def end(self) -> None:
+        """See `MakesSteps`."""
+        self._latest = None, ""
+        for reader in self._readers.values():
+            reader.forget()
 
     def run(self, iterator: Any, most: int, limit_s: float | None) -> tuple[int, Any, float]:
         """See `MakesSteps`."""
