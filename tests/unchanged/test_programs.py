@@ -11,7 +11,8 @@ import pytest
 from tests.jobs import facts_in, run_job
 from tests.scope import in_full
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+# The first of them runs all programs, on one rank and on several.
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 FOLDER = Path(__file__).parents[1] / "programs" / "unchanged"
 NAMES = sorted({file.stem for file in FOLDER.glob("*.py")} - {"every"})
