@@ -55,7 +55,7 @@ from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.record import Record
 from ringreduce.keras.training.steps import MakesSteps
 from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
-from ringreduce.vocabulary.errors import ConfigError, PeerError
+from ringreduce.vocabulary.errors import ConfigError, MismatchError, PeerError
 
 
 def fit(
@@ -174,10 +174,11 @@ def fit(
         training, validation = feeds_of(
             given, looked, who, shares, is_elastic=is_elastic, may_count=is_own_loop
         )
-    except PeerError:
-        if problem is None:
-            raise
-    if problem is not None:  # Other data may have been its cause, which ranks have compared now.
+    except MismatchError as error:
+        raise error from problem  # Which other data may have caused.
+    except PeerError as error:
+        raise problem or error from None
+    if problem is not None:
         raise problem
     if ring.size > 1:
         note_sharding(ring)
