@@ -10,6 +10,7 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,14 +34,14 @@ _GROUP_BATCHES = 64
 _AHEAD = 4  # batches that are ready
 
 
-class WholeData:
+class WholeData(ABC):
     """Data of one form as a rank was given them, before they are divided."""
 
     spec: Any  # the `element_spec` of their batches
 
+    @abstractmethod
     def divided(self, plan: Plan) -> Feed:
         """Their feed by the `plan`. Collective for arrays. Raises as `feed_of`."""
-        raise NotImplementedError
 
     def in_short(self) -> str:
         """Text by which other data are recognized; of arrays alone by what they hold."""

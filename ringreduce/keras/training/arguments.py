@@ -19,8 +19,6 @@ _OF_DATA = (
     *("batch_size", "shuffle", "steps_per_epoch", "validation_split", "validation_steps"),
     *("validation_batch_size", "validation_data", "validation_freq", "seed"),
 )
-
-
 # Those by which the same data give the same steps.
 _OF_STEPS = "batch_size", "shuffle", "steps_per_epoch", "validation_split", "seed"
 

@@ -25,7 +25,7 @@ _TRAINING = "the data given to rr.fit"  # in errors
 
 @dataclass(frozen=True)
 class Looked:
-    """The data of `fit`, before ranks have told each other anything."""
+    """The data that `fit` was given, as one rank sees them before they are divided."""
 
     spec: Any  # the `element_spec` of batches to train on
     training: WholeData | None  # None: they are each rank's own
@@ -35,9 +35,10 @@ class Looked:
 
 
 def look(given: FitArguments) -> Looked:
-    """Look at the data that `fit` was given, on this rank alone; before the model is built.
+    """Look at the data that `fit` was given; local. Called before the model is built.
 
-    Then it may have the inputs that say whether a tf.data.Dataset has batches.
+    Once it is built it has inputs, which would say of another tf.data.Dataset that it has batches.
+    ConfigError as `feed_of`.
     """
     if given.per_rank_data:
         _require_data_alone(given)

@@ -174,10 +174,12 @@ def fit(
         training, validation = feeds_of(
             given, looked, who, shares, is_elastic=is_elastic, may_count=is_own_loop
         )
-    except MismatchError as error:
-        raise error from problem  # Which other data may have caused.
-    except PeerError as error:
-        raise problem or error from None
+    except (MismatchError, PeerError) as error:
+        if problem is None:
+            raise
+        if isinstance(error, MismatchError):
+            raise error from problem  # Other data may have caused it.
+        raise problem from error
     if problem is not None:
         raise problem
     if ring.size > 1:
