@@ -23,6 +23,8 @@ _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 # Which make a key of a seed, and draw nothing.
 _KEYS = ("GetKeyCounter", "GetAlg", "ReadAndSkip", "SeedGenerator")
 _OTHERS = ("Multinomial", "TruncatedNormal", "StatefulUniform", "StatefulStandardNormal")
+# Ops that call functions, in which others may be.
+_CALLS = ("Call", "PyFunc", "Launch", "While", "If", "Case")
 # What puts rows into another order gives each a place among those that are there.
 _ORDERS = ("Shuffle",)
 
@@ -75,7 +77,7 @@ class Draws:
         def called(
             op: Any, _: Any, __: Any, outputs: Any, ___: Any = None, graph: Any = None
         ) -> None:
-            kind = op.decode() if isinstance(op, bytes) else op
+            kind = _name_of(op)
             if graph is not None or not _is_random(kind):
                 return
             if any(order in kind for order in _ORDERS):
@@ -88,6 +90,32 @@ class Draws:
             yield
         finally:
             private.remove_op_callback(called)
+
+
+@contextmanager
+def seen() -> Iterator[list[str]]:
+    """The kinds of ops that the block runs eagerly and that may go on with random numbers later.
+
+    Such an op's kernel, which TensorFlow keeps for the next with that seed, has a place in them.
+    Stateless ops, such as those of Keras, have none.
+    """
+    kinds: list[str] = []
+
+    def called(op: Any, _: Any, __: Any, ___: Any, ____: Any = None, graph: Any = None) -> None:
+        kind = _name_of(op)
+        keeps_place = _is_random(kind) and not kind.startswith("Stateless")
+        if graph is None and (keeps_place or any(name in kind for name in _CALLS)):
+            kinds.append(kind)
+
+    private.add_op_callback(called)
+    try:
+        yield kinds
+    finally:
+        private.remove_op_callback(called)
+
+
+def _name_of(op: Any) -> str:
+    return op.decode() if isinstance(op, bytes) else str(op)
 
 
 def _is_random(kind: str) -> bool:

@@ -225,9 +225,13 @@ def state_of_eager_seeds() -> Any:
     return None if generator is None else generator.getstate()
 
 
-def restore_eager_seeds(state: Any) -> None:
-    """Give eager random ops the seeds again that come after `state`."""
-    if state is None:
-        return
-    _context()._rng.setstate(state)
-    _context().clear_kernel_cache()  # Else an op with the same seed goes on with its numbers.
+def restore_eager_seeds(state: Any, *, have_drawn: bool) -> None:
+    """Give eager random ops the seeds again that come after `state`.
+
+    `have_drawn`: whether some ran since, of which the next with the same seed would go on with
+    their numbers. What makes it begin anew makes TensorFlow prepare each traced function again.
+    """
+    if state is not None:
+        _context()._rng.setstate(state)
+    if have_drawn:
+        _context().clear_kernel_cache()

@@ -9,8 +9,10 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras.optimizers import SGD, Adam
+from tensorflow.python.eager import context
 
 import ringreduce.keras as rr
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.model import trial_in_fit as of_training
 from tests.scope import in_full
 
@@ -119,10 +121,18 @@ def scheduled():
     return Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), use_ema=True)
 
 
+class Stateful(layers.Layer):
+    """Draws by TensorFlow's stateful ops, with a seed of its own and with none."""
+
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x), seed=3) + tf.random.uniform(tf.shape(x))
+
+
 CASES = {
     "dropout": (lambda: net(layers.Dropout(0.3, seed=1), layers.GaussianNoise(0.1)), Adam),
     "normalized": (lambda: net(layers.BatchNormalization()), Adam),
     "unseeded": (lambda: net(Seeded()), Adam),
+    "stateful": (lambda: net(Stateful()), Adam),
     "of TensorFlow": (lambda: net(kind=OfTensorFlow), SGD),
     "of numpy": (lambda: net(kind=OfNumpy), SGD),
     "of a generator": (lambda: net(kind=OfGenerator), SGD),
@@ -173,6 +183,7 @@ def same_parts(one, other):
     [
         ("loss scale", [True]),
         ("in its first call", [True]),
+        ("stateful", [True]),
         *(in_full(case, [True, "data", "step"]) for case in CASES),
     ],
 )
@@ -180,3 +191,22 @@ def test_training_goes_on_as_without_a_trial(case, checks, ranks):
     (tried, same), (_, same_there) = ranks(2, with_and_without, case, checks)
     assert tried == [""] * sum(check != "data" for check in checks)
     assert same == same_there == [[True] * 4] * len(checks)
+
+
+def made_ready_anew(case):
+    """Whether a trial makes TensorFlow forget kernels, those of traced functions among them."""
+    model = CASES[case][0]()
+    model.compile(rr.DistributedOptimizer(SGD()), "mse")
+    cleared = []
+    real = context.Context.clear_kernel_cache
+    context.Context.clear_kernel_cache = lambda own: (cleared.append(1), real(own))[1]
+    try:
+        verdict = of_training.try_step(model, (X[:12], Y[:12]), default_communicator())
+    finally:
+        context.Context.clear_kernel_cache = real
+    return verdict.why, bool(cleared)
+
+
+@pytest.mark.parametrize(("case", "forgets"), [("dropout", False), ("stateful", True)])
+def test_kernels_are_kept_where_none_has_a_place_in_random_numbers(case, forgets, ranks):
+    assert ranks(1, made_ready_anew, case) == [("", forgets)]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ringreduce.keras import private
 from ringreduce.keras.optimizers_in import all_within, wrappers_in
+from ringreduce.tensorflow import eager_draws
 from ringreduce.tensorflow.held import Held
 from ringreduce.tensorflow.private import restore_eager_seeds, state_of_eager_seeds
 
@@ -48,15 +49,17 @@ def put_back(model: keras.Model) -> Iterator[None]:
     held = Held(_variables_of(model, objects))
     tables = [(vars(thing), _noted(vars(thing))) for thing in objects]
     states = random.getstate(), np.random.get_state(), state_of_eager_seeds()
+    drawn: list[str] = []
     try:
-        yield
+        with eager_draws.seen() as drawn:
+            yield
     finally:
         held.put_back()
         for table, before in tables:
             _restore(table, before)
         random.setstate(states[0])
         np.random.set_state(states[1])
-        restore_eager_seeds(states[2])
+        restore_eager_seeds(states[2], have_drawn=bool(drawn))
 
 
 def _variables_of(model: keras.Model, objects: list[Any]) -> list[Any]:
