@@ -23,8 +23,8 @@ _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 # Which make a key of a seed, and draw nothing.
 _KEYS = ("GetKeyCounter", "GetAlg", "ReadAndSkip", "SeedGenerator")
 _OTHERS = ("Multinomial", "TruncatedNormal", "StatefulUniform", "StatefulStandardNormal")
-# Ops that call functions, in which others may be.
-_CALLS = ("Call", "PyFunc", "Launch", "While", "If", "Case")
+# Functions, which TensorFlow names with underscores, and ops that call some: others may be in them.
+_CALLS = ("__", "Call", "PyFunc", "Launch", "While", "If", "Case")
 # What puts rows into another order gives each a place among those that are there.
 _ORDERS = ("Shuffle",)
 
@@ -75,9 +75,9 @@ class Draws:
     @contextmanager
     def _intercepted(self, see: Any) -> Iterator[None]:
         def called(
-            op: Any, _: Any, __: Any, outputs: Any, ___: Any = None, graph: Any = None
+            op: Any, _: Any, __: Any, outputs: Any, op_name: Any = None, graph: Any = None
         ) -> None:
-            kind = _name_of(op)
+            kind = private.kind_of(op)
             if graph is not None or not _is_random(kind):
                 return
             if any(order in kind for order in _ORDERS):
@@ -101,8 +101,8 @@ def seen() -> Iterator[list[str]]:
     """
     kinds: list[str] = []
 
-    def called(op: Any, _: Any, __: Any, ___: Any, ____: Any = None, graph: Any = None) -> None:
-        kind = _name_of(op)
+    def called(op: Any, _: Any, __: Any, ___: Any, op_name: Any = None, graph: Any = None) -> None:
+        kind = private.kind_of(op)
         keeps_place = _is_random(kind) and not kind.startswith("Stateless")
         if graph is None and (keeps_place or any(name in kind for name in _CALLS)):
             kinds.append(kind)
@@ -112,10 +112,6 @@ def seen() -> Iterator[list[str]]:
         yield kinds
     finally:
         private.remove_op_callback(called)
-
-
-def _name_of(op: Any) -> str:
-    return op.decode() if isinstance(op, bytes) else str(op)
 
 
 def _is_random(kind: str) -> bool:

@@ -70,10 +70,17 @@ is_deterministic = named("tensorflow.python.framework.config", "is_op_determinis
 _ops = named("tensorflow.python.framework.op_def_registry", "get")
 _context = named("tensorflow.python.eager.context", "context")
 
-# Functions that TensorFlow calls, in a thread, with each op that was computed or made there.
+# Functions that TensorFlow calls, in a thread, with each op that was computed or made there: kind,
+# inputs, attributes and outputs; and, by name, `op_name` and `graph` of one that was made.
 _CALLBACKS = "tensorflow.python.framework.op_callbacks"
 add_op_callback = named(_CALLBACKS, "add_op_callback")
 remove_op_callback = named(_CALLBACKS, "remove_op_callback")
+
+
+def kind_of(op: bytes | str) -> str:
+    """The kind of an op, such as AddV2, or the name of a function, as such a function is told."""
+    return op.decode() if isinstance(op, bytes) else op
+
 
 _autograph = named("tensorflow.python.autograph.core", "config")
 

@@ -134,6 +134,53 @@ def test_a_change_of_one_rank_is_told_before_an_elastic_step(monkeypatch):
     assert ring_of_threads(2, work) == [2, 2]
 
 
+def set_kernel_in_a_function(model):
+    weight = kernel(model).value
+    tf.function(lambda: weight.assign(tf.ones((2, 40)) * 7))()
+
+
+RATE = "the learning rate is 0 on rank 0 and 0.5 on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "text"),
+    [
+        (set_kernel_in_a_function, 1, KERNEL),
+        (set_nan, 2, KERNEL),  # The last of an epoch.
+        in_full(set_kernel, 3, KERNEL),
+        (set_rate, 1, RATE),
+        (set_rate, 2, ""),  # The end of an epoch makes it rank 0's on all.
+        (set_what_it_is, 1, ""),
+        in_full(set_what_it_is, 2, ""),
+    ],
+)
+@pytest.mark.parametrize("begins", [in_full(True), False])
+def test_what_a_hook_for_batches_changes_is_told_in_elastic_training(
+    change, at, text, begins, monkeypatch
+):
+    """Also where hooks for the begin of batches make the ranks compare before each step."""
+    monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
+
+    def work(ring):
+        model, ended = made(ring), []
+        act = functools.partial(change, model) if ring.rank else bool
+        hook = on_hook("on_train_batch_end", act, at)
+        if begins:
+            hook.on_train_batch_begin = lambda *_, **__: None
+        try:
+            train(
+                model, ring, [hook, on_hook("on_train_batch_end", lambda: ended.append(0), at + 1)]
+            )
+        except MismatchError as error:
+            return len(ended), str(error)
+        return len(ended), ""
+
+    (steps, error), (steps_there, error_there) = ring_of_threads(2, work)
+    assert steps == steps_there == (0 if text else 1)
+    for said_there in (error, error_there):
+        assert re.search(text, said_there) if text else said_there == ""
+
+
 def test_what_a_rank_hears_of_one_that_is_lost_now_is_compared_too():
     """It missed the end of an exchange, whose result another rank gives it in the next ring."""
 
@@ -143,7 +190,8 @@ def test_what_a_rank_hears_of_one_that_is_lost_now_is_compared_too():
         kept(ring, Repeating).by = lambda meeting: _with_rank_2(meeting())
         one_sided = OneSided(model, [], ring)
         one_sided.compare()  # Of what it began with.
-        one_sided.note(is_batch=False)
+        with one_sided.noting(is_batch=False):
+            pass
         one_sided.compare()
         return list(told_by_ranks(ring, ring.rank))
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringreduce.tensorflow.eager_draws import Draws
+from ringreduce.tensorflow.eager_draws import Draws, seen
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
 
@@ -86,3 +86,26 @@ def test_what_belongs_to_no_row_is_named(draw):
     with draws.given(np.arange(FIRST)):
         draw(FIRST)
     assert draws.unfit
+
+
+@pytest.mark.parametrize(
+    ("draw", "keeps_place"),
+    [
+        (lambda: tf.random.uniform((2,)), True),
+        (lambda: tf.random.shuffle(tf.range(3)), True),
+        (lambda: tf.function(lambda: tf.random.normal((2,), seed=1))(), True),
+        (lambda: tf.random.stateless_uniform((2,), [1, 2]), False),
+        (lambda: keras.random.normal((2,), seed=keras.random.SeedGenerator(1)), False),
+        (lambda: tf.ones(3) + 1, False),
+    ],
+)
+def test_ops_with_a_place_in_random_numbers_are_seen(draw, keeps_place):
+    with seen() as kinds:
+        draw()
+    assert bool(kinds) is keeps_place, kinds
+
+
+def test_a_function_may_be_traced_where_draws_are_watched():
+    with seen(), Draws(4).made(), seen():
+        traced = tf.function(lambda x: x + tf.random.stateless_uniform((), [1, 2]))
+        assert traced(tf.zeros(4)).shape == (4,)

@@ -12,12 +12,13 @@ their end have done is told with the wish to stop, in the exchange of `StopToget
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.callbacks.learning_rate import kept_rates, unlike_rates
+from ringreduce.keras.callbacks.learning_rate import kept_rates, rates_of, unlike_rates
 from ringreduce.keras.callbacks.watching import BEGINS, all_of, that_see_batches
 from ringreduce.keras.checks.warnings import warn_of_change_between_meetings
 from ringreduce.keras.layers.groups import training_ranks
@@ -27,6 +28,7 @@ from ringreduce.keras.repeating import is_repeating, repeated, told_by_ranks
 from ringreduce.tensorflow.agreement import Difference, refuse
 from ringreduce.tensorflow.held import Held
 from ringreduce.tensorflow.variables import path_of, verify_replicas
+from ringreduce.tensorflow.written import Written
 from ringreduce.vocabulary.types import ReduceOp
 from ringreduce.vocabulary.words import named
 
@@ -42,7 +44,8 @@ class OneSided:
 
     def __init__(self, model: Any, callbacks: Sequence[Any], ring: Communicator) -> None:
         self._model, self._ring = model, ring
-        self._held: Held | None = None
+        self._held: Held | Written | None = None
+        self._written = Written([])
         # What was held last, and where it was found.
         self._all: list[Any] = []
         self._found_in: tuple[Any, list[int]] = (None, [])
@@ -59,21 +62,35 @@ class OneSided:
             flags = repeated(every, lambda: every.all_reduce(flags.copy(), ReduceOp.MAX).tolist())
         self._is_needed = ring.size > 1 and bool(flags[0])
         self._in_batches, self._before_batches = map(bool, flags[1:])
+        # Whether it is watched what hooks for the end of batches write, rather than held what they
+        # find: where weights are compared whether those have changed or were assigned again.
+        self._watches = not hides and not self._before_batches
 
-    def note(self, *, is_batch: bool) -> None:
-        """Hold what a step has left, unless that is held; before callbacks see its end."""
-        if self._is_needed and self._held is None and (self._in_batches or not is_batch):
+    def noting(self, *, is_batch: bool) -> AbstractContextManager[None]:
+        """Hold what a step has left, unless that is held; callbacks see its end in the block."""
+        self._are_equal = False
+        if not self._is_needed or not (self._in_batches or not is_batch):
+            return nullcontext()
+        if isinstance(self._held, Written) and not self._held.any_is_changed():
+            self._held = None  # It has watched the hooks of a batch, and sees no others.
+        if self._held is None:
             # Looked for once in an epoch, unless another optimizer or layer is trained since then.
             found_in = self._model.optimizer, [*map(id, self._model.trainable_variables)]
             if not is_batch or found_in != self._found_in:
                 self._found_in, self._all = found_in, self._weights() + self._pieces()
+                self._written = Written([*self._all, *rates_of(self._model)])
+            if is_batch and self._watches:
+                self._held = self._written
+                return self._written
             self._held = Held(self._all)
-        self._are_equal = False
+        return nullcontext()
 
     def has_changed(self) -> bool:
         """Whether this rank has something to tell before the next step."""
         if (held := self._held) is None:
             return False
+        if held is self._written:
+            return held.any_is_changed()
         rates = kept_rates(self._model)
         is_new, self._rates = rates != self._rates, rates
         return is_new or held.any_is_changed()
@@ -100,7 +117,7 @@ class OneSided:
         elif held is not None and not are_equal:
             self._tell(held)
 
-    def _tell(self, held: Held) -> None:
+    def _tell(self, held: Held | Written) -> None:
         ring, weights, pieces = self._ring, self._weights(), self._pieces()
         changed = [any(map(held.is_changed, some)) for some in (weights, pieces)]
         entry = [*changed, kept_rates(self._model)]
@@ -138,7 +155,7 @@ class OneSided:
         repeated(self._ring, lambda: verify_replicas(equal, self._ring))
 
     def _on_some(
-        self, held: Held, variables: Sequence[Any]
+        self, held: Held | Written, variables: Sequence[Any]
     ) -> tuple[Any, list[int], list[int]] | None:
         """The first variable that some ranks have changed, and others not; both by their ranks.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,9 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
 _log = logging.getLogger(__name__)
+
+# Hooks in which callbacks see what a step has led to, and may change it.
+_ENDS = ("on_train_batch_end", "on_epoch_end", "on_test_begin")
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -221,18 +225,16 @@ class Together(Forwarding):
             if one_sided is not None and not is_settled(self.model):
                 one_sided.compare()
             settle(self.model)
-        if one_sided is not None and hook in (
-            "on_train_batch_end",
-            "on_epoch_end",
-            "on_test_begin",
-        ):
-            one_sided.note(is_batch=hook == "on_train_batch_end")
-        for member in self.members:
-            getattr(member, hook)(*arguments, **options)
-            if self._optimizer is not None and self._optimizer is not self.model.optimizer:
-                self._optimizer = self.model.optimizer
-                name = type(getattr(member, "callback", member)).__name__
-                self._changed_in = f"the callback {name}, in {hook},"
+        noting: AbstractContextManager[None] = nullcontext()
+        if one_sided is not None and hook in _ENDS:
+            noting = one_sided.noting(is_batch=hook == "on_train_batch_end")
+        with noting:
+            for member in self.members:
+                getattr(member, hook)(*arguments, **options)
+                if self._optimizer is not None and self._optimizer is not self.model.optimizer:
+                    self._optimizer = self.model.optimizer
+                    name = type(getattr(member, "callback", member)).__name__
+                    self._changed_in = f"the callback {name}, in {hook},"
         if self._changed_in and hook == "on_train_batch_begin":
             self._look_at_optimizer()
         if one_sided is not None and hook == "on_train_batch_begin":

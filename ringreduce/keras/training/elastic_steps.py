@@ -249,6 +249,9 @@ class _Step:
         self._alone: Callable[..., Any] | None = None
         self._with_reading: Callable[..., Any] | None = None
         self._spec = spec
+        # Which rows it was made on last, most often those of the next too; as integers, as tensors.
+        self._rows: tuple[int, ...] = ()
+        self._places: tuple[Any, ...] = ()
         if spec is not None:
             place = tf.TensorSpec((), tf.int32)
             self._given = spec, place, place
@@ -260,7 +263,9 @@ class _Step:
         """The logs, and what is read from `iterator` after the step unless that is None."""
         if self._spec is None:
             return self._plain(batch, first, end), None
-        given = batch, tf.constant(first), tf.constant(end)
+        if (first, end) != self._rows:
+            self._rows, self._places = (first, end), (tf.constant(first), tf.constant(end))
+        given = batch, *self._places
         if iterator is None:
             if self._alone is None:
                 self._alone = traced_for(self._step, *self._given)
