@@ -16,7 +16,7 @@ INSTALL := install --quiet --disable-pip-version-check --no-compile
 ALONE := MAKEFLAGS=
 
 .PHONY: demo test test-full lint types modules native native-sanitized check check-full check-without-native \
-    check-lowest soak docs dist release-notes clean
+    check-lowest check-more soak docs dist release-notes clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -26,10 +26,11 @@ test: $(VENV)/.installed
 	$(MAKE) -j 2 modules types native lint
 	$(MAKE) check
 
-# What is slow and rare besides: the lowest versions, no native library, sanitizers, real time, chance.
-# Installing waits for the disk, soaking for faults: they go side by side.
+# What is slow and rare besides: the lowest versions, other systems, no native library, sanitizers, real
+# time, chance. Installing waits for the disk, soaking for faults, Spark for Java: they go side by side.
 test-full: check-full native-sanitized check-without-native
-	$(MAKE) -j 2 soak $(LOWEST)/.installed
+	$(MAKE) -j 2 $(LOWEST)/.installed $(MORE)/.installed
+	$(MAKE) -j 2 soak check-more
 	$(MAKE) check-lowest
 
 lint: $(VENV)/.installed
@@ -108,6 +109,22 @@ $(LOWEST)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(LOWEST)
 	$(ALONE) $(LOWEST)/bin/python -m pip $(INSTALL) --editable ".[test]" \
 	    "keras==3.12.*" $(LOWEST_VERSIONS)
+	touch $@
+
+# What works together with much that other tests need not have, in an environment on top of theirs. A
+# test names what is missing and is skipped, as without Java, which is installed where that is allowed.
+MORE := build/more
+JAVA := openjdk-17-jre-headless
+
+check-more: $(MORE)/.installed
+	export $(GRAPHS); $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark || \
+	    $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark $(IF_LISTED)
+
+$(MORE)/.installed: $(SOURCES) $(VENV)/.installed
+	$(PYTHON) -m venv $(MORE)
+	echo $(abspath $(VENV))/lib/python*/site-packages > $$(echo $(MORE)/lib/python*/site-packages)/tests.pth
+	$(ALONE) $(MORE)/bin/python -m pip $(INSTALL) --editable ".[spark]"
+	command -v java || ! command -v apt-get || [ "$$(id -u)" != 0 ] || apt-get install -qq -y $(JAVA) || true
 	touch $@
 
 # Everything works without the native library, over sockets and Python.

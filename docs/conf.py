@@ -28,9 +28,9 @@ CONTENTS = {
         *("docs/guides/settings", "docs/guides/failures", "docs/guides/debugging"),
         *("docs/guides/parallelism", "docs/guides/groups", "docs/guides/strategies"),
         *("docs/guides/arrays", "docs/from-horovod", "docs/guides/kubernetes", "docs/guides/ray"),
-        "docs/guides/limits",
+        *("docs/guides/spark", "docs/guides/limits"),
     ],
-    "Reference": ["docs/api/keras", "docs/api/ringreduce", "docs/api/ray"],
+    "Reference": ["docs/api/keras", "docs/api/ringreduce", "docs/api/ray", "docs/api/spark"],
     "Background": [
         *("docs/how-it-works", "docs/performance", "docs/scaling", "docs/reliability"),
         "docs/security",
@@ -52,6 +52,8 @@ exclude_patterns = ["build", "dist", ".*", "tests"]
 
 myst_heading_anchors = 4
 
+# Not installed with `ringreduce[docs]`.
+autodoc_mock_imports = ["pyspark", "pyarrow"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}

@@ -13,7 +13,8 @@ from ringreduce.commands.launch.failure import Failure, find_cause, worker_error
 from ringreduce.commands.launch.function import checked_size
 from ringreduce.commands.launch.handover import described
 from ringreduce.commands.launch.worker_records import Raised
-from ringreduce.ray.job import Choices, form, host_here, leaving
+from ringreduce.communicator.hosted import Choices, leaving
+from ringreduce.ray.job import form, host_here
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError, WorkerError
 

@@ -6,7 +6,8 @@ from typing import Any
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ringreduce.ray.job import Choices, form, leaving
+from ringreduce.communicator.hosted import Choices, leaving
+from ringreduce.ray.job import form
 
 
 class RingReduceConfig(BackendConfig):

@@ -1,8 +1,9 @@
 """Reads a launcher's environment, and makes that of workers, here and on other hosts."""
 
+import contextlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ringreduce.vocabulary.config import SETTINGS, Config, configured_secret, variable_of
@@ -107,6 +108,20 @@ def choose_hash_seed() -> bool:
     is_chosen = "PYTHONHASHSEED" in os.environ
     os.environ.setdefault("PYTHONHASHSEED", "0")
     return not is_chosen
+
+
+@contextlib.contextmanager
+def chosen_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """In the block `variables` are set, in a process that does other things afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def leave_job() -> None:

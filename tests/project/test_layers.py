@@ -27,7 +27,7 @@ LAYERS = {
     "pure": ("pure",),
     "launcher": ("commands.launch",),
     **{name: (name,) for name in ("effects", "transport", "bootstrap", "collectives", "engine")},
-    **{name: (name,) for name in ("communicator", "tensorflow", "keras", "ray")},
+    **{name: (name,) for name in ("communicator", "tensorflow", "keras", "ray", "spark")},
     "unchanged programs": ("unchanged",),
     "entry points": ("commands", "__main__", "testing"),
 }
@@ -192,6 +192,7 @@ def test_only_few_modules_import_these():
     for importers, layers in (
         (importers_of("tensorflow", "keras"), integrations),
         (importers_of("ray"), set(in_layer("ray"))),
+        (importers_of("pyspark", "pyarrow"), set(in_layer("spark"))),
     ):
         assert importers
         assert importers <= layers

@@ -8,7 +8,11 @@ import pytest
 
 @pytest.mark.parametrize(
     ("package", "module", "extra"),
-    [("ray", "ringreduce.ray", "ray"), ("wrapt", "ringreduce.unchanged.start", "tensorflow")],
+    [
+        ("ray", "ringreduce.ray", "ray"),
+        ("pyarrow", "ringreduce.spark", "spark"),
+        ("wrapt", "ringreduce.unchanged.start", "tensorflow"),
+    ],
 )
 def test_the_error_has_the_command_that_installs_it(package, module, extra, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:

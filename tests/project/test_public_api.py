@@ -69,7 +69,7 @@ def documentables(path: Path) -> Iterator[tuple[str, ast.AST]]:
 def is_seen(path: Path) -> bool:
     """Whether users have objects of a file's classes."""
     name = path.relative_to(PACKAGE).as_posix()
-    return name.startswith(("keras/", "ray/", "tensorflow/", "testing")) or name in SEEN
+    return name.startswith(("keras/", "ray/", "spark/", "tensorflow/", "testing")) or name in SEEN
 
 
 def is_setter(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:

@@ -38,13 +38,15 @@ def public_names(module):
                 yield from ast.literal_eval(node.value)
 
 
-@pytest.mark.parametrize("module", ["ringreduce", "ringreduce.keras", "ringreduce.ray"])
+@pytest.mark.parametrize(
+    "module", ["ringreduce", "ringreduce.keras", "ringreduce.ray", "ringreduce.spark"]
+)
 def test_every_public_name_is_in_the_reference(module):
     page = ROOT / "docs/api" / f"{module.rpartition('.')[2]}.md"
     listed = re.findall(r"(?::: |[.`])(\w+)[\n`]", page.read_text(encoding="utf-8"))
     names = list(public_names(module))
     assert set(names) - set(listed) == set()
-    assert len(names) > 3
+    assert len(names) > 1
 
 
 class Links(HTMLParser):
