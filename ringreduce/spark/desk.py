@@ -6,6 +6,8 @@ Over a connection of each rank's own. Spark shows what a task has led to when al
 not which rank it was. A rank that cannot reach the driver says nothing, and works all the same.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import secrets
@@ -72,7 +74,7 @@ class Desk:
         self._readers: list[threading.Thread] = []
         self._waiting = threading.Thread(target=self._accept, name="rr-spark-desk", daemon=True)
 
-    def __enter__(self) -> "Desk":
+    def __enter__(self) -> Desk:
         self._waiting.start()
         return self
 

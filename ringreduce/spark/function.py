@@ -1,5 +1,7 @@
 """`run`: a function on every rank of a job, in tasks of a Spark cluster."""
 
+from __future__ import annotations
+
 import re
 import sys
 import threading

@@ -1,5 +1,7 @@
 """`shard`: the rows of a DataFrame that a rank has, as arrays."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +12,7 @@ import pyarrow as pa
 from ringreduce.vocabulary.errors import ConfigError
 
 # The rows of the rank in this process: batches that Spark sends, and their columns.
-_here: list["_Rows"] = []
+_here: list[_Rows] = []
 
 
 class _Rows:

@@ -8,6 +8,8 @@ An exception of the function is a result like any other: were the task to fail, 
 others before they can say that they have lost this one.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import platform
