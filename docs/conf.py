@@ -53,7 +53,7 @@ exclude_patterns = ["build", "dist", ".*", "tests"]
 myst_heading_anchors = 4
 
 # Not installed with `ringreduce[docs]`.
-autodoc_mock_imports = ["pyspark", "pyarrow"]
+autodoc_mock_imports = ["pyspark"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
