@@ -18,6 +18,7 @@ from ringreduce import __version__
 CONTENTS = {
     "Guides": [
         *(
+            "docs/questions",
             "docs/guides/unchanged",
             "docs/guides/data",
             "docs/guides/keras",
