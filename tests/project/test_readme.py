@@ -174,3 +174,24 @@ def test_links_and_paths_lead_to_files():
         pointed += [ROOT / page.parent / link for link in links]
     assert [path for path in pointed if not path.is_file()] == []
     assert len(pointed) > 100
+
+
+def headings_of(page):
+    """What a link to a heading of `page` has after ``#``, by the rule of git hosts and MyST."""
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    for heading in re.findall(r"^#{1,4} (.+)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_links_to_headings_lead_to_headings():
+    known = {(ROOT / page): set(headings_of(page)) for page in PAGES}
+    missing, count = [], 0
+    for page, text in PAGES.items():
+        for path, heading in re.findall(r"\]\(((?!https?:)[^)#\s]*)#([^)\s]+)\)", text):
+            target = (ROOT / page.parent / path).resolve() if path else ROOT / page
+            count += 1
+            # Others are made by Sphinx from docstrings, or lie outside of docs/.
+            if heading not in known.get(target, {heading}):
+                missing.append((str(page), path, heading))
+    assert missing == []
+    assert count > 100
