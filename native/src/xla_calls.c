@@ -214,7 +214,7 @@ static XLA_FFI_Error *wait(XLA_FFI_CallFrame *frame)
 /* Whether the call only asks for metadata; answers it. */
 static bool answers_metadata(const XLA_FFI_CallFrame *frame)
 {
-    XLA_FFI_Extension_Base *extension = frame->extension_start;
+    XLA_FFI_InternalExtension *extension = frame->extension_start;
     while (extension != NULL && extension->type != XLA_FFI_Extension_Metadata)
         extension = extension->next;
     if (extension == NULL)
@@ -239,9 +239,9 @@ static XLA_FFI_Error *handle_wait(XLA_FFI_CallFrame *frame)
 /* Store XLA's error message in `why`. */
 static int refused(XLA_FFI_Error *error, char *why)
 {
-    XLA_FFI_Error_GetMessage_Args get = NEW(XLA_FFI_Error_GetMessage_Args);
+    XLA_FFI_Error_GetDetails_Args get = NEW(XLA_FFI_Error_GetDetails_Args);
     get.error = error;
-    xla.XLA_FFI_Error_GetMessage(&get);
+    xla.XLA_FFI_Error_GetDetails(&get);
     snprintf(why, RR_WHY_BYTES, "%s", get.message);
     destroy(error);
     return -EINVAL;
@@ -291,6 +291,7 @@ static const struct layout {
     {1, 88, 13},  /* TensorFlow 2.19 */
     {1, 192, 13}, /* TensorFlow 2.20 */
     {2, 192, 13}, /* TensorFlow 2.21 */
+    {4, 200, 13}, /* TensorFlow 2.22 */
 };
 
 /* Copy XLA's table. `futures_at` is from the header that came with this XLA. */

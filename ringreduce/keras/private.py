@@ -38,12 +38,19 @@ KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missi
 adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
 
 
+# Whether an optimizer decays a variable, by its key; the first name is that of Keras 3.16.
+_DECAYED = "_weight_decay_by_var_key"
+
+
 def _has(owner: type, name: str) -> bool:
     """Whether instances have `name`: as a member of the class, or set by one of its methods."""
     members = [member for kind in owner.__mro__ for member in vars(kind).values()]
     codes = [code for member in members if (code := getattr(member, "__code__", None)) is not None]
     return hasattr(owner, name) or any(name in code.co_names for code in codes)
 
+
+if not _has(keras.optimizers.Optimizer, _DECAYED):
+    _DECAYED = "_exclude_from_weight_decay_cache"
 
 for _owner, _names in (
     (keras.optimizers.Optimizer, ("_trainable_variables", "_iterations", "_learning_rate")),
@@ -52,7 +59,7 @@ for _owner, _names in (
     (keras.optimizers.Optimizer, ("_maybe_initialize_trackable",)),
     (keras.optimizers.Optimizer, ("_var_key", "_trainable_variables_indices", "_variables")),
     (keras.optimizers.RMSprop, ("_momentums",)),
-    (keras.optimizers.Optimizer, ("_use_weight_decay", "_exclude_from_weight_decay_cache")),
+    (keras.optimizers.Optimizer, ("_use_weight_decay", _DECAYED)),
     (keras.Variable, ("_value", "_path")),
     (keras.Layer, ("_trainable_variables", "_non_trainable_variables")),
     (keras.layers.BatchNormalization, ("_moments",)),
@@ -135,8 +142,11 @@ def unbuild(optimizer: keras.Optimizer) -> None:
 def decay_alike(optimizer: keras.Optimizer, pairs: Iterable[tuple[Any, Any]]) -> None:
     """Have `optimizer` decay the second of each pair of variables if it would the first."""
     for variable, other in pairs if getattr(optimizer, "weight_decay", None) else ():
-        is_decayed = optimizer._use_weight_decay(variable)
-        optimizer._exclude_from_weight_decay_cache[key_of(optimizer, other)] = is_decayed
+        if _DECAYED in vars(optimizer):  # Which knows no variables but those that it is built for.
+            is_decayed = not optimizer._is_excluded_from_weight_decay(variable)
+        else:
+            is_decayed = optimizer._use_weight_decay(variable)
+        getattr(optimizer, _DECAYED)[key_of(optimizer, other)] = is_decayed
 
 
 def key_of(optimizer: keras.Optimizer, variable: Any) -> Any:

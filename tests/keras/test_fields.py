@@ -66,7 +66,7 @@ def of_keras(folder):
     return found
 
 
-def test_whatever_epochs_change_of_kerass_own_callbacks_is_taken_or_has_a_reason(tmp_path):
+def test_whatever_epochs_change_of_kerass_own_callbacks_is_taken_or_has_a_reason(tmp_path, caplog):
     every = [c for c in of_keras(tmp_path) if type(c) is not keras.callbacks.CallbackList]
     before = {}
 
@@ -88,6 +88,7 @@ def test_whatever_epochs_change_of_kerass_own_callbacks_is_taken_or_has_a_reason
             if not (is_same or name in taken or reasons or name in own_names(callback)):
                 unknown.append((kind, name, value))
     assert not unknown
+    assert "leave out" not in caplog.text  # Nothing that a user could do something about.
 
 
 def own_names(callback):

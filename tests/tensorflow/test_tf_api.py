@@ -76,16 +76,46 @@ static_assert(ours::RR_XLA_MINOR >= XLA_FFI_API_MINOR, "minor");
 """
 # What some of the versions that are known do not have; nothing uses it.
 NOT_IN_ALL = {"XLA_FFI_Type_Register", "XLA_FFI_ThreadPool_NumThreads", "state_type_id"}
+# How it was called before 0.4.
+BEFORE = {
+    "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
+    "XLA_FFI_InternalExtension_Type": "XLA_FFI_Extension_Type",
+    "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
+    "XLA_FFI_Error_GetDetails_Args": "XLA_FFI_Error_GetMessage_Args",
+    "XLA_FFI_InvokeContext_Get": "XLA_FFI_ExecutionContext_Get",
+}
+SINCE = (
+    "    XLA_FFI_Handler *record;\n",
+    "    XLA_FFI_Error_Code errc;\n} XLA_FFI_Error_GetMessage_Args;",
+)
+# NULL there, which we leave: no traits.
+NO_TRAITS = """
+static_assert(offsetof(ours::XLA_FFI_Handler_Register_Args, bundle) +
+              sizeof(ours::XLA_FFI_Handler_Bundle) ==
+              offsetof(::XLA_FFI_Handler_Register_Args, traits), "record");
+"""
+
+
+def as_before(declarations: str) -> str:
+    """Our declarations with the names of versions before 0.4, without what was not there."""
+    for name, before in BEFORE.items():
+        declarations = re.sub(rf"\b{name}\b", before, declarations)
+    for text in SINCE:
+        assert text in declarations
+        declarations = declarations.replace(text, text.partition("\n")[2])
+    return declarations
 
 
 def xla_source(declarations: str, folder: Path) -> str:
     """The check of XLA's structures, field by field, and of its values."""
     header = folder / "xla_api.h"
+    theirs = (include() / "xla/ffi/api/c_api.h").read_text()
+    is_old = "XLA_FFI_InternalExtension" not in theirs
+    declarations = as_before(declarations) if is_old else declarations
     # In C++ "struct X" would mean XLA's, which has been declared outside of the namespace.
     ahead = "typedef struct XLA_FFI_Api XLA_FFI_Api;"
     assert ahead in declarations
     header.write_text(declarations.replace(ahead, "struct XLA_FFI_Api;"))
-    theirs = (include() / "xla/ffi/api/c_api.h").read_text()
     functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\);", theirs)
     # How much earlier than in our table the futures are: registering reads it in the header too.
     moved = 8 * (13 - functions.index("XLA_FFI_Future_Create"))
@@ -109,6 +139,7 @@ def xla_source(declarations: str, folder: Path) -> str:
     )
     assert len(values) == 17
     checks += [f'static_assert((int)ours::{v} == (int)::{v}, "{v}");' for v in values]
+    checks += [NO_TRAITS] * is_old
     return XLA_SOURCE.format(declarations=header) + "\n".join(checks)
 
 

@@ -74,6 +74,8 @@ class Fields:
         callback, before = self._callbacks[place], self._begun[place]
         kind, now, values = type(callback).__name__, _keys_of(callback), vars(callback)
         for name in before.keys() & values.keys() - now.keys():
+            if callable(values[name]):
+                continue  # Chosen anew, as EarlyStopping does for its `monitor`.
             self._leave_out(kind, name, f"more than {_ITEMS_MAX:,} items, or of another kind now")
         names = [name for name, key in now.items() if before.get(name) != key]
         return kind, {name: values[name] for name in names}
