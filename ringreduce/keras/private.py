@@ -1,4 +1,7 @@
-"""All private names of Keras that this package uses, checked on import; it changes none."""
+"""All private names of Keras that this package uses, checked on import; it changes none.
+
+A version that nobody has tried may lack some: see `ringreduce.tensorflow.private`.
+"""
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -7,7 +10,7 @@ from typing import Any
 
 import keras
 
-from ringreduce.tensorflow.private import named
+from ringreduce.tensorflow.private import Absent, absent, named
 from ringreduce.vocabulary.errors import ConfigError
 
 _FOLDER = str(Path(str(keras.__file__)).parent)
@@ -15,8 +18,8 @@ _FOLDER = str(Path(str(keras.__file__)).parent)
 
 def _missing(name: str) -> ConfigError:
     return ConfigError(
-        f"Keras {keras.__version__} has no {name}, which ringreduce needs",
-        remedy="Install Keras 3.12 to 3.15.",
+        f"Keras {keras.__version__} has no {name}, which ringreduce needs for this",
+        remedy="Install Keras 3.12 to 3.16.",
     )
 
 
@@ -34,6 +37,8 @@ with_class_weights = named(
 _global_attribute = named("keras.src.backend.common.global_state", "get_global_attribute", _missing)
 # A base of objects that Keras saves as a group of their own.
 KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missing)
+if isinstance(KerasSaveable, Absent):
+    KerasSaveable = object  # Then the state of strategies is not saved.
 # Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
 adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
 
@@ -76,7 +81,7 @@ for _owner, _names in (
 ):
     for _name in _names:
         if not _has(_owner, _name):
-            raise _missing(f"{_owner.__name__}.{_name}")
+            absent(_missing(f"{_owner.__name__}.{_name}"))
 
 
 # The variables that a built optimizer is built for.
@@ -223,7 +228,8 @@ def save_as(kind: Any, plain: Any) -> None:
     """
     kind.__name__, kind.__module__ = plain.__name__, plain.__module__
     for names in (exported_names, registered_names):
-        if plain in names:
+        # Without them files have the name of `kind`.
+        if not isinstance(names, Absent) and plain in names:
             names[kind] = names[plain]
 
 

@@ -1,5 +1,6 @@
 """All private names of TensorFlow that this package uses, checked on import.
 
+A version that nobody has tried may lack some: one line says so, and what needs them fails by name.
 This file replaces nothing in TensorFlow. It adds a rule to AutoGraph's, and changes only a function
 that it is given.
 """
@@ -7,6 +8,7 @@ that it is given.
 import hashlib
 import importlib
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,18 +18,41 @@ import tensorflow as tf
 
 from ringreduce.vocabulary.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 
 def _missing(name: str) -> ConfigError:
-    text = f"TensorFlow {tf.__version__} has no {name}, which ringreduce needs"
-    return ConfigError(text, remedy="Install TensorFlow 2.18 to 2.21.")
+    text = f"TensorFlow {tf.__version__} has no {name}, which ringreduce needs for this"
+    return ConfigError(text, remedy="Install TensorFlow 2.18 to 2.22.")
+
+
+class Absent:
+    """Stands for a private name that there is none of: whoever uses it gets the error."""
+
+    def __init__(self, error: ConfigError) -> None:
+        self._error = error
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self._error
+
+    __call__ = __contains__ = __getitem__ = __iter__ = _refuse
+
+    def __getattr__(self, _: str) -> Any:
+        raise self._error
 
 
 def named(module: str, name: str, missing: Callable[[str], ConfigError] = _missing) -> Any:
-    """Return the object with that private name; raise the error of `missing` if there is none."""
+    """The object with that private name; or `Absent` with the error of `missing`, after a line."""
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise missing(f"{module}.{name}") from error
+    except (ImportError, AttributeError):
+        return absent(missing(f"{module}.{name}"))
+
+
+def absent(error: ConfigError) -> Absent:
+    """Say in a line that a private name is missing, and give what stands for it."""
+    _log.warning("%s: what needs it fails, and all else works", str(error).partition(", which")[0])
+    return Absent(error)
 
 
 _FUNCTIONS = "tensorflow.python.eager.polymorphic_function"
@@ -95,8 +120,8 @@ for _owner, _owners, _names in (
     (_captures, "FunctionCaptures", ("by_val_internal", "pop", "add_or_replace")),
 ):
     for _name in _names:
-        if not hasattr(_owner, _name):
-            raise _missing(f"{_owners}.{_name}")
+        if not isinstance(_owner, Absent) and not hasattr(_owner, _name):
+            absent(_missing(f"{_owners}.{_name}"))
 
 # It must leave our functions in a user's `tf.function` as they are: it cannot read all of Python,
 # and has users report what it cannot to the TensorFlow team.
