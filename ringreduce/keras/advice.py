@@ -31,6 +31,7 @@ _NAMES = {
     "broadcast_global_variables": "use broadcast_variables(model.variables, root_rank)",
     "is_homogeneous": "compare init().all_gather_object(local_size())",
     "PartialDistributedGradientTape": "use DistributedGradientTape(local_variables=)",
+    "run": "start the program by ringreduce run -n N, or use launch(function, N)",
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
 }
@@ -42,7 +43,21 @@ _CALLBACKS = {
     "MetricAverageCallback": f"use Together, or {_KEPT}",
     **{f"LearningRate{suffix}Callback": _KEPT for suffix in ("Schedule", "Warmup")},
 }
-_MODULES = {"ringreduce.keras": _NAMES, "ringreduce.keras.callbacks": _CALLBACKS}
+_ELASTIC = {
+    **dict.fromkeys(
+        [f"{kind}StateCallback" for kind in ("Commit", "UpdateBatch", "UpdateEpoch")],
+        "leave it out: call rr.fit(model, ...) in place of what elastic.run runs, and it repeats "
+        "the step in which a rank was lost",
+    ),
+    "ObjectState": "use State, which takes attributes by name too",
+    "TensorFlowKerasState": "use KerasState",
+    "TensorFlowState": "use State",
+}
+_MODULES = {
+    "ringreduce.keras": _NAMES,
+    "ringreduce.keras.callbacks": _CALLBACKS,
+    "ringreduce.keras.elastic": _ELASTIC,
+}
 # Options of its DistributedOptimizer.
 OPTIONS = {
     "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",

@@ -35,6 +35,14 @@ def test_where_the_frames_that_were_left_out_are_is_said():
     assert conclude(Cause(cut), [cut], log_dir="logs")[-1] == f"logs has {left_out}"
 
 
+def test_a_program_that_finds_no_horovod_is_told_what_to_import_in_its_place():
+    for name, is_told in (("horovod", True), ("horovod.torch", False), ("pandas", False)):
+        text = f"ModuleNotFoundError: No module named '{name}'"
+        failure = Failure(1, 1, 5.0, Raised("ModuleNotFoundError", exception=text))
+        told = [line for line in conclude(Cause(failure), [failure]) if "install_as" in line]
+        assert len(told) == is_told
+
+
 def test_an_unchanged_program_is_not_told_to_call_what_it_cannot():
     said = []
     workers = {rank: SimpleNamespace(rank=rank, rings={}, keras_s=0.0) for rank in range(2)}

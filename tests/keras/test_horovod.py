@@ -1,6 +1,11 @@
 """Collectives under Horovod's names: what comes out and its gradients, as Horovod has them."""
 
+import importlib
+import importlib.util
+import sys
 from functools import partial
+from types import ModuleType
+from unittest import mock
 
 import keras
 import numpy as np
@@ -151,3 +156,48 @@ def test_horovods_example_may_copy_variables_within_its_function():
     # On a rank's own way through the function its number of steps is not yet rank 0's.
     state = [variable for variable in optimizer.variables if variable.path != "iteration"]
     return plain([model.trainable_variables, state])
+
+
+def test_a_library_that_imports_horovod_finds_ringreduce_in_its_place():
+    def ways():
+        import horovod
+        import horovod.keras as third
+        import horovod.tensorflow as first
+        import horovod.tensorflow.keras as second
+        from horovod.tensorflow import keras as fourth
+        from horovod.tensorflow.keras.callbacks import MetricAverageCallback
+
+        return [horovod, first, second, third, fourth], MetricAverageCallback
+
+    with mock.patch.dict(sys.modules):
+        hvd.install_as_horovod()
+        hvd.install_as_horovod()
+        modules, callback = ways()
+        assert {module.DistributedOptimizer for module in modules} == {hvd.DistributedOptimizer}
+        assert callback is hvd.callbacks.MetricAverageCallback
+        assert importlib.import_module("horovod.tensorflow.elastic").run is hvd.elastic.run
+        assert importlib.util.find_spec("horovod.tensorflow").name == "horovod.tensorflow"
+        with pytest.raises(ModuleNotFoundError, match=r"horovod\.torch"):
+            importlib.import_module("horovod.torch")
+        with pytest.raises(AttributeError, match="ringreduce run -n N"):
+            _ = modules[0].run
+    assert "horovod" not in sys.modules
+
+
+def test_nothing_stands_in_for_a_horovod_that_has_been_imported():
+    present = ModuleType("horovod")
+    present.__path__ = ["/packages/horovod"]
+    with (
+        mock.patch.dict(sys.modules, {"horovod": present}),
+        pytest.raises(ConfigError, match="/packages/horovod"),
+    ):
+        hvd.install_as_horovod()
+
+
+def test_elastic_names_that_are_missing_say_what_to_use():
+    with pytest.raises(AttributeError, match=r"rr\.fit\(model"):
+        _ = hvd.elastic.CommitStateCallback
+    with pytest.raises(AttributeError, match="use State"):
+        _ = hvd.elastic.ObjectState
+    with pytest.raises(AttributeError, match="use KerasState"):
+        _ = rr.elastic.TensorFlowKerasState

@@ -17,6 +17,11 @@ _WHO = re.compile(r"rank \d+ of \d+( was told by rank \d+: rank \d+ of \d+)?")
 _REMEDY = "call rr.init() and wrap the optimizer, rr.DistributedOptimizer(optimizer)"
 APART_SO_FAR = f"{{}} imported Keras, and no rank has joined a ring yet; for one model, {_REMEDY}"
 APART = f"{{}} imported Keras and joined no ring, so each ran by itself; for one model, {_REMEDY}"
+_NO_HOROVOD = "ModuleNotFoundError: No module named 'horovod'"
+_HOROVOD = (
+    "  Horovod is not needed: `import ringreduce.keras.horovod as hvd` in its place; for a library "
+    "that imports it, call hvd.install_as_horovod() before (docs/from-horovod.md)"
+)
 
 WAITING = "waits up to {grace_s:g} s for {ranks} to end; Ctrl-C now kills at once"
 KILLED = (
@@ -42,7 +47,9 @@ def conclude(
     lines = [f"{cause.describe()}; all workers were stopped"]
     shown = () if was_shown else first.traceback
     lines += _indented(shown or filter(None, [first.exception]))
-    if first.has_left:
+    if first.exception == _NO_HOROVOD:
+        lines.append(_HOROVOD)
+    elif first.has_left:
         lines.append(_LEFT.format(first.who))
     elif ended:
         itself = "itself" if len(ended) == 1 else "themselves"

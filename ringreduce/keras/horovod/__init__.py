@@ -30,6 +30,7 @@ from ringreduce.keras.horovod.process_sets import (
     remove_process_set,
     with_id,
 )
+from ringreduce.keras.horovod.stand_in import install_as_horovod
 from ringreduce.keras.weighting import times_back
 from ringreduce.pure.payload import checked_counts
 from ringreduce.tensorflow import xla
@@ -42,6 +43,7 @@ __all__ = [
     "Compression",
     "callbacks",
     "elastic",
+    "install_as_horovod",
     "remove_process_set",
     "is_initialized",
     "local_rank",
