@@ -16,7 +16,7 @@ INSTALL := install --quiet --disable-pip-version-check --no-compile
 ALONE := MAKEFLAGS=
 
 .PHONY: demo test test-full lint types modules native native-sanitized check check-full check-without-native \
-    check-lowest check-more soak docs dist release-notes clean
+    check-lowest check-more check-newest soak docs dist release-notes clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -26,12 +26,12 @@ test: $(VENV)/.installed
 	$(MAKE) -j 2 modules types native lint
 	$(MAKE) check
 
-# What is slow and rare besides: the lowest versions, other systems, no native library, sanitizers, real
-# time, chance. Installing waits for the disk, soaking for faults, Spark for Java: they go side by side.
+# What is slow and rare besides: other versions and systems, no native library, sanitizers, real time,
+# chance. Installing waits for the disk, soaking for faults, Spark for Java: they go side by side.
 test-full: check-full native-sanitized check-without-native
-	$(MAKE) -j 2 $(LOWEST)/.installed $(MORE)/.installed
+	$(MAKE) -j 3 $(LOWEST)/.installed $(NEWEST)/.installed $(MORE)/.installed
 	$(MAKE) -j 2 soak check-more
-	$(MAKE) check-lowest
+	$(MAKE) check-lowest check-newest
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -111,6 +111,30 @@ $(LOWEST)/.installed: $(SOURCES)
 	    "keras==3.12.*" $(LOWEST_VERSIONS)
 	touch $@
 
+# The same, but what takes longest, with pre-releases: what breaks there is said, and fails nothing. An
+# environment has either keras or keras-nightly, which write into one folder.
+NEWEST := build/newest
+NEW := $(filter-out %order.py %routes.py %callbacks.py %callback_parts.py %evaluation.py %horovod.py %tape.py,$(FRAMEWORK))
+
+check-newest: export NUMBA_CACHE_DIR = $(abspath $(NEWEST))/numba
+check-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pip list 2> /dev/null | grep -i -E "^(tensorflow|keras)"
+	export $(QUICK); $(NEWEST)/bin/python -m pytest -n 3 $(SHARED_OUT) --part newest -m "not full" $(NEW) || \
+	    echo "what failed above fails with pre-releases alone: see what changed there"
+
+$(NEWEST)/.installed: $(SOURCES) $(VENV)/.installed
+	$(PYTHON) -m venv $(NEWEST)
+	$(ALONE) $(NEWEST)/bin/python -m pip $(INSTALL) "tensorflow>=2.22.0rc0" && \
+	$(NEWEST)/bin/python -m pip uninstall --quiet --yes keras && \
+	$(ALONE) $(NEWEST)/bin/python -m pip $(INSTALL) --force-reinstall --no-deps keras-nightly || \
+	    echo "pre-releases cannot be installed for this Python"
+	$(call with-tests-of,$(NEWEST))
+	touch $@
+
+# Has an environment find the packages of the tests behind its own, and this one.
+with-tests-of = echo $(abspath $(VENV))/lib/python*/site-packages > $$(echo $1/lib/python*/site-packages)/tests.pth && \
+    $(ALONE) $1/bin/python -m pip $(INSTALL) --no-deps --editable .
+
 # What works together with much that other tests need not have, in an environment on top of theirs. A
 # test names what is missing and is skipped, as without Java, which is installed where that is allowed.
 MORE := build/more
@@ -122,7 +146,7 @@ check-more: $(MORE)/.installed
 
 $(MORE)/.installed: $(SOURCES) $(VENV)/.installed
 	$(PYTHON) -m venv $(MORE)
-	echo $(abspath $(VENV))/lib/python*/site-packages > $$(echo $(MORE)/lib/python*/site-packages)/tests.pth
+	$(call with-tests-of,$(MORE))
 	$(ALONE) $(MORE)/bin/python -m pip $(INSTALL) --editable ".[spark]"
 	command -v java || ! command -v apt-get || [ "$$(id -u)" != 0 ] || apt-get install -qq -y $(JAVA) || true
 	touch $@
