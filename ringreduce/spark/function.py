@@ -22,6 +22,7 @@ from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.communicator.hosted import Choices
 from ringreduce.spark.desk import Desk
 from ringreduce.spark.task import RESULT, Job, call
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import address
 from ringreduce.vocabulary.errors import ConfigError, WorkerError
 
@@ -127,6 +128,13 @@ class _Stage:
         thread.start()
         try:
             while not self._has_ended.wait(_LOOK_S):
+                _, told = desk.of_attempt(self._job.restart)
+                if (
+                    told
+                    and time.monotonic()
+                    > min(when for when, _ in told.values()) + 2 * TIMES.cause_s
+                ):
+                    break  # Others may wait for it in `init`, for long.
                 has_begun = desk.latest() == self._job.restart or self._is_running()
                 if not has_begun and time.monotonic() > began + start_timeout_s:
                     raise ConfigError(
@@ -139,7 +147,7 @@ class _Stage:
             if not self._has_ended.is_set():
                 self._context.cancelJobGroup(self._group)
             thread.join()
-        if self._error is not None:
+        if self._error is not None:  # Also that of a stage that was cancelled.
             self._refuse(desk, self._error)
         return self._of_ranks()
 

@@ -56,6 +56,15 @@ def fails(how):
     return comm.rank, comm.config.restart
 
 
+def fails_early():
+    """Rank 1 fails before it joins the ring, for which rank 0 waits."""
+    import ringreduce as rr
+
+    if os.environ["RINGREDUCE_RANK"] == "1":
+        raise KeyError("too early")
+    rr.init()
+
+
 def trained(backup_dir=None):
     """Digests and losses of a model that is trained on rows that all ranks have."""
     import keras
@@ -151,6 +160,7 @@ def main():
     attempt("backup", trained, (str(FOLDER / "backup"),), num_proc=2, max_restarts=1)
     for how in ("raise", "exit", "result", "kill"):
         attempt(how, fails, [how], num_proc=2)
+    say("early", took=attempt("early", fails_early, num_proc=2, join_timeout_s=300))
     attempt("once", fails, kwargs={"how": "once"}, num_proc=2, max_restarts=2)
     attempt("room", where, num_proc=5, start_timeout_s=3)
     attempt("unknown", where, num_proc=2, colour="red")

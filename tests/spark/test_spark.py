@@ -54,7 +54,9 @@ def said(tmp_path_factory):
             assert code == 0, process.stdout + process.stderr
             lines = process.stdout.splitlines()
             facts = [json.loads(line) for line in lines if line.startswith("{")]
-            found = {fact.pop("case"): fact for fact in facts}
+            found: dict[str, dict] = {}
+            for fact in facts:
+                found.setdefault(fact.pop("case"), {}).update(fact)
             return {**found, "output": process.stdout, "errors": process.stderr, "left": left}
     finally:
         shutil.rmtree(own, ignore_errors=True)
@@ -108,6 +110,7 @@ def test_a_killed_rank_changes_nothing_in_the_end(said):
         ("raise", "WorkerError", 1, "rank 1 of 2 failed first (ValueError: no such luck); all "),
         ("exit", "WorkerError", 1, "rank 1 of 2 failed first (SystemExit: 3 in spark_jobs.py:"),
         ("result", "WorkerError", 1, "cannot pickle '_thread.lock' object); all workers were sto"),
+        ("early", "WorkerError", 1, "rank 1 of 2 failed first (KeyError: 'too early'); all work"),
         ("kill", "WorkerError", 1, " was lost: Python worker exited unexpectedly (crashed)); all"),
         ("executor", "WorkerError", 1, " was lost: ExecutorLostFailure (executor "),
         ("room", "ConfigError", None, "had no room for 5 tasks at once for 3 s; Spark computes 2 "),
@@ -120,6 +123,10 @@ def test_what_fails_first_is_named_and_what_cannot_be(said, case, kind, peer, te
     assert (error["kind"], error["peer"]) == (kind, peer)
     assert text in error["text"]
     assert "\tat " not in error["text"]  # Java's frames
+
+
+def test_a_rank_that_fails_before_the_ring_is_there_ends_those_that_wait_for_it(said):
+    assert said["early"]["took"] < 100  # of 300 that they would wait
 
 
 def test_a_traceback_begins_in_the_user_s_function(said):
