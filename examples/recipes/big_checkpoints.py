@@ -35,12 +35,12 @@ def epochs_in(folder):
 
 def main():
     arguments = parser.parse_args()
-    comm = rr.init()
+    rr.init()
     keras.utils.set_random_seed(1)
     x = np.random.default_rng(0).normal(size=(320, 8)).astype("float32")
     y = np.tanh(x).sum(axis=1, keepdims=True)
 
-    folder = os.path.abspath(arguments.folder)
+    folder = os.path.abspath(os.path.expanduser(arguments.folder))
     saved = rr.on_rank_zero(epochs_in, folder)
     model = rr.load_model(folder) if saved else make_model()
     history = rr.fit(

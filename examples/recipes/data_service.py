@@ -10,7 +10,6 @@ import argparse
 import hashlib
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import ringreduce.keras as rr

@@ -48,7 +48,7 @@ def make_model():
 
 def main():
     arguments = parser.parse_args()
-    comm = rr.init()
+    rr.init()
     keras.utils.set_random_seed(1)
     texts, labels = load()
     model = make_model()

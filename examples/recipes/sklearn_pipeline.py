@@ -1,7 +1,7 @@
 """A classifier for scikit-learn's pipelines, each of whose fits trains on two workers.
 
 ``python examples/recipes/sklearn_pipeline.py``. The program itself is one process; what a fit of
-the classifier learns are arrays, so it can be cloned and pickled as any other.
+the classifier learns are arrays.
 """
 
 import argparse

@@ -60,7 +60,7 @@ def trial(values, workers, storage):
         ),
     )
     digests = trainer.fit().return_value
-    print("digests", *digests)
+    print(json.dumps({"weights_sha256": digests}), flush=True)
 
 
 def main():
@@ -79,8 +79,8 @@ def main():
     )
     results = tuner.fit()
     for result in results:
-        epochs = len(result.metrics_dataframe)
-        print(json.dumps({"rate": result.config["rate"], "loss": result.metrics["loss"], "reports": epochs}))
+        losses = result.metrics_dataframe["loss"].tolist()
+        print(json.dumps({"rate": result.config["rate"], "losses": losses}))
     best = results.get_best_result()
     print(json.dumps({"best": best.config["rate"], "model": best.metrics["checkpoint_path"]}))
 
