@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +20,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/recipes.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "examples/recipes"
 NAMES = sorted(file.name for file in FOLDER.glob("*.py"))
-# Alone each takes a third of it on a slow machine.
+# Half of it on two cores that others use too.
 LIMIT_S = 300.0
+# Of 200 held out rounding may decide another class for one.
+ONE_ROW = 0.006
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -81,8 +84,8 @@ def test_the_page_names_the_program_and_shows_lines_of_it(name):
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     for block in re.findall(rf"```python\n# {name}\n(.*?)```", PAGE, re.DOTALL):
         shown = block.splitlines()
-        places = [lines[at : at + len(shown)] for at in range(len(lines) - len(shown) + 1)]
-        assert shown in places
+        places = (lines[at : at + len(shown)] for at in range(len(lines) - len(shown) + 1))
+        assert shown in [textwrap.dedent("\n".join(place)).splitlines() for place in places]
 
 
 def test_the_page_shows_no_other_program():
@@ -91,7 +94,7 @@ def test_the_page_shows_no_other_program():
 
 @recipe("keras_tuner")
 def test_the_best_trial_of_keras_tuner_is_that_of_the_least_loss(tmp_path):
-    *trials, last = facts(said_alone(tmp_path, "tune_keras.py", "--trials", "2"))
+    *trials, last = facts(said_alone(tmp_path, "tune_keras.py", "--trials", "2", "--epochs", "3"))
     assert len(trials) == 2
     for trial in trials:
         assert len(trial["weights_sha256"]) == 2
@@ -170,11 +173,11 @@ def test_a_model_of_keras_hub_trains_as_in_one_process():
 @recipe("sklearn")
 def test_a_pipeline_has_the_scores_of_one_process(tmp_path):
     one, two = (
-        facts(said_alone(tmp_path, "sklearn_pipeline.py", "--workers", workers))
+        facts(said_alone(tmp_path, "sklearn_pipeline.py", "--workers", workers))[0]["scores"]
         for workers in ("1", "2")
     )
-    assert one == two
-    assert min(one[0]["scores"]) > 0.8
+    assert two == pytest.approx(one, abs=ONE_ROW)
+    assert min(one) > 0.8
 
 
 @recipe("sklearn")
@@ -185,7 +188,8 @@ def test_kerass_wrapper_trains_unchanged_as_in_one_process(tmp_path):
         assert job.wait(LIMIT_S) == 0, job.stderr
     texts = alone, *ranks_of(job.stdout, 2)
     assert len({found("weights", text) for text in texts[1:]}) == 1
-    assert len({tuple(numbers(text, "scores")) for text in texts}) == 1
+    scores, *others = (numbers(text, "scores") for text in texts)
+    assert others == [pytest.approx(scores, abs=ONE_ROW)] * 2
     first, *others = (numbers(text) for text in texts)
     assert [others[0], others[0]] == others
     assert others[0] == pytest.approx(first, rel=1e-3)
@@ -208,7 +212,9 @@ def test_each_rank_has_cores_of_its_own(tmp_path):
 def test_a_launcher_for_each_socket_makes_one_ring_of_one_host(tmp_path):
     cores = sorted(bound_cores())[:2]
     port = free_port()
-    environment = clean_environment(RINGREDUCE_SECRET="0123456789abcdef", **QUIET)
+    # They make the secret that they need, and end with an error if they could not share memory.
+    shared = {"HOME": str(tmp_path), "RINGREDUCE_TRANSPORT": "shm"}
+    environment = clean_environment(**shared, **QUIET)
     launchers = []
     for node, core in enumerate(cores):
         command = ["taskset", "-c", str(core), sys.executable, "-m", "ringreduce", "run"]
