@@ -53,7 +53,10 @@ def main():
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.05))
     model.compile(optimizer=optimizer, loss="mse")
     history = rr.fit(
-        *(model, data), epochs=arguments.epochs, verbose=0, per_rank_data=not arguments.same
+        *(model, data),
+        epochs=arguments.epochs,
+        verbose=0,
+        per_rank_data=not arguments.same,
     )
     # Once more, to see which rows come here.
     read = [value for _, y in data for value in y.numpy()[:, 0].tolist()]

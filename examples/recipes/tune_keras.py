@@ -64,7 +64,8 @@ class RingTuner(keras_tuner.RandomSearch):
         }
         path = self.path_of(trial)
         results = ringreduce.launch(
-            *(train, self.workers, values, self.epochs, path), output="failed"
+            *(train, self.workers, values, self.epochs, path),
+            output="failed",
         )
         losses, digests = zip(*results, strict=True)
         said = {"values": values, "val_loss": losses[0], "weights_sha256": digests}
