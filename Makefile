@@ -141,13 +141,13 @@ MORE := build/more
 JAVA := openjdk-17-jre-headless
 
 check-more: $(MORE)/.installed
-	export $(GRAPHS); $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark || \
-	    $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark $(IF_LISTED)
+	export $(GRAPHS); $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark tests/recipes || \
+	    $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark tests/recipes $(IF_LISTED)
 
 $(MORE)/.installed: $(SOURCES) $(VENV)/.installed
 	$(PYTHON) -m venv $(MORE)
 	$(call with-tests-of,$(MORE))
-	$(ALONE) $(MORE)/bin/python -m pip $(INSTALL) --editable ".[spark]"
+	$(ALONE) $(MORE)/bin/python -m pip $(INSTALL) --editable ".[spark,recipes]"
 	command -v java || ! command -v apt-get || [ "$$(id -u)" != 0 ] || apt-get install -qq -y $(JAVA) || true
 	touch $@
 

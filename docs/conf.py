@@ -29,7 +29,7 @@ CONTENTS = {
         *("docs/guides/settings", "docs/guides/failures", "docs/guides/debugging"),
         *("docs/guides/parallelism", "docs/guides/groups", "docs/guides/strategies"),
         *("docs/guides/arrays", "docs/from-horovod", "docs/guides/kubernetes", "docs/guides/ray"),
-        *("docs/guides/spark", "docs/guides/limits"),
+        *("docs/guides/spark", "docs/guides/recipes", "docs/guides/limits"),
     ],
     "Reference": ["docs/api/keras", "docs/api/ringreduce", "docs/api/ray", "docs/api/spark"],
     "Background": [

@@ -473,6 +473,13 @@ def test_trial_runs_are_limited() -> None:
     assert int(model.optimizer.iterations.numpy()) == 6
 
 
+class _Orbax(getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.ModelCheckpoint)):
+    def __init__(self, save_freq: str | int = "epoch") -> None:
+        """Do without its package."""
+        keras.callbacks.Callback.__init__(self)
+        self.save_freq = save_freq
+
+
 class _Own(keras.callbacks.ModelCheckpoint):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Look."""
@@ -485,6 +492,7 @@ def test_callbacks_that_look_at_batches_are_known(tmp_path: Path) -> None:
         callbacks.EarlyStopping(),
         callbacks.ModelCheckpoint(path),
         callbacks.BackupAndRestore(path),
+        _Orbax(),
         callbacks.TensorBoard(path),
         callbacks.CSVLogger(path),
         callbacks.ReduceLROnPlateau(),
@@ -500,6 +508,7 @@ def test_callbacks_that_look_at_batches_are_known(tmp_path: Path) -> None:
         callbacks.TerminateOnNaN(),
         callbacks.ModelCheckpoint(path, save_freq=10),
         callbacks.BackupAndRestore(path, save_freq=10),
+        _Orbax(save_freq=10),
         callbacks.TensorBoard(path, update_freq=10),
         callbacks.TensorBoard(path, profile_batch=2),
         callbacks.LambdaCallback(on_train_batch_begin=print),

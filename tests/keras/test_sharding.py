@@ -386,6 +386,21 @@ def test_what_would_be_wrong_is_refused(tmp_path):
         load_on_rank_0(tmp_path)
 
 
+@pytest.mark.skipif(not hasattr(keras.callbacks, "OrbaxCheckpoint"), reason="an older Keras")
+@on_ranks(2)
+def test_orbax_is_refused_since_it_would_write_the_share_of_rank_0():
+    class Checkpoint(keras.callbacks.OrbaxCheckpoint):
+        def __init__(self):  # Without its package.
+            keras.callbacks.Callback.__init__(self)
+            self.save_freq = "epoch"
+
+        def _save_checkpoint(self, step, logs=None):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"OrbaxCheckpoint cannot save .* Use .*ModelCheckpoint"):
+        fit(make(), callbacks=[Checkpoint()])
+
+
 @on_ranks(2)
 def test_its_memory_goes_with_the_optimizer():
     """Though it has trained in a graph."""

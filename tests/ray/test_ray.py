@@ -1,16 +1,12 @@
 """Jobs on a real Ray cluster of two nodes: `ringreduce.ray`, as its users call it."""
 
 import json
-import shutil
-import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.processes import Process, clean_environment
+from tests.on_ray import output_of
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -21,14 +17,6 @@ pytestmark = [
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "ray_jobs.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_digits.py"
-# A quarter of it on an idle machine.
-LIMIT_S = 400.0
-# By default Ray's workers give way to all other programs, such as other tests.
-VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    "RAY_worker_niceness": "0",
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +26,6 @@ def said(tmp_path_factory):
     lines = output_of(folder, PROGRAM, str(folder)).splitlines()
     facts = [json.loads(line) for line in lines if line.startswith("{")]
     return {fact.pop("case"): fact for fact in facts}
-
-
-def output_of(folder, program, *arguments):
-    """What a program that uses Ray prints; no process of Ray's is left."""
-    # Ray's sockets lie in it, whose paths must be short.
-    short = tempfile.mkdtemp(prefix="rr-")
-    environment = clean_environment(**VARIABLES, RAY_TMPDIR=short)
-    command = [sys.executable, str(program), *arguments]
-    try:
-        with Process(command, folder, environment=environment) as process:
-            try:
-                code = process.wait(LIMIT_S)
-            finally:
-                end_all_below(process.pid)
-            assert code == 0, process.stdout + process.stderr
-            return process.stdout
-    finally:
-        shutil.rmtree(short, ignore_errors=True)
-
-
-def end_all_below(pid):
-    """End Ray's processes, if the program has not."""
-    try:
-        left = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-    for process in left:
-        process.kill()
 
 
 def test_a_function_runs_on_every_rank_and_node_and_again(said):

@@ -23,6 +23,7 @@ from ringreduce.vocabulary.words import brief
 # Keras's own; Orbax is optional in it.
 _NAMES = ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "OrbaxCheckpoint")
 WRITERS = tuple(writer for name in _NAMES if (writer := getattr(keras.callbacks, name, None)))
+_ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # Keras 3.12 has none.
 # Packages whose callbacks record a run, print, or write. None is imported: a class is known by its
 # module, and so is a subclass of it.
 _RECORDERS = {
@@ -117,10 +118,22 @@ class OnRankZero(Forwarding):
         return every_rank(self).rank == 0
 
     def _needs_all(self, hook: str) -> bool:
-        """Whether all ranks call this hook at the same point, and have parts to save in it."""
+        """Whether all ranks call this hook at the same point, and have parts to save in it.
+
+        Raises ConfigError for a callback that would save rank 0's parts as if they were the whole.
+        """
+        if not has_parts(self.model):
+            return False
+        if isinstance(self.callback, _ORBAX):
+            raise ConfigError(
+                "OrbaxCheckpoint cannot save this model: of some variables, or of its optimizer's, "
+                "each rank has a piece, and it would write those of rank 0 alone",
+                **every_rank(self).config.who,
+                remedy="Use keras.callbacks.ModelCheckpoint, to which all ranks give their pieces.",
+            )
         # Ranks make other numbers of calls where nobody looks at batches, and of validation's.
         is_apart = "batch" in hook and not (hook in HOOKS and that_look([self.callback]))
-        return has_parts(self.model) and not is_apart
+        return not is_apart
 
     def _take_over(self) -> None:
         """Have it go on where that of the rank 0 that was lost has ended its last epoch."""

@@ -9,6 +9,9 @@ from ringreduce.keras.private import is_of_keras
 
 BEGINS = "on_train_batch_begin", "on_batch_begin"
 HOOKS = (*BEGINS, "on_train_batch_end", "on_batch_end")
+# Of Keras: they save after epochs, or, by `save_freq`, after batches. Keras 3.12 has no Orbax.
+_NAMES = "ModelCheckpoint", "BackupAndRestore", "OrbaxCheckpoint"
+_SAVERS = tuple(saver for name in _NAMES if (saver := getattr(keras.callbacks, name, None)))
 
 
 def all_of(callbacks: Any) -> list[Any]:
@@ -49,7 +52,6 @@ def _is_harmless(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.TensorBoard):
         batches = callback._start_batch or callback._stop_batch or callback.write_steps_per_second
         return callback.update_freq == "epoch" and not batches
-    by_epochs = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
-    if isinstance(callback, by_epochs):
+    if isinstance(callback, _SAVERS):
         return callback.save_freq in ("epoch", False)
     return isinstance(callback, keras.callbacks.ProgbarLogger)
