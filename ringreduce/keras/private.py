@@ -84,6 +84,10 @@ for _owner, _names in (
             absent(_missing(f"{_owner.__name__}.{_name}"))
 
 
+_VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
+# Whether Keras warns of data that end although nobody has said how many steps an epoch has.
+WARNS_OF_ANY_END = _VERSION < (3, 16)
+
 # The variables that a built optimizer is built for.
 trained_variables: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")
 # A variable's place, by its key, in each of `lists_of_state` of a built optimizer.

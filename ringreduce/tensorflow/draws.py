@@ -6,7 +6,7 @@ they would draw the same noise for other rows. Within `apart` a graph has anothe
 Only graphs: what is drawn eagerly, or under `tf.init_scope`, may be weights or an order of data.
 
 Where we do not trace the step, or XLA compiles it, whose draws follow from no seed and begin alike
-in every process, ranks may draw the same: `drawn` lists what may.
+in every process (`private.XLA_DRAWS_ALIKE`), ranks may draw the same: `drawn` lists what may.
 """
 
 import contextlib
@@ -116,6 +116,8 @@ def _drawn_in(graph: Any, seen: set[int], *, by_xla: bool, is_repeated: bool = F
         if _takes_seeds(op.type) and (is_repeated or _is_of_rows(op)):
             is_of_xla = by_xla or private.is_op_of_xla(op)
             seeds = "XLA" if is_of_xla else f"{op.get_attr('seed')} {op.get_attr('seed2')}"
+            if is_of_xla and not private.XLA_DRAWS_ALIKE:
+                continue
             if seeds != "0 0":  # Of none: each process draws its own.
                 draws.append(Draw(seeds, op))
     for inner in private.graphs_in(graph):

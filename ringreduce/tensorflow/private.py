@@ -95,6 +95,10 @@ is_deterministic = named("tensorflow.python.framework.config", "is_op_determinis
 _ops = named("tensorflow.python.framework.op_def_registry", "get")
 _context = named("tensorflow.python.eager.context", "context")
 
+_VERSION = tuple(map(int, tf.__version__.split(".")[:2]))
+# Whether what XLA compiles begins to draw with the same random numbers in every process.
+XLA_DRAWS_ALIKE = _VERSION < (2, 22)
+
 # Functions that TensorFlow calls, in a thread, with each op that was computed or made there: kind,
 # inputs, attributes and outputs; and, by name, `op_name` and `graph` of one that was made.
 _CALLBACKS = "tensorflow.python.framework.op_callbacks"

@@ -11,6 +11,7 @@ import tensorflow as tf
 import ringreduce.keras as rr
 from ringreduce.keras.checks.warnings import differences
 from ringreduce.keras.model.weighted import changed_by_steps
+from ringreduce.tensorflow.private import XLA_DRAWS_ALIKE
 from tests.programs.shared import digest
 from tests.ranks import on_ranks
 from tests.scope import in_full
@@ -114,13 +115,24 @@ def test_rows_get_other_noise_on_each_rank_and_the_same_in_each_run(kind):
     return digest(weights), after, np.random.rand()
 
 
+@pytest.mark.skipif(XLA_DRAWS_ALIKE, reason="XLA draws the same in every process")
+@on_ranks(2)
+def test_what_xla_draws_by_process_is_no_warning():
+    numbers, _, told = trained("normal", how="rr.fit", jit_compile=True)
+    assert len(set(everyone(numbers))) == 8
+    assert told == []
+
+
 @pytest.mark.parametrize(
     ("how", "options"),
     [
         ("model.fit", {}),
         ("own loop", {}),
         ("rr.fit", {"run_eagerly": True}),
-        ("rr.fit", {"jit_compile": True}),
+        pytest.param(
+            *("rr.fit", {"jit_compile": True}),
+            marks=pytest.mark.skipif(not XLA_DRAWS_ALIKE, reason="XLA draws by process"),
+        ),
     ],
     ids=["model.fit", "own loop", "eagerly", "XLA"],
 )

@@ -366,8 +366,8 @@ class _Passes:
         )
 
     def end(self, *, warns: bool) -> None:
-        """Note that there was no further element."""
-        if warns:
+        """Note that there was no further element; with `warns` say so as Keras does."""
+        if warns and (self.steps or private.WARNS_OF_ANY_END):
             _warn_of_end()
         self.iterator, self._seen = None, 0
 
