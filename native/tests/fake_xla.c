@@ -27,7 +27,7 @@ static XLA_FFI_Error *error_create(XLA_FFI_Error_Create_Args *args)
     return error;
 }
 
-static void error_get_message(XLA_FFI_Error_GetMessage_Args *args)
+static void error_get_details(XLA_FFI_Error_GetDetails_Args *args)
 {
     args->message = args->error->message;
 }
@@ -115,7 +115,7 @@ XLA_FFI_Handler *fake_handler(const char *name)
 
 static const XLA_FFI_Api functions = {
     .XLA_FFI_Error_Create = error_create,
-    .XLA_FFI_Error_GetMessage = error_get_message,
+    .XLA_FFI_Error_GetDetails = error_get_details,
     .XLA_FFI_Error_Destroy = error_destroy,
     .XLA_FFI_Handler_Register = handler_register,
     .XLA_FFI_Future_Create = future_create,

@@ -297,7 +297,7 @@ int main(int count, char **arguments)
         int major, minor;
         size_t size;
         int futures_at;
-    } unknown[] = {{1, 2, 192, 13}, {0, 0, 192, 13}, {0, 3, 192, 13},
+    } unknown[] = {{1, 2, 192, 13}, {0, 0, 192, 13}, {0, 3, 192, 13}, {0, 4, 192, 13},
                    {0, 2, 88, 13},  {0, 2, 200, 13}, {0, 2, 192, 12}};
     for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
         fake_table(unknown[i].major, unknown[i].minor, unknown[i].size, unknown[i].futures_at);
