@@ -1,6 +1,7 @@
 """All private names of Keras that this package uses, checked on import; it changes none.
 
-A version that nobody has tried may lack some: see `ringreduce.tensorflow.private`.
+Of names of modules a version that nobody has tried may lack some: what needs them fails by name.
+Attributes must be there: one that we set, or a method that we override, would have no effect.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from typing import Any
 
 import keras
 
-from ringreduce.tensorflow.private import Absent, absent, named
+from ringreduce.tensorflow.private import Absent, named
 from ringreduce.vocabulary.errors import ConfigError
 
 _FOLDER = str(Path(str(keras.__file__)).parent)
@@ -81,7 +82,7 @@ for _owner, _names in (
 ):
     for _name in _names:
         if not _has(_owner, _name):
-            absent(_missing(f"{_owner.__name__}.{_name}"))
+            raise _missing(f"{_owner.__name__}.{_name}")
 
 
 _VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
@@ -151,7 +152,8 @@ def unbuild(optimizer: keras.Optimizer) -> None:
 def decay_alike(optimizer: keras.Optimizer, pairs: Iterable[tuple[Any, Any]]) -> None:
     """Have `optimizer` decay the second of each pair of variables if it would the first."""
     for variable, other in pairs if getattr(optimizer, "weight_decay", None) else ():
-        if _DECAYED in vars(optimizer):  # Which knows no variables but those that it is built for.
+        if hasattr(optimizer, "_is_excluded_from_weight_decay"):
+            # Keras 3.16, whose other method knows no variables but those that it is built for.
             is_decayed = not optimizer._is_excluded_from_weight_decay(variable)
         else:
             is_decayed = optimizer._use_weight_decay(variable)

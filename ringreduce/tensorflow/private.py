@@ -46,13 +46,10 @@ def named(module: str, name: str, missing: Callable[[str], ConfigError] = _missi
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return absent(missing(f"{module}.{name}"))
-
-
-def absent(error: ConfigError) -> Absent:
-    """Say in a line that a private name is missing, and give what stands for it."""
-    _log.warning("%s: what needs it fails, and all else works", str(error).partition(", which")[0])
-    return Absent(error)
+        error = missing(f"{module}.{name}")
+        what = str(error).partition(", which")[0]
+        _log.warning("%s: what needs it fails, and all else works", what)
+        return Absent(error)
 
 
 _FUNCTIONS = "tensorflow.python.eager.polymorphic_function"
@@ -125,7 +122,7 @@ for _owner, _owners, _names in (
 ):
     for _name in _names:
         if not isinstance(_owner, Absent) and not hasattr(_owner, _name):
-            absent(_missing(f"{_owners}.{_name}"))
+            raise _missing(f"{_owners}.{_name}")
 
 # It must leave our functions in a user's `tf.function` as they are: it cannot read all of Python,
 # and has users report what it cannot to the TensorFlow team.
