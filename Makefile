@@ -16,7 +16,7 @@ INSTALL := install --quiet --disable-pip-version-check --no-compile
 ALONE := MAKEFLAGS=
 
 .PHONY: demo test test-full lint types modules native native-sanitized check check-full check-without-native \
-    check-lowest check-more check-newest soak docs dist release-notes clean
+    check-lowest check-more check-newest environments-and-more soak docs dist release-notes clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -29,9 +29,14 @@ test: $(VENV)/.installed
 # What is slow and rare besides: other versions and systems, no native library, sanitizers, real time,
 # chance. Installing waits for the disk, soaking for faults, Spark for Java: they go side by side.
 test-full: check-full native-sanitized check-without-native
-	$(MAKE) -j 3 $(LOWEST)/.installed $(NEWEST)/.installed $(MORE)/.installed
-	$(MAKE) -j 2 soak check-more
+	$(MAKE) -j 2 soak environments-and-more
 	$(MAKE) check-lowest check-newest
+
+# One after the other: the native library is built in one folder for all.
+environments-and-more:
+	$(MAKE) $(LOWEST)/.installed
+	$(MAKE) $(NEWEST)/.installed
+	$(MAKE) check-more
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -118,7 +123,7 @@ NEW := $(filter-out %order.py %routes.py %callbacks.py %callback_parts.py %evalu
 
 check-newest: export NUMBA_CACHE_DIR = $(abspath $(NEWEST))/numba
 check-newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pip list 2> /dev/null | grep -i -E "^(tensorflow|keras)"
+	$(NEWEST)/bin/python -m pip list 2> /dev/null | grep -i -E "^(tensorflow|keras)" || true
 	export $(QUICK); $(NEWEST)/bin/python -m pytest -n 3 $(SHARED_OUT) --part newest -m "not full" $(NEW) || \
 	    echo "what failed above fails with pre-releases alone: see what changed there"
 
@@ -140,9 +145,10 @@ with-tests-of = echo $(abspath $(VENV))/lib/python*/site-packages > $$(echo $1/l
 MORE := build/more
 JAVA := openjdk-17-jre-headless
 
+MORE_TESTS := tests/spark tests/recipes
 check-more: $(MORE)/.installed
-	export $(GRAPHS); $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark tests/recipes || \
-	    $(ALONE) $(MORE)/bin/python -m pytest --part more tests/spark tests/recipes $(IF_LISTED)
+	export $(GRAPHS); $(ALONE) $(MORE)/bin/python -m pytest --part more $(MORE_TESTS) || \
+	    $(ALONE) $(MORE)/bin/python -m pytest --part more $(MORE_TESTS) $(IF_LISTED)
 
 $(MORE)/.installed: $(SOURCES) $(VENV)/.installed
 	$(PYTHON) -m venv $(MORE)
