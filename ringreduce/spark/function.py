@@ -73,13 +73,18 @@ def run(
         What the function returned, in rank order.
 
     Raises:
-        ConfigError: a setting is impossible, Spark does not start, or has no room for all tasks
-            in time.
+        ConfigError: an argument or setting is impossible, Spark does not start, or has no room for
+            all tasks in time.
         WorkerError: a rank failed, or its task or executor was lost; `peer` is the one that failed
             first, `traceback` says how. All others were stopped.
     """
     if max_restarts < 0:
         raise ConfigError(f"max_restarts is {max_restarts!r}; accepted: 0 or more")
+    if not isinstance(args, (list, tuple)):
+        raise ConfigError(
+            f"args is {args!r}; accepted: a list or tuple of what the function is called with",
+            remedy="The number of ranks is num_proc: run(function, num_proc=4).",
+        )
     choices = Choices(settings)
     session = _session(spark_context, dataframe)
     context = session.sparkContext

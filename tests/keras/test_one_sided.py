@@ -181,6 +181,19 @@ def test_what_a_hook_for_batches_changes_is_told_in_elastic_training(
         assert re.search(text, said_there) if text else said_there == ""
 
 
+def test_a_rate_that_all_set_after_a_batch_hides_no_change_at_the_end_of_the_epoch(monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_ELASTIC", "1")
+
+    def work(ring):
+        model = made(ring)
+        act = functools.partial(set_kernel, model) if ring.rank else bool
+        rates = on_hook("on_train_batch_end", functools.partial(set_rate, model), 2)
+        with pytest.raises(MismatchError, match=KERNEL):
+            train(model, ring, [rates, on_hook("on_epoch_end", act, 1)])
+
+    ring_of_threads(2, work)
+
+
 def test_what_a_rank_hears_of_one_that_is_lost_now_is_compared_too():
     """It missed the end of an exchange, whose result another rank gives it in the next ring."""
 

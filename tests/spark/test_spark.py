@@ -1,5 +1,6 @@
 """Jobs on a real Spark cluster of two executors: `ringreduce.spark`, as its users call it."""
 
+import importlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import ringreduce
 from tests.processes import Process, clean_environment
 
 pytestmark = [
@@ -166,3 +168,10 @@ def test_columns_that_are_no_arrays_are_refused_by_name(said):
 
 def test_no_process_is_left(said):
     assert said["left"] == []
+
+
+@pytest.mark.parametrize("args", [4, "ab"])
+def test_a_number_of_ranks_among_the_arguments_is_refused_before_spark_starts(args):
+    spark = importlib.import_module("ringreduce.spark")
+    with pytest.raises(ringreduce.ConfigError, match=r"num_proc: run\(function, num_proc=4\)"):
+        spark.run(print, args)

@@ -71,8 +71,9 @@ class OneSided:
         self._are_equal = False
         if not self._is_needed or not (self._in_batches or not is_batch):
             return nullcontext()
-        if isinstance(self._held, Written) and not self._held.any_is_changed():
-            self._held = None  # It has watched the hooks of a batch, and sees no others.
+        if isinstance(self._held, Written) and not any(map(self._held.is_changed, self._all)):
+            # It has watched the hooks of a batch, and sees no others. Rates are told in any case.
+            self._held = None
         if self._held is None:
             # Looked for once in an epoch, unless another optimizer or layer is trained since then.
             found_in = self._model.optimizer, [*map(id, self._model.trainable_variables)]
