@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from ringreduce.communicator.rank_zero import on_rank_zero
     from ringreduce.communicator.statistics import Statistics
+    from ringreduce.effects.notice import leave
     from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "init",
     "is_initialized",
     "launch",
+    "leave",
     "local_rank",
     "local_size",
     "on_rank_zero",
@@ -81,6 +83,7 @@ _LATER = {
     "Statistics": "ringreduce.communicator.statistics",
     "ReduceOp": "ringreduce.vocabulary.types",
     "launch": "ringreduce.commands.launch.function",
+    "leave": "ringreduce.effects.notice",
     "on_rank_zero": "ringreduce.communicator.rank_zero",
 }
 

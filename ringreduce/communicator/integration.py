@@ -25,6 +25,13 @@ def membership_of(ring: Communicator) -> Membership:
     return ring._session.membership
 
 
+def job_size(ring: Communicator) -> int:
+    """How many ranks of its job there are now, also where `ring` is a group of some of them."""
+    while ring.parent is not None:
+        ring = ring.parent
+    return ring.size
+
+
 def fail(ring: Communicator, error: RingReduceError) -> RingReduceError:
     """Break the ring with `error`; return it, or what has broken it before, to be raised.
 

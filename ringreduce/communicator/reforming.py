@@ -38,6 +38,7 @@ from ringreduce.pure.views import (
     propose,
     receive,
 )
+from ringreduce.pure.watcher_messages import FORMS_ANEW
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.unix import end_process, has_ended, is_stopped
 from ringreduce.vocabulary.config import TIMES
@@ -62,12 +63,17 @@ class EndedError(RendezvousError):
 
 
 def reform(
-    communicator: Communicator, without: Collection[int] = (), *, at_end: bool = False
+    communicator: Communicator,
+    without: Collection[int] = (),
+    *,
+    leaving: Collection[int] = (),
+    at_end: bool = False,
 ) -> None:
     """Make `communicator`, that of the whole job, work again, of the ranks that are left.
 
     All ranks that are left must call it, whether or not the ring has failed on them; it returns
-    when all have done so and passed a first barrier. Those that do not come within
+    when all have done so and passed a first barrier. Those of `leaving` have told all that they
+    leave (`leave`): nobody waits for them. Those that do not come within
     ``join_timeout_s``, or of `without` within a second, or if they are stopped here within
     ``timeout_s``, are left out; on this host they are killed. One that says that it is in user code
     is waited for until ``busy_timeout_s``.
@@ -94,13 +100,14 @@ def reform(
             **config.who,
             remedy="Rings are formed anew on Linux alone.",
         )
-    old.leave("", gives_way=True)
+    old.leave(FORMS_ANEW, gives_way=True)
     if job is None:
         alone = replace(old.membership, epoch=old.membership.epoch + 1)
         communicator._use(Session(config, alone, None, None, old.lasting))
         return
     for attempts_left in reversed(range(_ATTEMPTS)):
-        with Survivors(job, without, at_end) as survivors:
+        with Survivors(job, without, at_end, leaving) as survivors:
+            leaving = ()  # If some have not heard of it, those may be in the next view.
             view = survivors.agree()
             membership = Membership(view.members, 0, view.number)
             # Ways that were found before may be what has failed.
@@ -123,6 +130,15 @@ def reform(
         return
 
 
+def leave(communicator: Communicator, why: str) -> None:
+    """Leave `communicator`, that of the whole job, for good, as all ranks know from an exchange.
+
+    The others form the ring anew without this rank, at that point. `why` says what has told it to,
+    for one that is late.
+    """
+    communicator._session.go(f"a notice to go ({why})")
+
+
 def answer_others(communicator: Communicator, *, has_ended: bool, training: int = 0) -> None:
     """Choose what others hear that form the ring anew: that it has ended on this rank, or nothing.
 
@@ -143,10 +159,17 @@ class Survivors:
     """This rank among those that are left: they agree who goes on, and exchange what they need.
 
     `without` are ranks that are probably lost; `at_end` as in `reform`. This rank's standby port is
-    open as long as this is, and longer if a rank was left out that may wake, to tell it so.
+    open as long as this is, and longer if a rank was left out that may wake, to tell it so. Those
+    of `leaving` count as dead: they take part in nothing any more.
     """
 
-    def __init__(self, job: formation.Job, without: Collection[int], at_end: bool = False) -> None:
+    def __init__(
+        self,
+        job: formation.Job,
+        without: Collection[int],
+        at_end: bool = False,
+        leaving: Collection[int] = (),
+    ) -> None:
         with job.standby.lock:
             job.standby.answering.close()
             job.standby.is_in_use = True
@@ -155,7 +178,7 @@ class Survivors:
         self._others = [peer for peer in job.agreement.view.members if peer != self._rank]
         self._visits = job.visits()
         self._deadline = math.inf  # until the ranks are agreed on
-        self._dead: frozenset[int] = frozenset()
+        self._leaving = self._dead = frozenset(leaving)
         self._refused: set[int] = set()  # whose ports are refused, which proves nothing
         self._went_on: set[int] = set()  # without this rank
         # By rank: when it last took part, or said that it is in user code; its last values. The
@@ -236,7 +259,7 @@ class Survivors:
             )
         if left := set(members) - set(chosen.members):
             self._find_dead(members)  # Another rank may have proposed who goes on.
-            self._end_left_out(left)
+            self._end_left_out(left - self._leaving)
             where = self._rank, self._config.size
             _log.info("[%d/%d] goes on without %s", *where, self._described(left))
             job.has_left_out |= not left <= self._dead | self._refused
@@ -327,7 +350,8 @@ class Survivors:
     def _described(self, gone: Collection[int]) -> str:
         refused = {*gone} & self._refused - self._dead
         silent = {*gone} - self._dead - self._refused
-        states = {"dead": {*gone} & self._dead, "no longer there": refused, "silent": silent}
+        dead, left = {*gone} & self._dead - self._leaving, {*gone} & self._leaving
+        states = {"left in order": left, "dead": dead, "no longer there": refused, "silent": silent}
         return "; ".join(
             f"{named('rank', sorted(who))}, {how}" for how, who in states.items() if who
         )

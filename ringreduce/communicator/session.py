@@ -31,6 +31,7 @@ from ringreduce.communicator.statistics import Statistics
 from ringreduce.communicator.uneven import Uneven
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.events import Events
+from ringreduce.effects.notice import EndsInOrder
 from ringreduce.effects.recorder import Recorder
 from ringreduce.effects.tracing import Trace
 from ringreduce.engine.engine import Engine
@@ -40,14 +41,13 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Timeouts
+from ringreduce.pure.watcher_messages import FORMS_ANEW
 from ringreduce.transport import inherited
 from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError, RingReduceError
 
 _log = logging.getLogger(__name__)
-
-FORMED_ANEW = "the ring is formed anew"  # why a step ends whose ring is formed anew meanwhile
 
 # Sessions of this process, to be closed when Python ends.
 _opened: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -384,7 +384,8 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
         self._close_standby()
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        is_ordered = isinstance(error, EndsInOrder)
+        if error is None or is_ordered or (isinstance(error, SystemExit) and not error.code):
             # The usual end of a program, unless others still train with it.
             job = self._own_job
             trains = job is not None and job.has_ended is False
@@ -394,6 +395,14 @@ class Session:
         if self.failure is None and not self.is_closed and not self.is_inherited:
             self._record(error)
         self.leave(described(error))
+
+    def go(self, why: str) -> None:
+        """Leave for good while the others form the ring anew, which all ranks know.
+
+        The standby port closes first: else they would wait for this rank there.
+        """
+        self._close_standby()
+        self.leave(why)
 
     def _close_standby(self) -> None:
         if (job := self._own_job) is not None:
@@ -424,7 +433,7 @@ class Session:
         if engine is not None:
             who = f"rank {self.config.rank} of {self.config.size}"
             if gives_way:
-                engine.let_go(f"{who}: {FORMED_ANEW}")
+                engine.let_go(f"{who}: {FORMS_ANEW}")
             else:
                 engine.close(f"{who}: the communicator was closed")
         self.messages.close()

@@ -25,6 +25,7 @@ from ringreduce.communicator.process import (
     size,
 )
 from ringreduce.communicator.rank_zero import on_rank_zero
+from ringreduce.effects.notice import leave
 from ringreduce.keras import callbacks, elastic, parts
 from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.callbacks.profile import warn_of_no_profile
@@ -60,7 +61,7 @@ from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.variables import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["init", "is_initialized", "launch", "local_rank", "local_size", "on_rank_zero"]
+__all__ = ["init", "is_initialized", "launch", "leave", "local_rank", "local_size", "on_rank_zero"]
 __all__ += ["rank", "shutdown", "size"]
 __all__ += ["evaluate", "fit", "joined", "predict", "shard"]
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]

@@ -197,18 +197,39 @@ def results_of_all(
     Those are its values on all ranks. With the aggregation "none" it has that of `states`. The
     metrics hold afterwards what they held before.
     """
-    by_id = {id(v): column for v, column in zip(states.variables, columns, strict=True)}
     with restored(states.variables):
-        for variable, value in zip(states.variables, states.values, strict=True):
-            how = variable.aggregation
-            variable.assign(value if how == "none" else combined(by_id[id(variable)], how))
-        for metric in metrics_in(model):
-            if hasattr(metric, "merge_states"):
-                of_ranks = zip(*(by_id[id(v)] for v in metric.variables), strict=True)
-                together = metric.merge_states(list(map(list, of_ranks)))
-                for variable, value in zip(metric.variables, together, strict=True):
-                    variable.assign(value)
+        _combine(model, states, columns)
         return numbers_in(model.get_metrics_result())
+
+
+def values_of_all(model: Any, batches: int, ring: Communicator) -> list[np.ndarray]:
+    """The values of the metrics of `model` as if one rank had seen all ranks' batches.
+
+    Each rank has seen `batches`. In the order of `states_of`; nothing without batches. Collective.
+    """
+    states = states_of(model, batches)
+    numbers = [states.batches, states.packed(), ""]
+    gathered = gathered_alike(states.layout(), states.compared(), numbers, ring)
+    told = [Told(batches, layout, *rest) for layout, (batches, *rest) in gathered]
+    refuse(ring, _difference(told, ring.members), "backing up of metrics")
+    had_batches = [each.values(states.values) for each in told if each.batches]
+    with restored(states.variables):
+        _combine(model, states, list(zip(*had_batches, strict=True)))
+        return [np.array(variable.numpy()) for variable in states.variables]
+
+
+def _combine(model: Any, states: MetricStates, columns: Sequence[Sequence[np.ndarray]]) -> None:
+    """Give the metrics of `model` what all ranks' values in `columns` make together."""
+    by_id = {id(v): column for v, column in zip(states.variables, columns, strict=True)}
+    for variable, value in zip(states.variables, states.values, strict=True):
+        how = variable.aggregation
+        variable.assign(value if how == "none" else combined(by_id[id(variable)], how))
+    for metric in metrics_in(model):
+        if hasattr(metric, "merge_states"):
+            of_ranks = zip(*(by_id[id(v)] for v in metric.variables), strict=True)
+            together = metric.merge_states(list(map(list, of_ranks)))
+            for variable, value in zip(metric.variables, together, strict=True):
+                variable.assign(value)
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:

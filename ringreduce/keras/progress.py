@@ -14,6 +14,11 @@ class Progress:
 
     # How many batches to read before the first step, and make nothing of.
     unread = 0
+    # What metrics had when those were made, in the order of `metric_states.states_of`: on the first
+    # rank the values of all ranks together, on others nothing. None: it is not known.
+    metrics: Sequence[np.ndarray] | None = None
+    # Whether metrics have, on some rank, what steps of this epoch have led to that others made.
+    has_earlier_steps = False
     # The callbacks, of any rank, that need each step to be a call.
     looking: Sequence[str] = ()
     # Seconds in calls of TensorFlow, and of those in waiting for data; of all steps so far.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ringreduce.pure.flight import cut
-from ringreduce.pure.watcher_messages import TEXT_MAX, Abort
+from ringreduce.pure.watcher_messages import FORMS_ANEW, TEXT_MAX, Abort
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import for_rr
 
@@ -36,6 +36,8 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingRedu
     after = f" after {calls} call{'' if calls == 1 else 's'}"
     less_data = "it had less data"
     less_data += for_rr(", for which ringreduce.keras has shard and joined", "")
+    if why == FORMS_ANEW:
+        return errors.PeerLostError(f"was left by rank {peer}: {why} there{after}", **where)
     if why:
         remedy = f"Read rank {peer}'s log first."
         if why.startswith("SystemExit"):

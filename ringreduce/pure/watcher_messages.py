@@ -79,8 +79,15 @@ class Abort(ErrorRecord, frozen=True, tag=True, kw_only=True):
     text: _Text
 
 
+# Why a rank leaves a ring that it forms anew with others, while no call is under way.
+FORMS_ANEW = "the ring is formed anew"
+
+
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """A rank has closed its communicator after `calls` calls, for the exception `why`, if any."""
+    """A rank has closed its communicator after `calls` calls.
+
+    `why`: the exception for which it has, if any, or `FORMS_ANEW`.
+    """
 
     rank: _Rank
     calls: _Count

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.session import FORMED_ANEW
+from ringreduce.pure.watcher_messages import FORMS_ANEW
 from ringreduce.tensorflow import private
 from ringreduce.vocabulary.errors import ClosedError, ConfigError, RingReduceError
 from ringreduce.vocabulary.words import for_rr
@@ -70,8 +70,8 @@ def _ours(text: str) -> RingReduceError | None:
         failure = ring.failure
         if failure is not None and failure.is_quoted_in(text):
             return failure
-    if FORMED_ANEW in text:
-        return ClosedError(FORMED_ANEW, remedy="Make the step again.")
+    if FORMS_ANEW in text:
+        return ClosedError(FORMS_ANEW, remedy="Make the step again.")
     if _CACHING in text:
         lock = text.partition(_CACHING)[2].partition("('")[2].partition("')")[0]
         return ConfigError(

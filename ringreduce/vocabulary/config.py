@@ -30,6 +30,7 @@ _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE"),
     *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE", "RINGREDUCE_VERIFY"),
     *("RINGREDUCE_ELASTIC", "RINGREDUCE_RING"),
+    *("RINGREDUCE_LEAVE_SIGNAL", "RINGREDUCE_LEAVE_S", "RINGREDUCE_LEAVE_CODE"),
 )
 
 
@@ -353,6 +354,49 @@ def elastic_minimum(variables: Mapping[str, str] | None = None) -> int | None:
     if text and not (text.isdecimal() and int(text)):
         raise ConfigError(f"RINGREDUCE_ELASTIC is {text[:80]!r}; accepted: 1 or more")
     return int(text) if text else None
+
+
+def leave_signal() -> str:
+    """The name of the signal by which a rank is told to go: ``RINGREDUCE_LEAVE_SIGNAL``, or TERM.
+
+    ConfigError unless that is TERM or USR2.
+    """
+    text = os.environ.get("RINGREDUCE_LEAVE_SIGNAL", "") or "TERM"
+    name = text.upper().removeprefix("SIG")
+    if name == "USR1":
+        raise ConfigError(
+            f"RINGREDUCE_LEAVE_SIGNAL is {text[:80]!r}, by which ranks write their flight records",
+            remedy="Take USR2: for Slurm, --signal=USR2@60.",
+        )
+    if name not in ("TERM", "USR2"):
+        raise ConfigError(f"RINGREDUCE_LEAVE_SIGNAL is {text[:80]!r}; accepted: TERM or USR2")
+    return f"SIG{name}"
+
+
+def leave_limit_s() -> float:
+    """How long a rank that is told to go waits for a step at which it can: ``RINGREDUCE_LEAVE_S``.
+
+    10 s; ConfigError unless above 0.
+    """
+    text = os.environ.get("RINGREDUCE_LEAVE_S", "") or "10"
+    try:
+        limit_s = float(text)
+    except ValueError:
+        limit_s = 0.0
+    if not 0 < limit_s < float("inf"):
+        raise ConfigError(f"RINGREDUCE_LEAVE_S is {text[:80]!r}; accepted: seconds, above 0")
+    return limit_s
+
+
+def leave_code() -> int:
+    """The exit code of a rank that has left with notice: ``RINGREDUCE_LEAVE_CODE``, or 0.
+
+    ConfigError unless 0 to 255.
+    """
+    text = os.environ.get("RINGREDUCE_LEAVE_CODE", "") or "0"
+    if not (text.isdecimal() and int(text) <= 255):
+        raise ConfigError(f"RINGREDUCE_LEAVE_CODE is {text[:80]!r}; accepted: 0 to 255")
+    return int(text)
 
 
 def recording_wanted(*, takes: bool = False) -> tuple[int, str] | None:

@@ -39,12 +39,14 @@ ENDS = "kill", "exit", "raise", "leave", "stop"
 def trained(folder, size, *faults, least=1, timeout_s=20.0, variables=(), unlike=None, **case):
     """By rank, what those that are left say. A fault: rank, point, number there, how."""
     case = json.dumps({"way": "eager", "faults": faults, **case})
-    environment = {"RINGREDUCE_ELASTIC": str(least), **dict(variables)}
+    environment = {"RINGREDUCE_ELASTIC": "" if least is None else str(least), **dict(variables)}
     program = ["tests/programs/elastic.py", case, str(folder)]
     options = {"timeout_s": timeout_s, "environment": environment, "unlike": unlike}
     done = run_job(size, program, **options)
     found = {fact["rank"]: fact for fact in facts_in(done.output)}
-    lost = {rank for rank, _, _, how in faults if how in ENDS}
+    lost = {rank for rank, _, _, how in faults if how in ENDS or how == "notice"}
+    if done.exit_code == 143:  # All stopped.
+        lost = {*range(size)}
     assert sorted(found) == sorted({*range(size)} - lost), done.errors
     return found, done
 
@@ -203,8 +205,8 @@ def test_too_few_back_up_and_others_go_on_with_the_next_step(tmp_path, data, siz
     for fact in found.values():
         assert fact["uses"] == ONCE
         assert fact["iterations"] == fact["steps"] == EPOCHS * STEPS
-        # Callbacks see all batches of the epoch that goes on.
-        assert fact["batches"] == (EPOCHS - 1) * STEPS
+        # Callbacks have seen the others before.
+        assert fact["batches"] == EPOCHS * STEPS - (step - 1)
 
 
 def test_a_loop_that_would_make_steps_again_is_refused():
@@ -453,3 +455,62 @@ def test_weights_depend_only_on_who_takes_part_in_each_step(tmp_path):
         assert [fact["uses"] for fact in found.values()] == [uses] * 2
         digests |= {fact["digest"] for fact in found.values()}
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("point", "leavers", "data", "way"),
+    [
+        (("begin", 6), [2], "arrays", "graph"),
+        (("validated", 1), [0, 2], "dataset", "xla"),
+        *(in_full(("end", number), [1], "sequence", "eager") for number in (1, 5, STEPS, 12)),
+        *(in_full(("epoch end", number), [0, 1], "generator", "graph") for number in (1, EPOCHS)),
+        in_full(("begin", 1), [0], "loader", "graph"),
+    ],
+)
+def test_ranks_that_are_told_to_go_leave_in_order(tmp_path, point, leavers, data, way):
+    """No step is made again, and none of theirs is missing in the metrics."""
+    faults = [[rank, *point, "notice"] for rank in leavers]
+    options = {"data": data, "validates": True, "way": way, "writes": True}
+    found, done = trained(tmp_path, 4, *faults, **options)
+    assert sorted(found) == [rank for rank in range(4) if rank not in leavers]
+    assert done.exit_code == 0
+    assert_exactly_once(found)
+    for fact in found.values():
+        assert fact["history"]["seen"] == [48.0] * EPOCHS
+        assert fact["history"]["val_seen"] == [21.0] * EPOCHS
+    assert "Traceback" not in done.errors
+    assert "killed" not in done.errors
+    assert rows_of_log(tmp_path) == ["epoch", *map(str, range(EPOCHS))]
+    for rank in leavers:
+        assert re.search(rf"\[{rank}/4\] leaves after .* \(SIGTERM\)", done.errors)
+        assert re.search(rf"ranks? [0-9, ]*{rank}[0-9, ]* left after .* \(SIGTERM\)", done.errors)
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "leavers", "point", "data"),
+    [
+        (2, 2, [1], ("begin", 6), "arrays"),
+        (3, None, [0], ("validated", 1), "dataset"),
+        in_full(3, None, [2], ("end", 1), "sequence"),
+        in_full(3, None, [0, 1, 2], ("end", STEPS), "arrays"),
+        in_full(3, None, [1], ("epoch end", EPOCHS), "arrays"),
+        in_full(2, None, [1], ("end", 5), "generator"),
+        in_full(1, None, [0], ("end", 6), "dataset"),
+    ],
+)
+def test_a_job_that_stops_goes_on_with_the_next_step(tmp_path, size, least, leavers, point, data):
+    """On another number of ranks, to the weights and the history of one left alone."""
+    case = {"data": data, "validates": True, "backs_up": True, "way": "graph"}
+    faults = [[rank, *point, "notice"] for rank in leavers]
+    found, done = trained(tmp_path, size, *faults, least=least, **case)
+    assert not found
+    assert done.exit_code == 143
+    assert "Traceback" not in done.errors
+    advice = rf"training stops after .*, since ranks? .* told to go \(SIGTERM\).* with {tmp_path}"
+    assert len(re.findall(advice, done.errors)) == size
+    found, _ = trained(tmp_path, 4 - size, **case)
+    for fact in found.values():
+        assert fact["uses"] == ONCE
+        assert fact["iterations"] == fact["steps"] == EPOCHS * STEPS
+        assert fact["history"]["seen"] == [48.0] * EPOCHS
+        assert fact["history"]["val_seen"] == [21.0] * EPOCHS

@@ -16,6 +16,7 @@ from ringreduce import ConfigError, PeerLostError, PeerTimeoutError, RendezvousE
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import answer_others
 from ringreduce.keras.elastic import loops
+from ringreduce.keras.elastic.leaving import Looks
 from ringreduce.keras.elastic.recovery import go_on
 from ringreduce.keras.repeating import Repeating
 from ringreduce.tensorflow.kept import kept
@@ -70,6 +71,7 @@ def trained(way, faults=(), runs=1, fits=False):
         return call
 
     own_rank = ring.rank
+    Looks.is_due = lambda *_: False  # Here some ranks wait at a commit, and others not.
     Communicator.broadcast_object = passing(Communicator.broadcast_object, before="sync")
     Communicator.barrier = passing(Communicator.barrier, after="barrier")
     keras.utils.set_random_seed(1)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ringreduce.commands.launch.failure import Cause, Failure
-from ringreduce.commands.launch.worker_records import Raised
+from ringreduce.commands.launch.worker_records import Goes, Raised
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
 
@@ -91,6 +91,25 @@ def lost(ranks: Sequence[int], failures: Sequence[Failure], where: str) -> str:
     how = f" ({hows})" if hows else ""
     were = "was" if len(ranks) == 1 else "were"
     return f"{named('rank', ranks)}{on} {were} lost {where}".rstrip() + how
+
+
+def left(goes: Mapping[int, Goes]) -> str:
+    """``rank 3 left after step 410 (SIGTERM)``; `goes` is what each rank has said."""
+    where = ", ".join(dict.fromkeys(each.where for each in goes.values()))
+    return f"{named('rank', sorted(goes))} left {where} ({_reasons(goes)})"
+
+
+def stopped(stops: Mapping[int, Goes]) -> str:
+    """How the job has stopped since ranks were told to go, as `stops` of each rank say."""
+    first = next(iter(stops.values()))
+    told = sorted(first.reasons)
+    were = "was" if len(told) == 1 else "were"
+    text = f"training stopped {first.where}, since {named('rank', told)} {were} told to go"
+    return f"{text} ({_reasons(stops)}). {first.said}".rstrip()
+
+
+def _reasons(goes: Mapping[int, Goes]) -> str:
+    return ", ".join(dict.fromkeys(why for each in goes.values() for why in each.reasons.values()))
 
 
 def interrupted(signal: str, raised: Mapping[int, Raised | None]) -> list[str]:

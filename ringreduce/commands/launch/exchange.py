@@ -78,7 +78,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Signal(msgspec.Struct, tag=True, frozen=True):
-    """Send a signal to a rank's processes; one that asks for its flight record to it alone."""
+    """Send a signal to a rank's processes, or to its own alone: see `LocalHost.send`."""
 
     rank: int
     number: int

@@ -252,7 +252,8 @@ class Job:
         for host in self._hosts:
             host.inform(event)
         # What follows from a signal, or from the end of others, is no news to other launchers.
-        if meeting and worker.is_ours and not worker.is_stopped and self.ended_by is None:
+        is_own_doing = self.ended_by is None or worker.notices or worker.goes is not None
+        if meeting and worker.is_ours and not worker.is_stopped and is_own_doing:
             meeting.tell(event)
         if isinstance(event, Ended):
             worker.end(event.returncode, event.how, is_final=event.is_final)
@@ -301,13 +302,17 @@ class Job:
             if not has_settled and running & {*lost}:
                 return
             self._unsaid.popleft()
-            losses = [loss for rank in lost if (loss := self._workers[rank].loss())]
+            went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
+            if went := {r: goes for r in lost if (goes := self._workers[r].goes)}:
+                self._screen.say(f"{conclusion.left(went)}; {went_on}")
+                lost = [rank for rank in lost if rank not in went]
             for rank in lost:
                 self._display.reveal(rank)
                 self._show_error(self._workers[rank])
-            self._lost.append(conclusion.lost(lost, losses, ring.where))
-            went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
-            self._screen.say(f"{self._lost[-1]}: {went_on}")
+            if lost:
+                losses = [loss for rank in lost if (loss := self._workers[rank].loss())]
+                self._lost.append(conclusion.lost(lost, losses, ring.where))
+                self._screen.say(f"{self._lost[-1]}: {went_on}")
 
     def _pass_on(self, number: int) -> None:
         if number in STOPPING and self._stop_s is not None:
@@ -318,13 +323,19 @@ class Job:
         if number in STOPPING:
             self.ended_by = number
             self._stop_s = time.monotonic() + self._plan.grace_s
-            if self._plan.meeting is not None:
+            # Ranks that leave, or stop with all others, tell the others themselves.
+            notices = all(worker.notices for worker in self._running())
+            if self._plan.meeting is not None and not notices:
                 how = f"its launcher was stopped by {signal.Signals(number).name}"
                 first = self._plan.ranks[0]
                 self._plan.meeting.tell(Ended(first, 128 + number, how, is_final=True))
 
     def _limit_grace(self, end_s: float) -> None:
         """Kill workers that have not ended by `end_s`; say so, and before that which those are."""
+        for worker in self._running():
+            # After a failure the signal is a notice to go, of which nothing comes any more.
+            if worker.notices and self.ended_by is None and worker.stopped_s > TIMES.notice_grace_s:
+                worker.stop(signal.SIGKILL)
         left_s, grace_s = end_s - time.monotonic(), self._plan.grace_s
         running = [worker.rank for worker in self._running()]
         fields = {"ranks": named("rank", running), "grace_s": grace_s}
@@ -430,6 +441,10 @@ class Job:
 
     def conclude(self) -> int:
         """Print what failed, the cause first; return the exit code."""
+        stops = {w.rank: w.goes for w in self._workers.values() if w.goes and w.goes.stops}
+        if stops and self.cause is None:
+            self._screen.say(conclusion.stopped(stops))
+            return next(iter(stops.values())).code
         if self.ended_by is not None:
             name = signal.Signals(self.ended_by).name
             raised = {w.rank: w.raised for w in self._workers.values() if not w.is_shown}

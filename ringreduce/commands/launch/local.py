@@ -14,7 +14,7 @@ from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.frames import Records
 from ringreduce.commands.launch.processes import Guard, Pipe, Process
 from ringreduce.commands.launch.standings import Standings
-from ringreduce.commands.launch.worker_records import Stands, WorkerRecord
+from ringreduce.commands.launch.worker_records import Notices, Stands, WorkerRecord
 from ringreduce.pure.views import Standing
 from ringreduce.vocabulary.config import Config, elastic_minimum
 from ringreduce.vocabulary.cores import kernel_kills, memory_limit, usable_cores
@@ -34,6 +34,7 @@ class LocalHost:
         self._processes: dict[int, Process] = {}
         # Each rank's pipes: records first, which decide whether its failure is the cause.
         self._pipes: dict[int, list[Pipe]] = {}
+        self._notices: dict[int, int] = {}  # the signals that tell ranks to go, where one does
         self._kernel_kills = kernel_kills()
         # What became of the job's ranks, which those here can read; None where they have no use.
         self._standings: Standings | None = None
@@ -137,13 +138,18 @@ class LocalHost:
 
         Events of one rank are to come in their order: what it said of itself before its end.
         """
+        if isinstance(event, Told) and isinstance(event.record, Notices):
+            self._notices[event.rank] = event.record.signal
         if self._standings is not None and (standing := standing_of(event)) is not None:
             self._standings.write(standing, event.rank)
 
     def send(self, rank: int, number: int) -> None:
-        """Send a signal to a rank's processes; one that asks for its flight record to it alone."""
+        """Send a signal to a rank's processes.
+
+        To its own alone, if the signal asks for its flight record, or tells it to go.
+        """
         if rank in self._processes:
-            self._processes[rank].send(number)
+            self._processes[rank].send(number, is_notice=number == self._notices.get(rank))
 
     def close(self) -> None:
         for pipes in self._pipes.values():

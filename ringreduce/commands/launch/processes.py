@@ -69,11 +69,15 @@ class Process:
             return file.read().rpartition(b")")[2].split()[0] == b"T"
         return False
 
-    def send(self, number: int) -> None:
-        """Send a signal to its group; does nothing if it has ended."""
+    def send(self, number: int, *, is_notice: bool = False) -> None:
+        """Send a signal to its group; does nothing if it has ended.
+
+        With `is_notice` to itself alone: its children, such as workers that load data, go on.
+        """
+        is_alone = is_notice or number in self._asking
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                (os.kill if number in self._asking else os.killpg)(self.pid, number)
+                (os.kill if is_alone else os.killpg)(self.pid, number)
 
     def reap(self) -> bool:
         """If it has ended, record how and kill the children that it left; return whether."""

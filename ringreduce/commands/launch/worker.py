@@ -7,7 +7,14 @@ from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.commands.launch.worker_records import Exits, ImportedKeras, Joins, Raised
+from ringreduce.commands.launch.worker_records import (
+    Exits,
+    Goes,
+    ImportedKeras,
+    Joins,
+    Notices,
+    Raised,
+)
 
 Host = LocalHost | RemoteHost
 
@@ -26,6 +33,8 @@ class Worker:
         self._stopped_s: float | None = None
         self.rings: dict[int, str] = {}  # the state of those that it has joined, by size
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
+        self.notices = False  # whether a signal tells it to go, rather than to end at once
+        self.goes: Goes | None = None  # that it ends in order, once it has said so
         self.exits: Exits | None = None  # what ends it with exit code 0, if it said so
         # The exception that ends it, once it has said so, and when that was.
         self.raised: Raised | None = None
@@ -37,9 +46,13 @@ class Worker:
         """Whether it is not known to have ended."""
         return self.exit_s is None
 
-    def note(self, record: Joins | ImportedKeras | Exits | Raised) -> None:
+    def note(self, record: Joins | Notices | Goes | ImportedKeras | Exits | Raised) -> None:
         if isinstance(record, Joins):
             self.rings[record.size] = record.state
+        elif isinstance(record, Notices):
+            self.notices = record.signal != 0
+        elif isinstance(record, Goes):
+            self.goes = record
         elif isinstance(record, ImportedKeras):
             self.keras_s = time.monotonic()
         elif isinstance(record, Exits):
@@ -50,6 +63,16 @@ class Worker:
     @property
     def is_stopped(self) -> bool:
         return self._stopped_s is not None
+
+    @property
+    def stopped_s(self) -> float:
+        """For how long the launcher has wanted it to end; 0: it does not."""
+        return 0.0 if self._stopped_s is None else time.monotonic() - self._stopped_s
+
+    @property
+    def goes_in_order(self) -> bool:
+        """Whether it ends, or has ended, as it has said since ranks were told to go."""
+        return self.goes is not None and (self.alive or self._returncode == self.goes.code)
 
     @property
     def is_suspended(self) -> bool:
@@ -97,6 +120,8 @@ class Worker:
 
         Others wait for a ring of `ring_of` ranks; 0: they do not.
         """
+        if self.goes_in_order:
+            return None
         code = 1 if self.raised is None else self.raised.code
         if self._stopped_s is not None:
             is_late = self.raised is None or self.raised_s > self._stopped_s

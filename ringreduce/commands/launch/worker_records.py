@@ -1,4 +1,4 @@
-"""Messages from a worker to its launcher: rings it forms, imports, why it fails. Pure.
+"""Messages from a worker to its launcher: rings it forms, imports, why it ends. Pure.
 
 In frames, over a pipe that only the two have (`handover`); an agent passes them on, and Ray carries
 `Raised` as a result.
@@ -39,6 +39,22 @@ class Stands(msgspec.Struct, tag=True, frozen=True):
     is_gone: bool
 
 
+class Notices(msgspec.Struct, tag=True, frozen=True):
+    """The signal of that number tells the rank to go in order, from now on; 0: none does."""
+
+    signal: int
+
+
+class Goes(msgspec.Struct, tag=True, frozen=True):
+    """The rank ends in order, since ranks were told to go: alone, or with the whole job."""
+
+    reasons: dict[int, str]  # by rank, what has told it to go: ``SIGTERM``
+    where: str  # ``after step 410``
+    code: int  # the exit code that follows
+    stops: bool = False  # whether all ranks end there
+    said: str = ""  # where the job goes on, if all do
+
+
 class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
     """The program has imported Keras, as TensorFlow does too."""
 
@@ -60,4 +76,4 @@ class Raised(ErrorRecord, tag=True, frozen=True):
     code: int = 1  # the exit code that follows
 
 
-WorkerRecord = Joins | Reformed | Killed | Stands | ImportedKeras | Exits | Raised
+WorkerRecord = Joins | Reformed | Killed | Stands | Notices | Goes | ImportedKeras | Exits | Raised

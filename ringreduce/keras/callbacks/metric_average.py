@@ -9,6 +9,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.callbacks.meeting import Ended, EpochMeetings
 from ringreduce.keras.metric_states import MetricStates, states_of
+from ringreduce.keras.progress import progress_of
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -81,7 +82,7 @@ class MetricAverage(keras.callbacks.Callback):
         """Copy the training metrics, which Keras resets after this to validate."""
         self._members = (self._communicator or default_communicator()).members
         if self._in_epoch:
-            self._training, self._batches = states_of(self.model, self._batches), 0
+            self._training, self._batches = self._of_training(), 0
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._training is not None:
@@ -91,12 +92,17 @@ class MetricAverage(keras.callbacks.Callback):
         if self._training is not None:
             self._validation = states_of(self.model, self._batches)
 
+    def _of_training(self) -> MetricStates:
+        progress = progress_of(self.model)
+        has_earlier = progress is not None and progress.has_earlier_steps
+        return states_of(self.model, self._batches or int(has_earlier))
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         ring = self._communicator or default_communicator()
         if ring.size == 1:
             self._forget()
             return
-        training = self._training or states_of(self.model, self._batches)
+        training = self._training or self._of_training()
         validated = None if self._validation is None else self._validation.batches
         ended = Ended(training, self._validation or MetricStates(), validated, self._members)
         self._forget()

@@ -267,7 +267,7 @@ class Together(Forwarding):
         if restores:
             found = found.told(every)
             broadcast_state(self.model, 0, ring)
-        epoch, steps, self._restored, _ = found
+        epoch, steps, self._restored, _, metrics = found
         self._fields = None
         private.set_initial_epoch(self.model, epoch)
         if steps:
@@ -276,7 +276,7 @@ class Together(Forwarding):
                 _log.warning(text, *every.config.who.values(), steps, (epoch or 0) + 1)
                 if unlike := found.unlike(self.model):
                     warn_of_other_steps(unlike, steps, (epoch or 0) + 1)
-            skip(self.model, steps, every)
+            skip(self.model, steps, every, metrics)
         if self._check and ring.size > 1 and self._is_shared(ring):
             try_in_fit(self.model, ring)
         if self._compares and self._is_shared(ring):
@@ -308,6 +308,8 @@ class Together(Forwarding):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, then compare what optimizers have kept equal among these ranks."""
+        if self._fields is None and len(self._restored):
+            self._begin_fields()  # No epoch was left to train.
         super().on_train_end(logs)
         note_fields(self.model, None)
         self._one_sided = self._stopping.one_sided = None

@@ -336,6 +336,8 @@ class _WholeStream(WholeData):
 class _StreamFeed(Feed):
     """Feeds from a generator, or from what yields batches in each pass, as torch's DataLoader."""
 
+    has_places = False  # It may give other batches when it begins anew.
+
     def __init__(self, whole: _WholeStream, plan: Plan) -> None:
         source, first = whole.given, whole.first
         self.first, self.rows = first[0], whole.rows

@@ -45,6 +45,7 @@ class Feed:
     # A tf.data.Dataset as it was given, if it may be shuffled: each iterator takes a seed of it.
     # All ranks must make as many as Keras does, since other data may come from the same shuffle.
     source: Any = None
+    has_places = True  # whether a pass can go on after any batch, once those before were read again
     # The exception of the user's generator or PyDataset; TensorFlow shows only its text.
     failure: Exception | None = None
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so

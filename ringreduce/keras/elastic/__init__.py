@@ -3,9 +3,10 @@
 from typing import NoReturn
 
 from ringreduce.keras.advice import advice_on_name
+from ringreduce.keras.elastic.leaving import Stopped
 from ringreduce.keras.elastic.loops import KerasState, State, run
 
-__all__ = ["KerasState", "State", "run"]
+__all__ = ["KerasState", "State", "Stopped", "run"]
 
 
 def __getattr__(name: str) -> NoReturn:

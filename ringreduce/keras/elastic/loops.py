@@ -9,7 +9,7 @@ Ranks that have committed differently all get the newest commit that one of them
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.reforming import EndedError
 from ringreduce.keras.checks.elastic_refusals import facts_of, refuse
 from ringreduce.keras.checks.seeds import states_of_tensorflow
+from ringreduce.keras.elastic.leaving import Looks, heard
 from ringreduce.keras.elastic.recovery import REPEATS_MAX, ending_together, go_on
 from ringreduce.keras.optimizer.first_step import broadcast_variables
 from ringreduce.keras.repeating import Repeating, is_repeating
@@ -31,7 +32,16 @@ from ringreduce.vocabulary.errors import ConfigError, PeerError, RingReduceError
 
 _log = logging.getLogger(__name__)
 
+_SAVED = "The program has the state of the newest commit, to save it."
 _SAVE = "The state is that of the newest commit: save it where this error is caught."
+
+
+class _Parted(BaseException):
+    """Ranks leave after a commit, and what each was told by; the others go on from there."""
+
+    def __init__(self, going: Mapping[int, str]) -> None:
+        super().__init__("ranks leave")
+        self.going = going
 
 
 class State:
@@ -47,6 +57,7 @@ class State:
         vars(self).update(attributes)
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = 0
+        self._looks: Looks | None = None  # within `run`
         self.save()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
@@ -57,9 +68,23 @@ class State:
         self._reset_callbacks += callbacks
 
     def commit(self) -> None:
-        """Copy what is now, to go back to; all ranks at the same points. It needs no other rank."""
+        """Copy what is now, to go back to; all ranks at the same points.
+
+        It needs no other rank; but within `run` in an elastic job ranks look here, about once a
+        second, which of them were told to go, as by SIGTERM. Those leave, and the others call the
+        loop again from here; or all stop here, if too few would be left.
+
+        Raises:
+            SystemExit: this rank leaves, with the exit code ``RINGREDUCE_LEAVE_CODE`` (0).
+            Stopped: all stop.
+        """
         self.save()
         self._commits += 1
+        looks = self._looks
+        if looks is None or not looks.is_due(self._commits):
+            return
+        if going := looks.look(self._commits):
+            looks.act(going, self._where())
 
     def save(self) -> None:
         """Copy variables and attributes for `restore`; for other ranks that is no commit."""
@@ -81,7 +106,8 @@ class State:
         vars(self).update(ring.broadcast_object(self._attributes(), newest))
         broadcast_variables(self._shared, newest, ring)
         self._commits = max(commits)
-        self.commit()
+        self.save()
+        self._commits += 1
 
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
@@ -123,9 +149,12 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     It is called after ``state.sync()``. When a rank is lost in an elastic job (``ringreduce run
     --elastic``), those that are left form the ring anew, go back to the newest commit and call it
     again. So it must take ranks, shares of data and where to begin from ``rr.size()`` and the state
-    when it begins. All ranks make the same calls in it, and what it returns is returned.
+    when it begins. All ranks make the same calls in it, and what it returns is returned. A rank
+    that is told to go leaves at a commit: see `State.commit`.
 
     Raises:
+        Stopped: ranks were told to go, and too few would be left: a SystemExit, on all ranks, which
+            have the newest commit then.
         RendezvousError: fewer ranks are left than training may go on with. All of them have the
             newest commit then, to save it.
         Exception: what it raises for another reason.
@@ -140,12 +169,18 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             return call()
         refuse(ring, facts_of(None, state._variables))
         kept(ring, Repeating).by = lambda meeting: meeting()
-        try:
-            return _repeated(call, state, ring, minimum)
-        finally:
-            kept(ring, Repeating).by = None
+        with heard(ring, is_elastic=True) as notice:
+            try:
+                state._looks = Looks(ring, notice, lambda: _SAVED, minimum, _part)
+                return _repeated(call, state, ring, minimum)
+            finally:
+                state._looks, kept(ring, Repeating).by = None, None
 
     return running
+
+
+def _part(going: Mapping[int, str]) -> None:
+    raise _Parted(going)
 
 
 def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum: int) -> Any:
@@ -184,11 +219,15 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
                     commits = state._commits
                     result, has_ended = call(), True
                 ring.barrier()  # Without a rank that has ended the others could not go back.
+                assert state._looks is not None
+                if going := state._looks.look(state._commits, is_last=True):
+                    state._looks.act(going, state._where())
                 break
-            except RingReduceError as error:
-                if not (isinstance(ring.failure, PeerError) and repeats_left):
+            except (_Parted, RingReduceError) as error:
+                broken = error if isinstance(error, RingReduceError) else None
+                if broken and not (isinstance(ring.failure, PeerError) and repeats_left):
                     raise
-                repeats_left -= 1
-                where = state._where()
-                go_on(ring, error, minimum, where, go_back, lambda: _SAVE, at_end=at_end)
+                repeats_left -= broken is not None
+                how: Any = {"at_end": at_end, "leaving": getattr(error, "going", {})}
+                go_on(ring, broken, minimum, state._where(), go_back, lambda: _SAVE, **how)
     return result

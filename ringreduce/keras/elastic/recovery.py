@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Reformed
@@ -48,18 +49,20 @@ def ending_together(ring: Communicator) -> Iterator[int]:
 
 def go_on(
     ring: Communicator,
-    error: RingReduceError,
+    error: RingReduceError | None,
     minimum: int,
     where: str,
     catch_up: Callable[[], None],
     back_up: Callable[[], str],
     *,
     at_end: Callable[[], bool],
+    leaving: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
     """Form `ring`, which `error` has broken, anew; then `catch_up` brings all to one point.
 
     That is collective, and made again where one more rank is lost. `where` says in an error and in
     the log when it was: ``in step 7``. `at_end` as `reform`; it is asked again after `catch_up`.
+    Without `error` all ranks know that those of `leaving` leave, and what has told them to.
 
     Raises:
         RendezvousError: fewer than `minimum` ranks are left, before the end. Then rank 0 has called
@@ -71,9 +74,10 @@ def go_on(
     for attempts_left in reversed(range(REPEATS_MAX)):
         try:
             # One whose connection has ended may be in a callback.
-            is_late = isinstance(error, PeerTimeoutError) and error.peer != ring.config.rank
-            late = [error.peer] if is_late and error.peer is not None else []
-            reform(ring, late, at_end=at_end())
+            late = []
+            if isinstance(error, PeerTimeoutError) and error.peer not in (None, ring.config.rank):
+                late = [error.peer]
+            reform(ring, late, leaving=leaving if error is None else (), at_end=at_end())
             gone = sorted({*before} - {*ring.members})
             lost = named("rank", gone)
             catch_up()
@@ -94,8 +98,12 @@ def go_on(
     membership = membership_of(ring)
     is_said = handover.tell(Reformed(membership.epoch, membership.members, where, seconds))
     if gone and not is_said:
+        how = f"lost {lost} {where}"
+        if {*gone} <= {*leaving}:
+            how = (
+                f"{lost} left {where} ({', '.join(dict.fromkeys(leaving[rank] for rank in gone))})"
+            )
         _log.warning(
-            "[%d/%d] lost %s %s; %s went on after %.1f s",
-            *(ring.config.rank, ring.config.size, lost, where, named("rank", ring.members)),
-            seconds,
+            "[%d/%d] %s; %s went on after %.1f s",
+            *(ring.config.rank, ring.config.size, how, named("rank", ring.members), seconds),
         )

@@ -3,9 +3,9 @@
 from typing import Any
 
 from ringreduce.keras import elastic
-from ringreduce.keras.elastic import KerasState, State, run
+from ringreduce.keras.elastic import KerasState, State, Stopped, run
 
-__all__ = ["KerasState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = ["KerasState", "State", "Stopped", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 TensorFlowKerasState, TensorFlowState = KerasState, State
 

@@ -14,8 +14,9 @@ function that makes a step reads the next batch after it; a step that fails read
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -204,12 +205,22 @@ class Elastic:
             if self._steps == 1:
                 refuse(self._ring, {"updates in a step": self._commit.count})
 
-    def _go_on(self, error: RingReduceError, where: str) -> None:
+    def part(self, leaving: Mapping[int, str]) -> None:
+        """Go on without ranks that leave after this step, as all have told each other."""
+        self._go_on(None, f"after step {self._steps}", leaving)
+
+    def _go_on(
+        self,
+        error: RingReduceError | None,
+        where: str,
+        leaving: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         """Form the ring anew of the ranks that are left, and bring all to the same unit."""
         go_on(
             *(self._ring, error, self._minimum, where, self._catch_up),
             lambda: back_up(self._callbacks, self._model, *self._place()),
             at_end=lambda: self._at_end,
+            leaving=leaving,
         )
         self._model._eval_epoch_iterator = None
 

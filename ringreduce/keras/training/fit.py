@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import job_size
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.callbacks.rank_zero import OnRankZero, acts_once
@@ -36,12 +37,14 @@ from ringreduce.keras.checks.settings import (
 from ringreduce.keras.checks.warnings import note_sharding
 from ringreduce.keras.data.batch_shares import Measure, Shares, agreed_shares, told_share
 from ringreduce.keras.data.division import Feed
+from ringreduce.keras.elastic.backup import backups
+from ringreduce.keras.elastic.leaving import heard
 from ringreduce.keras.elastic.recovery import ending_together
 from ringreduce.keras.layers.groups import make_alike
 from ringreduce.keras.model.building import build
 from ringreduce.keras.model.trial_in_fit import AfterFirst, Trial
 from ringreduce.keras.model.weighted import weigh_steps
-from ringreduce.keras.optimizers_in import wrappers_in
+from ringreduce.keras.optimizers_in import is_alone, wrappers_in
 from ringreduce.keras.recording.loops import given_up
 from ringreduce.keras.repeating import is_repeating
 from ringreduce.keras.rows import map_arrays, of_any_rows
@@ -49,6 +52,7 @@ from ringreduce.keras.training.answering import Answering
 from ringreduce.keras.training.arguments import FitArguments
 from ringreduce.keras.training.elastic_steps import Elastic
 from ringreduce.keras.training.feeds import example_of, feeds_of, look
+from ringreduce.keras.training.looking import LooksInFit
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.overridden import fit_through_own, is_overridden
 from ringreduce.keras.training.ranks import Training
@@ -159,7 +163,7 @@ def fit(
     least = elastic_minimum() if ring.size > 1 else None
     own_callbacks, recording = _callbacks_of(given_callbacks(callbacks, backup_dir), ring)
     who, is_elastic = Training.of(model, ring), least is not None
-    is_own_loop, restores, shares = _agreed(given, who, own_callbacks, is_elastic=is_elastic)
+    agreed = _agreed(given, who, own_callbacks, is_elastic=is_elastic)
     looked = look(given)
     # Also a rank that has the data alone may be one of several that have pieces of the model.
     builds = ring.size > 1 or ring.parent is not None or recording is not None
@@ -169,7 +173,8 @@ def fit(
     before, who = who, Training.of(model, ring)
     if who.everyone.members != before.everyone.members:
         # Layers were made, and split, in their first call: now more ranks are known to train it.
-        _, restores, shares = _agreed(given, who, own_callbacks, is_elastic=is_elastic)
+        agreed = _agreed(given, who, own_callbacks, is_elastic=is_elastic)
+    is_own_loop, restores, backs_up, shares = agreed
     try:
         training, validation = feeds_of(
             given, looked, who, shares, is_elastic=is_elastic, may_count=is_own_loop
@@ -193,12 +198,23 @@ def fit(
     exchanges = least is None and (per_rank_data or exchanges)
     weighs = exchanges and not per_rank_data
     _make_ready(model, who, training, weighs=weighs)
-    with contextlib.ExitStack() as elastic:
-        steps = None
+    with contextlib.ExitStack() as block:
+        steps = looks = notice = None
+        # A part of a job's ranks cannot stop the job.
+        if is_own_loop and (is_elastic or backs_up) and who.everyone.size == job_size(ring):
+            notice = block.enter_context(heard(ring, is_elastic=is_elastic))
         if least is not None:
-            elastic.enter_context(ending_together(ring))
+            block.enter_context(ending_together(ring))
             batches = training.dataset.element_spec
-            steps = elastic.enter_context(Elastic(model, ring, least, batches, own_callbacks))
+            steps = block.enter_context(Elastic(model, ring, least, batches, own_callbacks))
+        if notice is not None:
+            has_places = training.has_places and not (per_rank_data or shares.is_measured)
+            looks = LooksInFit(
+                *(model, who, notice, own_callbacks),
+                stops_in_epochs=has_places and not is_alone(model),
+                minimum=least,
+                part=None if steps is None else steps.part,
+            )
         around = _around(
             given, who, training, validation, shares, own_callbacks, restores, is_own_loop
         )
@@ -231,6 +247,7 @@ def fit(
             trial if is_read_ahead else None,
             exchanges=exchanges,
             makes=steps,
+            looks=looks,
             epochs=epochs,
             verbose=verbose if who.is_first or steps is not None else 0,
             initial_epoch=initial_epoch,
@@ -293,17 +310,20 @@ def _around(
 
 def _agreed(
     given: FitArguments, who: Training, callbacks: list[Any], *, is_elastic: bool
-) -> tuple[bool, bool, Shares]:
-    """Whether the loop is ours, and may restore something; shares of batches. One exchange.
+) -> tuple[bool, bool, bool, Shares]:
+    """Whether the loop is ours, may restore something, and backs up; shares of batches.
+
+    One exchange.
 
     Raises, on all ranks, unless these have the same settings, and their shares go with the rest.
     """
     ring, every, settings = who.data, who.everyone, given.settings
     # A package may have replaced `fit` on some ranks: all have the same loop.
     is_plain = private.has_plain_fit(given.model)
-    own = digest_of([settings]), is_plain, may_restore(callbacks), told_share(given.batch_share)
+    has = may_restore(callbacks), bool(backups(callbacks))
+    own = digest_of([settings]), is_plain, *has, told_share(given.batch_share)
     told = every.all_gather_object(own) if every.size > 1 else [own]
-    digests, are_plain, restoring, of_ranks = zip(*told, strict=True)
+    digests, are_plain, restoring, backing_up, of_ranks = zip(*told, strict=True)
     refuse_unlike([settings], digests, every)
     by_rank = dict(zip(every.members, of_ranks, strict=True))
     shares = agreed_shares([by_rank[rank] for rank in ring.members], ring)
@@ -318,7 +338,7 @@ def _agreed(
             remedy="Pass a number, the same on all ranks of a model group.",
         )
     # Rank 0 decides: others may have left out what acts on rank 0 only.
-    return all(are_plain), restoring[0], shares
+    return all(are_plain), restoring[0], backing_up[0], shares
 
 
 def _callbacks_of(
@@ -373,6 +393,7 @@ def fit_on(
     trial: Trial | None = None,
     exchanges: bool = False,
     makes: MakesSteps | None = None,
+    looks: LooksInFit | None = None,
     **options: Any,
 ) -> Any:
     """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
@@ -389,7 +410,8 @@ def fit_on(
     try:
         with _quiet_without(validation):
             if who is not None:
-                loop = Loop(model, training, who, trial, exchanges=exchanges, makes=makes)
+                how: Any = {"exchanges": exchanges, "makes": makes, "looks": looks}
+                loop = Loop(model, training, who, trial, **how)
                 # Another rank could not go on with a bar of Keras's list.
                 options["adds_bar"] = makes is None
                 return loop.run([passes, *callbacks], validation=validation, **options)

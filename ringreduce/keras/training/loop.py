@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from ringreduce.keras import private
+from ringreduce.keras import metric_states, private
 from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.callbacks.watching import all_of, that_begin_epochs, that_look
 from ringreduce.keras.checks import seeds
@@ -33,6 +34,7 @@ from ringreduce.keras.model.averages import Averages
 from ringreduce.keras.model.building import build
 from ringreduce.keras.model.trial_in_fit import Trial
 from ringreduce.keras.progress import training
+from ringreduce.keras.training.looking import LooksInFit
 from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.steps import MakesSteps, Steps
 from ringreduce.tensorflow.private import is_deterministic
@@ -46,7 +48,7 @@ class Loop:
 
     `exchanges`: steps exchange their weights, so that where data has no known length the ranks find
     out in a step that there is none left. `makes` makes the steps; by default the model's `Steps`.
-    Before the first step the `trial`, if there is one, runs.
+    Before the first step the `trial`, if there is one, runs. After some steps there are `looks`.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Loop:
         *,
         exchanges: bool = False,
         makes: MakesSteps | None = None,
+        looks: LooksInFit | None = None,
     ) -> None:
         self._model, self._feed, self._who, self._trial = model, feed, who, trial
-        self._exchanges, self._given = exchanges, makes
+        self._exchanges, self._given, self._looks = exchanges, makes, looks
         self._is_first = True  # whether no call was made
         self._is_prepared = False  # whether there were steps before
         # Whether ranks agree on who wants to stop before each epoch, and have before this one.
@@ -118,7 +121,9 @@ class Loop:
         self._progress.looking = self._agree_who_looks()
         self._is_watched = bool(self._progress.looking)
         averages = Averages(model, self._who.data)
-        for epoch in range(private.initial_epoch_of(model) or epochs.start, epochs.stop):
+        first = private.initial_epoch_of(model) or epochs.start
+        self._passes.take_seeds(first - epochs.start)
+        for epoch in range(first, epochs.stop):
             model.reset_metrics()
             self._feed.begin(epoch)
             callbacks.on_epoch_begin(epoch)
@@ -134,6 +139,10 @@ class Loop:
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
+            if self._looks is not None and epoch + 1 < epochs.stop:
+                self._looks.after_epoch(epoch + 1)
+        if self._looks is not None and epochs.stop > 0:
+            self._looks.after_epoch(epochs.stop, is_last=True)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
@@ -206,22 +215,26 @@ class Loop:
         # What one has set since, such as a handler of signals, counts when ranks agree again.
         is_agreed = self._is_beginning or self._begins or self._who.everyone.size == 1
         is_stopping, self._is_beginning = model.stop_training and is_agreed, False
+        self._progress.has_earlier_steps = False
+        if self._progress.unread and not self._skip(epoch):
+            return self._logs
         while most := passes.most(1 if is_stopping else self._suitable()):
             first = passes.place
             callbacks.on_train_batch_begin(first)
             done, logs = self._call(passes.iterator, most)
             if not done:
-                passes.end(warns=not self._progress.unread)
+                passes.end(warns=True)
                 break
             self._logs = logs
             callbacks.on_train_batch_end(passes.pass_by(done), logs)
+            if self._looks is not None:
+                self._looks.after_steps(epoch, passes.place - first, passes.place)
             if model.stop_training and (
                 is_stopping or self._is_watched or self._who.everyone.size == 1
             ):
                 break
         else:
             passes.finish()
-        self._end_skipping(epoch)
         return self._logs
 
     def _tried(self, iterator: Any) -> Any:
@@ -240,7 +253,9 @@ class Loop:
     def _suitable(self) -> int:
         """How many steps the next call should make at most."""
         singly = self._is_first or self._is_watched or self._asks_each
-        return 1 if singly or self._model.run_eagerly or is_deterministic() else sys.maxsize
+        if singly or self._model.run_eagerly or is_deterministic():
+            return 1
+        return sys.maxsize if self._looks is None else self._looks.left
 
     def _limit_s(self, most: int) -> float | None:
         """For how long a call may begin steps; None: `Steps.run` makes `most` one by one."""
@@ -253,8 +268,6 @@ class Loop:
     def _call(self, iterator: Any, most: int) -> tuple[int, Any]:
         """Make up to `most` steps; return how many, and the logs of the last."""
         self._makes, progress = self._prepared(), self._progress
-        if progress.unread:
-            return self._skip(iterator, min(most, progress.unread)), {}
         try:
             if self._trial is None:
                 limits = most, self._limit_s(most)
@@ -270,21 +283,39 @@ class Loop:
         self._is_first = False
         return done, logs
 
-    def _skip(self, iterator: Any, most: int) -> int:
-        """Read up to `most` batches whose steps a backup has; return how many there were."""
-        done = 0
-        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-            while done < most:
-                next(iterator)
-                done += 1
-        self._progress.unread -= done
-        self._makes.skip(done)
-        return done
+    def _skip(self, epoch: int) -> bool:
+        """Read the batches whose steps a backup has; False: there are no more.
+
+        Callbacks have heard of them before it.
+        """
+        progress, passes, metrics = self._progress, self._passes, self._progress.metrics
+        self._logs, progress.has_earlier_steps = {}, metrics is not None
+        if metrics is not None:
+            variables = metric_states.states_of(self._model, batches=1).variables
+            if [np.shape(value) for value in metrics] == [tuple(v.shape) for v in variables]:
+                for variable, value in zip(variables, metrics, strict=True):
+                    variable.assign(value)
+            self._logs = self._model.get_metrics_result()  # If no step is left.
+        while progress.unread > 0 and (most := passes.most(progress.unread)):
+            first, done = passes.place, 0
+            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                while done < most:
+                    next(passes.iterator)
+                    done += 1
+            if not done:
+                passes.end(warns=False)
+                self._end_skipping(epoch)
+                return False
+            self._makes.skip(done)
+            passes.pass_by(done)
+            progress.unread -= passes.place - first
+        self._end_skipping(epoch)
+        return True
 
     def _end_skipping(self, epoch: int) -> None:
         """Warn on rank 0 if an epoch had fewer batches than a backup has steps of it."""
         progress, read = self._progress, self._passes.place
-        if progress.unread and self._who.is_first and not self._model.stop_training:
+        if progress.unread > 0 and self._who.is_first and not self._model.stop_training:
             warn_at_users_line(
                 f"training goes on from a backup after step {read + progress.unread} of epoch "
                 f"{epoch + 1}, of which the data have only {read} batches now: that epoch makes no "
@@ -292,7 +323,7 @@ class Loop:
                 "job with the same data, batch_size and steps_per_epoch.",
                 DataWarning,
             )
-        progress.unread = 0
+        progress.unread, progress.metrics = 0, None
 
 
 class _ReadAhead:
@@ -331,6 +362,13 @@ class _Passes:
         if self.iterator is None:
             self.iterator = iter(self._dataset if self._repeated is None else self._repeated)
         self.place = 0
+
+    def take_seeds(self, epochs: int) -> None:
+        """Take those of that many epochs, which a backup has: a shuffle goes on where it was."""
+        if self._source is not None and self.steps is None:
+            # One to read from, and where the end is known the one of `finish`.
+            for _ in range(epochs * (1 if self.batches is None else 2)):
+                iter(self._source)
 
     def most(self, suitable: int) -> int:
         """How many steps the next call may make, at most `suitable`; 0: the epoch has ended."""

@@ -1,0 +1,175 @@
+r"""Ranks told to go leave a training in order, at a point where all are; or all stop there.
+
+    step 409   step 410 -- look: rank 3 was told to go     step 411
+    rank 3                  \- leaves, SystemExit
+    ranks 0 to 2             \- form the ring anew ------- go on; too few: all back up, and stop
+
+A look is one exchange of a few numbers, about once a second: who was told to go, and at which step
+to look next, the least of what ranks want. The first that finds somebody sets another soon, at
+which all that were told at about the same time go together. Between looks nothing travels.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import keras
+import numpy as np
+
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Goes
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.reforming import leave
+from ringreduce.effects.notice import CALL, EndsInOrder, Notice, hearing
+from ringreduce.keras.repeating import repeated
+from ringreduce.vocabulary.config import TIMES, leave_code, leave_signal
+from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.vocabulary.words import named
+
+_log = logging.getLogger(__name__)
+
+_STOPPED = 143  # As a shell has it for SIGTERM: schedulers start such a job again.
+_GROWTH = 8  # of the steps from one look to the next, until it is known how long a step takes
+
+
+class Stopped(EndsInOrder):
+    """The training stops on all ranks, since some were told to go: a SystemExit with code 143.
+
+    `rr.fit` has backed up. In a loop of `rr.elastic.run` all ranks have the newest commit: catch it
+    to save that.
+    """
+
+
+class Looks:
+    """When the ranks of `ring` look which of them were told to go, and what they do then.
+
+    In an elastic job at least `minimum` ranks go on without the others; None: all stop. `back_up`
+    says, on all ranks, how the job goes on after that. `part` is called on those that go on, and
+    `hand_over` on all before, with the ranks that stay. All three are collective.
+    """
+
+    def __init__(
+        self,
+        ring: Communicator,
+        notice: Notice,
+        back_up: Callable[[], str],
+        minimum: int | None = None,
+        part: Callable[[Mapping[int, str]], None] | None = None,
+        hand_over: Callable[[Sequence[int]], None] = lambda stays: None,
+    ) -> None:
+        self._ring, self._notice, self._back_up = ring, notice, back_up
+        self._minimum, self._part, self._hand_over = minimum, part, hand_over
+        self._due, self._most = 1, 1  # the count of the next look; how many there are between two
+        self._has_seen = False  # whether the look before has found somebody
+        self._latest, self._latest_s = 0, time.monotonic()  # the count at it, and when it was
+
+    def left(self, count: int) -> int:
+        """How many steps may be made after `count` of them until the next look, at least one."""
+        return max(1, self._due - count)
+
+    def is_due(self, count: int) -> bool:
+        """Whether ranks look now that `count` steps were made, equally many on all."""
+        return count >= self._due
+
+    def look(self, count: int, *, is_last: bool = False) -> dict[int, str]:
+        """The ranks that go now, and what has told them to. Collective.
+
+        `is_last`: there may be no look after this one.
+        """
+        ring = self._ring
+        told = np.zeros(2 + ring.config.size, np.int64)
+        told[:2] = [-(count + steps) for steps in self._wishes(count)]
+        if self._notice.reason:
+            told[2 + ring.config.rank] = 1 + (self._notice.reason == CALL)
+        found = told.tolist()
+        if ring.size > 1:
+            found = repeated(ring, lambda: ring.all_reduce(told.copy(), ReduceOp.MAX).tolist())
+        regular, soon, *reasons = found
+        names = {1: leave_signal(), 2: CALL}
+        going = {rank: names[reasons[rank]] for rank in ring.members if reasons[rank]}
+        is_first, self._has_seen = not self._has_seen, bool(going)
+        self._due = -(soon if going else regular)
+        return going if is_last or not is_first else {}
+
+    def _wishes(self, count: int) -> tuple[int, int]:
+        """After how many steps this rank wants the next look, and one that has to come soon."""
+        now = time.monotonic()
+        rate = (count - self._latest) / max(now - self._latest_s, 1e-9)
+        self._latest, self._latest_s = count, now
+        self._most = max(1, min(int(rate * TIMES.look_s), _GROWTH * self._most))
+        return self._most, max(1, min(int(rate * TIMES.look_again_s), self._most))
+
+    def goes_on(self, going: Mapping[int, str]) -> bool:
+        """Whether the job goes on without them."""
+        return self._minimum is not None and len(self._staying(going)) >= self._minimum
+
+    def _staying(self, going: Mapping[int, str]) -> list[int]:
+        return [rank for rank in self._ring.members if rank not in going]
+
+    def act(self, going: Mapping[int, str], where: str) -> None:
+        """Leave, go on without those that leave, or stop with all others. Collective.
+
+        Raises:
+            EndsInOrder: this rank leaves, with ``RINGREDUCE_LEAVE_CODE``.
+            Stopped: all stop.
+        """
+        ring, own = self._ring, self._ring.config.rank
+        self._notice.is_met = own in going or not self.goes_on(going)
+        if not self.goes_on(going):
+            said = self._back_up()
+            if not handover.tell(Goes(dict(going), where, _STOPPED, stops=True, said=said)):
+                text = "[%d/%d] training stops %s, since %s told to go (%s). %s"
+                who = own, ring.config.size, where, _were(going), _reasons(going), said
+                _log.warning(text, *who)
+            raise Stopped(_STOPPED)
+        self._hand_over(self._staying(going))
+        if own in going:
+            code = leave_code()
+            if not handover.tell(Goes({own: going[own]}, where, code)):
+                text = "[%d/%d] leaves %s (%s)"
+                _log.warning(text, own, ring.config.size, where, going[own])
+            leave(ring, going[own])
+            raise EndsInOrder(code)
+        assert self._part is not None
+        self._part(going)
+
+
+def _were(going: Mapping[int, str]) -> str:
+    return f"{named('rank', sorted(going))} {'was' if len(going) == 1 else 'were'}"
+
+
+def _reasons(going: Mapping[int, str]) -> str:
+    return ", ".join(dict.fromkeys(going.values()))
+
+
+@contextmanager
+def heard(ring: Communicator, *, is_elastic: bool) -> Iterator[Notice]:
+    """Within the block this rank hears what tells it to go, in a training of this thread."""
+    who = f"[{ring.config.rank}/{ring.config.size}]"
+    notice = Notice(who, _doing_here(), lambda: not is_elastic and ring.failure is not None)
+    with hearing(notice):
+        yield notice
+
+
+def _doing_here() -> Callable[[], str]:
+    """A function that says, in any thread, what holds up the training in this one."""
+    thread = threading.get_ident()
+
+    def doing() -> str:
+        innermost = sys._current_frames().get(thread)
+        for frame, _ in traceback.walk_stack(innermost):
+            owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+            if isinstance(owner, keras.Model) and name == "evaluate":
+                return "it is in validation"
+            is_hook = isinstance(owner, keras.callbacks.Callback) and name.startswith("on_")
+            if is_hook and not type(owner).__module__.startswith("ringreduce."):
+                return f"it is in {type(owner).__name__}.{name}"
+        return "it is in a step, or at the begin of training"
+
+    return doing

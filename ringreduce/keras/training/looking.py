@@ -1,0 +1,111 @@
+"""The looks of `rr.fit`: after steps, after epochs, and what a job that stops there backs up.
+
+Of some data and strategies an epoch has no point from which all could go on: these look at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.communicator.rank_zero import on_rank_zero
+from ringreduce.effects.notice import Notice
+from ringreduce.keras import metric_states
+from ringreduce.keras.elastic.backup import back_up
+from ringreduce.keras.elastic.leaving import Looks
+from ringreduce.keras.repeating import repeated
+from ringreduce.keras.training.ranks import Training
+
+_MANY = 1 << 62
+
+
+class LooksInFit:
+    """Those of a training of `model`, which `callbacks` back up, where one of them can.
+
+    `stops_in_epochs`: whether training can go on after any step. In an elastic job `minimum` ranks
+    go on without those that leave, after `part` of these.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        who: Training,
+        notice: Notice,
+        callbacks: Sequence[Any],
+        *,
+        stops_in_epochs: bool,
+        minimum: int | None = None,
+        part: Callable[[Mapping[int, str]], None] | None = None,
+    ) -> None:
+        self._model, self._who, self._callbacks = model, who, callbacks
+        self._stops_in_epochs = stops_in_epochs
+        # In an elastic job ranks may leave though all could not stop there.
+        self._is_in_epochs = stops_in_epochs or minimum is not None
+        ways = self._back_up, minimum, part, self._hand_over
+        self._looks = Looks(who.everyone, notice, *ways)
+        self._count = 0  # of steps that were made
+        self._place = 0, 0  # the epoch with which a backup would go on, and steps of that
+
+    @property
+    def left(self) -> int:
+        """How many steps the next call may make at most."""
+        return self._looks.left(self._count) if self._is_in_epochs else _MANY
+
+    def after_steps(self, epoch: int, made: int, place: int) -> None:
+        """Look, if that is due, after `made` more steps; the epoch has had `place`."""
+        self._count += made
+        if self._is_in_epochs and self._looks.is_due(self._count):
+            self._place = epoch, place
+            going = self._looks.look(self._count)
+            if going and (self._stops_in_epochs or self._looks.goes_on(going)):
+                self._looks.act(going, f"after step {place} of epoch {epoch + 1}")
+
+    def after_epoch(self, epoch: int, *, is_last: bool = False) -> None:
+        """Look after an epoch, before that of number `epoch`, where that is needed."""
+        if is_last or not self._stops_in_epochs:
+            self._place = epoch, 0
+            if going := self._looks.look(self._count, is_last=True):
+                self._looks.act(
+                    going, "after the last epoch" if is_last else f"after epoch {epoch}"
+                )
+
+    def _hand_over(self, stays: Sequence[int]) -> None:
+        """Have the first rank that stays count in metrics what all have seen in this epoch."""
+        ring, steps = self._who.data, self._place[1]
+        if not steps:
+            return
+
+        def together() -> list[bytes]:
+            return [value.tobytes() for value in metric_states.values_of_all(model, steps, ring)]
+
+        model = self._model
+        values = repeated(ring, together)
+        if ring.config.rank != stays[0]:
+            model.reset_metrics()
+            return
+        variables = metric_states.states_of(model, steps).variables
+        for variable, value in zip(variables, values, strict=True):
+            like = variable.numpy()
+            variable.assign(np.frombuffer(value, like.dtype).reshape(like.shape))
+
+    def _back_up(self) -> str:
+        """Back up on rank 0, with what all ranks have; how the job goes on then."""
+        epoch, steps = self._place
+        metrics: list[np.ndarray] = []
+        if steps:
+            metrics = metric_states.values_of_all(self._model, steps, self._who.data)
+        save = partial(self._backed_up, epoch, steps, metrics)
+        return on_rank_zero(save, communicator=self._who.everyone)
+
+    def _backed_up(self, epoch: int, steps: int, metrics: list[np.ndarray]) -> str:
+        try:
+            return back_up(self._callbacks, self._model, epoch, steps, metrics)
+        except Exception as error:  # Of the disk, or of a model that cannot be saved.
+            return (
+                f"It could not be backed up ({type(error).__name__}: {error}): the backup before, "
+                "if there is one, stays."
+            )
