@@ -17,7 +17,8 @@ PUBLIC = [
     *("MismatchError", "NativeError", "NumericsError", "PeerError", "PeerLostError"),
     *("PeerTimeoutError", "ProtocolError", "ReduceOp", "RendezvousError", "RingReduceError"),
     *("Statistics", "WorkerError", "__version__", "default_communicator", "init"),
-    *("is_initialized", "launch", "local_rank", "local_size", "on_rank_zero", "rank", "shutdown"),
+    *("is_initialized", "launch", "leave", "local_rank", "local_size", "on_rank_zero"),
+    *("rank", "shutdown"),
     "size",
 ]
 COMMUNICATOR = [
@@ -33,13 +34,13 @@ KERAS = [
     *("Pipeline", "PowerSGD", "RowParallelDense", "ShardedEmbedding", "Strategy"),
     *("SyncBatchNormalization", "all_gather", "all_reduce", "all_to_all", "broadcast"),
     *("broadcast_variables", "callbacks", "elastic", "evaluate", "fit", "fold_seeds", "init"),
-    *("is_initialized", "joined", "launch", "load_model", "local_rank", "local_size"),
+    *("is_initialized", "joined", "launch", "leave", "load_model", "local_rank", "local_size"),
     *("on_rank_zero", "parts", "predict", "rank", "recv", "reduce_scatter", "send", "shard"),
     *("shutdown", "size", "step_weight", "verify_replicas"),
 ]
 OF_KERAS = {
     "callbacks": ["OnRankZero", "Profile", "Together", "VerifyReplicas"],
-    "elastic": ["KerasState", "State", "run"],
+    "elastic": ["KerasState", "State", "Stopped", "run"],
     "parts": ["PartLayer", "in_parts", "look_up", "summary"],
 }
 

@@ -445,6 +445,11 @@ class Job:
         if stops and self.cause is None:
             self._screen.say(conclusion.stopped(stops))
             return next(iter(stops.values())).code
+        own = [worker for worker in self._workers.values() if worker.is_ours]
+        left = {w.rank: w.goes for w in own if w.goes is not None and w.goes_in_order}
+        if self.ended_by is not None and left and len(left) == len(own):
+            self._screen.say(conclusion.left(left))
+            return next(iter(left.values())).code
         if self.ended_by is not None:
             name = signal.Signals(self.ended_by).name
             raised = {w.rank: w.raised for w in self._workers.values() if not w.is_shown}

@@ -291,6 +291,9 @@ class Loop:
         progress, passes, metrics = self._progress, self._passes, self._progress.metrics
         self._logs, progress.has_earlier_steps = {}, metrics is not None
         if metrics is not None:
+            build(
+                self._model, self._feed.spec
+            )  # Metrics, which one process makes in its first step.
             variables = metric_states.states_of(self._model, batches=1).variables
             if [np.shape(value) for value in metrics] == [tuple(v.shape) for v in variables]:
                 for variable, value in zip(variables, metrics, strict=True):
