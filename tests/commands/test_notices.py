@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ringreduce import WorkerError, launch
 from ringreduce.commands.launch.conclusion import left, stopped
 from ringreduce.commands.launch.worker import Worker
 from ringreduce.commands.launch.worker_records import Exits, Goes, Notices, Raised
@@ -93,6 +94,25 @@ def test_after_a_failure_a_rank_that_waits_for_a_step_is_soon_killed(tmp_path: P
         assert process.wait() == 1
         assert not any(map(is_running, numbers(process.stdout, "child")))
         assert "rank 0 failed first (exit code 1)" in process.stderr
+
+
+def stops(rank_that_is_told):
+    import os
+
+    from ringreduce.commands.launch import handover
+    from ringreduce.effects.notice import EndsInOrder
+
+    is_all = rank_that_is_told is None
+    if is_all or int(os.environ["RINGREDUCE_RANK"]) == rank_that_is_told:
+        handover.tell(Goes({1: "SIGTERM"}, "after step 4", 143 * is_all, stops=is_all, said="So."))
+        raise EndsInOrder(143 * is_all)
+    return "trained"
+
+
+def test_a_function_whose_ranks_stop_or_leave_in_order():
+    with pytest.raises(WorkerError, match=r"training stopped after step 4, .* \(SIGTERM\)\. So\."):
+        launch(stops, 2, None)
+    assert launch(stops, 2, 1) == ["trained", None]
 
 
 GOES = Goes({3: "SIGTERM"}, "after step 410", 0)

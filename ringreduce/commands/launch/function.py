@@ -71,13 +71,15 @@ def launch(
             ``log_dir``; by default as the environment has it.
 
     Returns:
-        What the function returned, in rank order: copies, made by cloudpickle.
+        What the function returned, in rank order: copies, made by cloudpickle. None of a rank that
+        has left an elastic training since it was told to go.
 
     Raises:
         ConfigError: the function or its arguments cannot be pickled, `n` is not at least 1, or a
             setting is unknown or impossible. Nothing was started.
         WorkerError: a worker failed, or its result cannot be pickled. `peer` is the first that
-            failed, `traceback` says how; all others were stopped.
+            failed, `traceback` says how; all others were stopped. Or training has stopped since
+            some were told to go: the error says how it goes on.
         KeyboardInterrupt: this process was interrupted. Other signals, too, do what they would
             have done, once the workers have ended.
     """
@@ -107,6 +109,8 @@ def launch(
             inherited=[(sent.fileno(), result.fileno()) for result in results],
         )
         job = supervise(plan)
+        if job.ended_by is None and job.stopped:
+            raise WorkerError(job.stopped, size=size)
         if job.ended_by is not None:
             job.conclude()
             signal.raise_signal(job.ended_by)
@@ -115,7 +119,12 @@ def launch(
             raise WorkerError(f"the workers were stopped by {name}", size=size)
         if (cause := job.cause) is not None:
             raise worker_error(cause, size, [*cause.first.traceback, *job.consequences()])
-        return [_read(result, rank, size) for rank, result in enumerate(results)]
+        left = job.left
+        returned: list[Any] = [
+            None if rank in left else _read(result, rank, size)
+            for rank, result in enumerate(results)
+        ]
+        return returned
 
 
 def checked_size(count: Any, call: str) -> int:

@@ -27,7 +27,7 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import Killed, Reformed, Stands
+from ringreduce.commands.launch.worker_records import Goes, Killed, Reformed, Stands
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
@@ -94,6 +94,18 @@ class Job:
     def cause(self) -> Cause | None:
         """Why the job failed; None if it did not, or may go on without the ranks that failed."""
         return find_cause(self._failures(), self._ring.members)
+
+    @property
+    def left(self) -> dict[int, Goes]:
+        """The ranks that have ended in order, since some were told to go, and what each said."""
+        every = self._workers.values()
+        return {w.rank: w.goes for w in every if w.goes is not None and w.goes_in_order}
+
+    @property
+    def stopped(self) -> str:
+        """How the whole job has ended in order; empty if it has not."""
+        stops = {rank: goes for rank, goes in self.left.items() if goes.stops}
+        return conclusion.stopped(stops) if stops and self.cause is None else ""
 
     @property
     def may_start_again(self) -> bool:
@@ -441,13 +453,12 @@ class Job:
 
     def conclude(self) -> int:
         """Print what failed, the cause first; return the exit code."""
-        stops = {w.rank: w.goes for w in self._workers.values() if w.goes and w.goes.stops}
-        if stops and self.cause is None:
-            self._screen.say(conclusion.stopped(stops))
-            return next(iter(stops.values())).code
-        own = [worker for worker in self._workers.values() if worker.is_ours]
-        left = {w.rank: w.goes for w in own if w.goes is not None and w.goes_in_order}
-        if self.ended_by is not None and left and len(left) == len(own):
+        if self.stopped:
+            self._screen.say(self.stopped)
+            return next(goes.code for goes in self.left.values() if goes.stops)
+        own = {worker.rank for worker in self._workers.values() if worker.is_ours}
+        left = {rank: goes for rank, goes in self.left.items() if rank in own}
+        if self.ended_by is not None and left and left.keys() == own:
             self._screen.say(conclusion.left(left))
             return next(iter(left.values())).code
         if self.ended_by is not None:
