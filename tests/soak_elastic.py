@@ -1,14 +1,17 @@
 """Elastic jobs, one after the other, of which random ranks are lost at random moments.
 
     python -m tests.soak_elastic --minutes 2 [--seed N] [--timeout-s 2]
-        [--kinds kill,stop,exit,reset,write,late,suspended,cut]
+        [--kinds kill,stop,exit,leave,reset,write,halt,late,suspended,cut]
 
-Each trains 10 MB of weights on 4 ranks; up to 3 are killed, stopped, or exit, at random moments or
-at once. In some, ranks also end their connections at random moments, or one writes a file in a
-callback, for longer than a lost rank is waited for. After each: exit code 0, every step made once,
-the ranks that are left all those that nothing was done to, with equal weights, and these those of a
-job that nothing has disturbed, but for rounding; of what was written, each epoch, the bytes of one
-rank.
+Each trains 10 MB of weights on 4 ranks; up to 3 are killed, stopped, exit, or are told to go, at
+random moments or at once. In some, ranks also end their connections at random moments, or one
+writes a file in a callback, for longer than a lost rank is waited for. After each: exit code 0,
+every step made once, the ranks that are left all those that nothing was done to, with equal
+weights, and these those of a job that nothing has disturbed, but for rounding; of what was written,
+each epoch, the bytes of one rank.
+
+`halt`: in some jobs all stop, once or more, as the launcher or a rank is told to go, and go on in
+the next, on 4, 3, 2 or 1 ranks. Each step is made once, whatever job makes it.
 
 In every third job some ranks stand still and go on again: before the others have left them out,
 while those train on, or after they have ended. `late`: a rank is stopped, under no launcher;
@@ -49,7 +52,8 @@ SIZE, EPOCHS, STEPS = 4, 6, 40
 PROGRAM = str(Path(__file__).parent / "programs" / "soaked.py")
 DEADLINE_S = 240.0
 
-KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGTERM}
+KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGUSR2}
+KINDS |= {"leave": signal.SIGTERM}
 STANDING = ("late", "suspended", "cut")
 # Of jobs in which ranks stand still.
 SHORT_EPOCHS, SHORT_WRITES_S = 3, 0.1
@@ -85,7 +89,7 @@ def run(
     resets = chosen.choices(range(SIZE), k=2) if "reset" in kinds and chosen.random() < 0.5 else []
     hows = {}
     for victim in victims:
-        how = "stop" if chosen.random() < 0.1 else chosen.choice(["kill", "exit"])
+        how = "stop" if chosen.random() < 0.1 else chosen.choice(["kill", "exit", "leave"])
         hows[victim] = how if how in kinds else "kill"
     # Over sockets nobody kills a stopped rank, and half of the ranks may not go on without it.
     transport = "auto" if "stop" in hows.values() else chosen.choice(["auto", "zmq"])
@@ -119,6 +123,12 @@ def run(
             left = sorted({*range(SIZE)} - {*victims})
             demand(sorted(found) == left, f"at the end {sorted(found)}, not {left}")
             demand_once(found, EPOCHS)
+            for rank in [rank for rank in victims if hows[rank] == "leave"]:
+                told = re.findall(r"ranks? ([\d, ]+) left after step", job.stderr)
+                is_said = any(str(rank) in each.split(", ") for each in told)
+                demand(is_said, f"rank {rank} has not left in order")
+            if {*hows.values()} <= {"leave"}:
+                demand("Traceback" not in job.stderr, "a traceback of one that leaves")
             written = [fact for fact in facts_in(job.stdout) if "writes" in fact]
             is_whole = all(fact["found"] == [fact["writes"]] for fact in written)
             demand(is_whole, "two ranks have written one file")
@@ -129,6 +139,47 @@ def run(
             print(what, job.stdout, job.stderr, sep="\n")
             raise
     return struck, done, found
+
+
+def run_halted(folder: Path, chosen: random.Random) -> tuple[str, Any]:
+    """A job that is told to stop, and started again; what happened, and what its ranks say."""
+    happened: list[str] = []
+    halts = chosen.choice([1, 2, 3])
+    while True:
+        size, is_elastic = chosen.choice([4, 3, 2, 1]), chosen.random() < 0.3
+        options = ("-n", str(size), *(["--elastic"] * is_elastic))
+        command = ("run", *options, PROGRAM, str(EPOCHS), "0", str(folder), "backs up")
+        with launcher(folder, *command, **VARIABLES) as job:
+            try:
+
+                def begun(job: Process = job) -> list[int]:
+                    return [fact["pid"] for fact in facts_in(job.stdout) if "pid" in fact]
+
+                def is_due(job: Process = job, size: int = size) -> bool:
+                    return job.has_ended() or len(begun(job)) == size
+
+                wait_until(is_due, "the beginning", DEADLINE_S)
+                if len(happened) < halts and not job.has_ended():
+                    time.sleep(chosen.uniform(0.0, 3.0))
+                    one = None if is_elastic or chosen.random() < 0.5 else chosen.choice(begun())
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(one or job.pid, signal.SIGTERM)
+                    happened.append(f"{'elastic ' * is_elastic}{size} by {'one' * bool(one)}")
+                code = job.wait(DEADLINE_S)
+                demand("Traceback" not in job.stderr, "a traceback of one that is told to go")
+                found = {fact["rank"]: fact for fact in facts_in(job.stdout) if "digest" in fact}
+                if len(found) == size:  # Told after the last look.
+                    break
+                demand(code == 143, f"ended with {code}")
+                demand("it goes on from this step" in job.stderr, "it does not say how it goes on")
+            except AssertionError:
+                print(happened, job.stdout, job.stderr, sep="\n")
+                raise
+    for fact in found.values():
+        counts = fact["iterations"]
+        demand(counts == EPOCHS * STEPS, f"steps lost or made twice: {counts}")
+        demand(fact["digest"] == found[0]["digest"], "weights differ between ranks")
+    return f"halted: {', '.join(happened)}; ended on {size}", found
 
 
 def demand_once(found: dict[int, Any], epochs: int) -> None:
@@ -273,7 +324,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=2.0)
-    parser.add_argument("--kinds", default=",".join(["kill,stop,exit,reset,write", *STANDING]))
+    parser.add_argument(
+        "--kinds", default=",".join(["kill,stop,exit,leave,reset,write,halt", *STANDING])
+    )
     given = parser.parse_args()
     VARIABLES["RINGREDUCE_TIMEOUT_S"] = str(given.timeout_s)
     kinds = given.kinds.split(",")
@@ -294,6 +347,13 @@ def main() -> None:
         if standing and (number % 3 == 0 or {*kinds} <= {*standing}):
             with tempfile.TemporaryDirectory() as folder:
                 text = run_standing(Path(folder), chosen, chosen.choice(standing))
+            print(f"#{number} {text}", flush=True)
+            continue
+        if expected is not None and "halt" in kinds and chosen.random() < 0.4:
+            with tempfile.TemporaryDirectory() as folder:
+                text, found = run_halted(Path(folder), chosen)
+            is_close = np.allclose(found[0]["weights"], expected, rtol=0, atol=1e-5)
+            demand(is_close, "other weights")
             print(f"#{number} {text}", flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:

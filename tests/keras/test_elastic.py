@@ -487,6 +487,27 @@ def test_ranks_that_are_told_to_go_leave_in_order(tmp_path, point, leavers, data
 
 
 @pytest.mark.parametrize(
+    "faults",
+    [
+        # Before, while and after the others form the ring anew.
+        in_full([[3, "begin", 6, "kill"], [2, "begin", 6, "notice"]]),
+        [[3, "begin", 6, "kill"], [2, "exchange", 1, "notice"]],
+        in_full([[3, "bucket", 11, "kill"], [0, "catching up", 1, "notice"]]),
+        # One is lost while another leaves.
+        [[2, "begin", 6, "notice"], [3, "exchange", 1, "kill"]],
+        in_full([[0, "begin", 6, "notice"], [1, "catching up", 1, "kill"]]),
+    ],
+)
+def test_ranks_leave_and_are_lost_at_once(tmp_path, faults):
+    found, done = trained(tmp_path, 4, *faults, data="arrays", way="graph")
+    assert_exactly_once(found)
+    assert sorted(found) == [
+        rank for rank in range(4) if rank not in [fault[0] for fault in faults]
+    ]
+    assert "Traceback" not in done.errors
+
+
+@pytest.mark.parametrize(
     ("size", "least", "leavers", "point", "data"),
     [
         (2, 2, [1], ("begin", 6), "arrays"),

@@ -1,7 +1,8 @@
 """Trains 2.5 M weights, 10 MB, for some steps, and says of each when it was done, by how many.
 
 One rank writes a file in a callback, for longer than lost ranks are waited for. A rank ends its
-connections when it finds a file `reset` with its number, and exits on SIGTERM, as a preempted one.
+connections when it finds a file `reset` with its number, and exits on SIGUSR2. SIGTERM tells it to
+go. With a third argument it backs up.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from shared import digest, reset_connections
 
 import ringreduce.keras as rr
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
 STEPS, EPOCHS, BATCH, WRITES_S = 40, int(sys.argv[1]), 48, float(sys.argv[2])
 FOLDER = Path(sys.argv[3])
 ring = rr.init()
@@ -67,6 +68,7 @@ rr.fit(
     batch_size=BATCH,
     epochs=EPOCHS,
     verbose=0,
+    backup_dir=f"{FOLDER}/backup" if len(sys.argv) > 4 else None,
     callbacks=[Ends(), *([rr.callbacks.OnRankZero(Writes())] if WRITES_S else [])],
 )
 found = {
