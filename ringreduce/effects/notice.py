@@ -15,6 +15,7 @@ is told to go once more after a while; or if no step comes at which it could lea
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import math
@@ -27,12 +28,12 @@ from collections.abc import Callable, Iterator
 
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Notices
-from ringreduce.vocabulary.config import TIMES, leave_limit_s, leave_signal
+from ringreduce.vocabulary.config import TIMES, leave_code, leave_limit_s, leave_signal
 
 _log = logging.getLogger(__name__)
 
 # What faulthandler writes for each signal; and `leave`.
-_OF_SIGNAL, _OF_CALL, _END = b"most recent call first", b"leave()\n", b"no training hears\n"
+_OF_SIGNAL, _OF_CALL, _OF_END = b"most recent call first", b"leave()\n", b"no training hears\n"
 CALL = "rr.leave()"
 
 
@@ -61,9 +62,11 @@ class _Listener:
         self._heard: list[Notice] = []  # those of trainings, the innermost last
         self._source = self._target = -1  # the ends of the pipe
         self._thread: threading.Thread | None = None
+        self._is_over = False  # whether the thread is to end
         self._handles = False  # whether the handler is ours
         self._name, self._number, self._limit_s = "", 0, math.inf
         self._first_s = -math.inf  # when the process was told first
+        self._has_said = False  # what a call waits for
 
     @contextlib.contextmanager
     def hearing(self, notice: Notice) -> Iterator[None]:
@@ -73,22 +76,31 @@ class _Listener:
             self._heard.append(notice)
         try:
             yield
+        except EndsInOrder:
+            raise  # It hears on until the program has ended, which may be told once more.
         except BaseException:
             self._leave(notice)
             raise
         self._leave(notice)
-        if notice.reason == self._name and not notice.is_met:
-            os.kill(os.getpid(), self._number)  # Training is over: it ends as without it.
+        # Training is over. What SIGTERM would have ended without a handler ends now.
+        if notice.reason == self._name == "SIGTERM" and not notice.is_met:
+            os.kill(os.getpid(), self._number)
 
     def _begin(self) -> None:
         self._name, self._limit_s = leave_signal(), leave_limit_s()
+        leave_code()  # Which is read when the rank leaves.
         self._number = signal.Signals[self._name].value
         self._source, self._target = os.pipe()
         os.set_blocking(self._target, False)
+        self._is_over = self._has_said = False
         # The program's own handler stays, and so does one that ignores the signal.
         self._handles = signal.getsignal(self._number) is signal.SIG_DFL
         if self._handles:
-            faulthandler.register(self._number, self._target, all_threads=False)
+            if threading.current_thread() is threading.main_thread():
+                # Where somebody puts back what `signal.signal` has returned, it is this.
+                signal.signal(self._number, _write_signal)
+            # Of all threads, since one that is not Python's may get the signal.
+            faulthandler.register(self._number, self._target, all_threads=True)
             handover.tell(Notices(self._number))
         name = "ringreduce notice"
         self._thread = threading.Thread(target=self._read, name=name, daemon=True)
@@ -99,10 +111,14 @@ class _Listener:
             self._heard.remove(notice)
             if self._heard:
                 return
+            # What has come is read first.
+            before, self._heard = self._heard, [notice]
             self._unregister()
-            os.write(self._target, _END)
+            self._is_over = True
+            self.write(_OF_END)
             assert self._thread is not None
             self._thread.join()
+            self._heard = before
             self._close()
 
     def _unregister(self) -> None:
@@ -111,19 +127,28 @@ class _Listener:
             return
         self._handles = False
         handover.tell(Notices(0))
-        if signal.getsignal(self._number) is signal.SIG_DFL:
+        if self._is_ours():
             faulthandler.unregister(self._number)
+            if signal.getsignal(self._number) is _write_signal:
+                signal.signal(self._number, signal.SIG_DFL)
+
+    def _is_ours(self) -> bool:
+        return signal.getsignal(self._number) in (signal.SIG_DFL, _write_signal)
 
     def _close(self) -> None:
         os.close(self._source)
         os.close(self._target)
         self._thread = None
 
+    def write(self, what: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):  # It is full of others, and read.
+            os.write(self._target, what)
+
     def call(self) -> bool:
         if not self._heard:
             return False
-        with contextlib.suppress(OSError):  # It is full of others, or the training ends.
-            os.write(self._target, _OF_CALL)
+        self._hear(CALL)  # At once: the last look may come now.
+        self.write(_OF_CALL)
         return True
 
     def _read(self) -> None:
@@ -135,56 +160,67 @@ class _Listener:
                 self._limit(waiting)
                 continue
             written = os.read(self._source, 1 << 16)
-            if _END in written:
-                return
             if _OF_SIGNAL in written:
                 self._hear(self._name)
-            if _OF_CALL in written:
-                self._hear(CALL)
+            if self._is_over and _OF_END in written:
+                return
 
     def _hear(self, reason: str) -> None:
         now, told = time.monotonic(), list(self._heard)
-        if reason == self._name and any(notice.reason == self._name for notice in told):
+        is_signal = reason == self._name
+        if is_signal and any(notice.reason == self._name for notice in told):
             if now - self._first_s >= TIMES.notice_s:
                 self._end_process(told[-1], f"{reason} came once more")
             return
         self._first_s = now
         for notice in told:
             notice.reason = reason
-        self._limit(told)
+        if is_signal and not self._is_over:
+            self._limit(told)
 
     def _limit(self, told: list[Notice]) -> None:
-        """End the process if no step can come at which it leaves, or none has come for long."""
+        """End the process if no step can come at which it leaves, or none has come for long.
+
+        What has called `leave` goes on as long as it likes; it is said what that waits for.
+        """
+        passed_s = time.monotonic() - self._first_s
         for notice in told:
-            if notice.is_met:
+            is_signal = notice.reason == self._name
+            if notice.is_met or not (is_signal or not self._has_said):
                 continue
-            if notice.is_lost():
+            if is_signal and notice.is_lost():
                 self._end_process(notice, "")
-            if time.monotonic() - self._first_s >= self._limit_s:
-                self._end_process(
-                    notice,
-                    f"{notice.reason} {self._limit_s:g} s ago (RINGREDUCE_LEAVE_S), and no step "
-                    f"has come since at which it could leave: {notice.doing()}",
-                )
+            if passed_s < self._limit_s:
+                continue
+            why = f"{notice.reason} {self._limit_s:g} s ago, and no step has come since at which "
+            why += f"it could leave: {notice.doing()}"
+            if is_signal:
+                self._end_process(notice, f"{why} (RINGREDUCE_LEAVE_S)")
+            self._has_said = True
+            _log.warning("%s is told to go: %s", notice.who, why)
 
     def _end_process(self, notice: Notice, why: str) -> None:
         """End it as the signal would have without a handler."""
         if why:
             _log.warning("%s is told to go: %s. It ends now", notice.who, why)
-        number = self._number
-        if self._handles and signal.getsignal(number) is signal.SIG_DFL:
-            faulthandler.unregister(number)
-        elif not self._handles or signal.getsignal(number) is not signal.SIG_DFL:
-            number = signal.SIGKILL  # For a handler that is the program's.
-        os.kill(os.getpid(), number)
+        # Python lets its main thread alone set a handler, which may be in TensorFlow.
+        ctypes.CDLL(None).signal(ctypes.c_int(self._number), ctypes.c_void_p(0))
+        os.kill(os.getpid(), self._number)
 
     def forget(self) -> None:
         """In a forked child: a signal to it is not the parent's, whose the thread is."""
         if self._thread is not None:
-            if self._handles and signal.getsignal(self._number) is signal.SIG_DFL:
+            if self._handles and self._is_ours():
                 faulthandler.unregister(self._number)
+                if signal.getsignal(self._number) is _write_signal:
+                    signal.signal(self._number, signal.SIG_DFL)
             self._close()
         self.__init__()  # type: ignore[misc]
+
+
+def _write_signal(number: int, frame: object) -> None:
+    """Python's handler, where that of `faulthandler` is gone."""
+    _listener.write(_OF_SIGNAL)
 
 
 _listener = _Listener()

@@ -83,8 +83,9 @@ def test_if_no_step_comes_it_ends_as_without_us_and_says_what_it_waited_for(tmp_
         process.wait_shown("ready")
         process.signal(number)
         assert process.wait() == -number
-        said = "0.3 s ago (RINGREDUCE_LEAVE_S), and no step has come since at which it could leave"
-        assert f"{number.name} {said}: it is in validation. It ends now" in process.stderr
+        said = "0.3 s ago, and no step has come since at which it could leave: it is in validation "
+        said += "(RINGREDUCE_LEAVE_S). It ends now"
+        assert f"{number.name} {said}" in process.stderr
 
 
 def test_one_whose_training_comes_to_no_step_any_more_ends_at_once(tmp_path):
@@ -93,6 +94,80 @@ def test_one_whose_training_comes_to_no_step_any_more_ends_at_once(tmp_path):
         process.wait_shown("ready")
         process.signal(signal.SIGTERM)
         assert process.wait(5) == -signal.SIGTERM
+
+
+def test_a_signal_that_a_thread_of_c_gets_is_heard(tmp_path):
+    """Of all threads one alone takes it, which is none of Python's."""
+    text = """
+    import ctypes
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    pause = ctypes.cast(libc.pause, ctypes.c_void_p)
+    libc.pthread_create(ctypes.byref(thread), None, pause, None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    with hearing(mine):
+        print("ready", flush=True)
+        wait_for_it()
+        os._exit(5)
+    """
+    with hears(tmp_path, text) as process:
+        process.wait_shown("ready")
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 5
+
+
+def test_a_section_that_ignores_the_signal_and_puts_back_its_handler_leaves_ours(tmp_path):
+    text = """
+    with hearing(mine):
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_it()
+        mine.is_met = True
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    os.kill(os.getpid(), signal.SIGTERM)
+    """
+    with hears(tmp_path, text) as process:
+        assert process.wait() == -signal.SIGTERM
+
+
+def test_a_program_that_ends_in_order_may_be_told_twice(tmp_path):
+    text = """
+    import atexit
+    atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), print("saved", flush=True)))
+    with hearing(mine):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_it()
+        mine.is_met = True
+        raise EndsInOrder(7)
+    """
+    with hears(tmp_path, text) as process:
+        assert process.wait() == 7
+        assert process.stdout == "saved\n"
+
+
+def test_a_signal_at_the_very_end_of_a_training_is_heard(tmp_path):
+    text = """
+    for _ in range(20):
+        if (child := os.fork()) == 0:
+            with hearing(Notice("", str, bool)):
+                os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    """
+    with hears(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
+
+
+def test_one_that_has_called_leave_is_not_ended_when_no_step_comes(tmp_path):
+    text = """
+    with hearing(mine):
+        assert leave()
+        assert mine.reason == "rr.leave()"  # At once.
+        hear_for_ever()
+    """
+    with hears(tmp_path, text, RINGREDUCE_LEAVE_S="0.1") as process:
+        process.wait_error("[1/2] is told to go: rr.leave() 0.1 s ago, and no step has come since")
+        assert not process.has_ended()
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ class Job:
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
+        self._told_s = 0.0  # when that signal came
         # When workers that were told to end and have not are killed.
         self._stop_s: float | None = None
         # Whether a further signal to the launcher has cut their grace short.
@@ -328,13 +329,17 @@ class Job:
 
     def _pass_on(self, number: int) -> None:
         if number in STOPPING and self._stop_s is not None:
-            self._stop_s, self._is_hurried = time.monotonic(), True
+            # systemd and Slurm deliver one SIGTERM twice.
+            is_same = number == self.ended_by == signal.SIGTERM
+            if not (is_same and time.monotonic() - self._told_s < TIMES.notice_s):
+                self._stop_s, self._is_hurried = time.monotonic(), True
             return
         for worker in self._running():
             worker.send(number)
         if number in STOPPING:
             self.ended_by = number
-            self._stop_s = time.monotonic() + self._plan.grace_s
+            self._told_s = time.monotonic()
+            self._stop_s = self._told_s + self._plan.grace_s
             # Ranks that leave, or stop with all others, tell the others themselves.
             notices = all(worker.notices for worker in self._running())
             if self._plan.meeting is not None and not notices:

@@ -17,6 +17,7 @@ from ringreduce.commands.launch.worker_records import (
 )
 
 Host = LocalHost | RemoteHost
+_ENDING = *STOPPING, signal.SIGKILL, signal.SIGUSR2
 
 
 class Worker:
@@ -71,8 +72,13 @@ class Worker:
 
     @property
     def goes_in_order(self) -> bool:
-        """Whether it ends, or has ended, as it has said since ranks were told to go."""
-        return self.goes is not None and (self.alive or self._returncode == self.goes.code)
+        """Whether it ends, or has ended, as it has said since ranks were told to go.
+
+        Also by a further signal: what it had to do is done.
+        """
+        if self.goes is None:
+            return False
+        return self.alive or self._returncode in {self.goes.code, *(-each for each in _ENDING)}
 
     @property
     def is_suspended(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
+from ringreduce.keras.callbacks.learning_rate import rates_of
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.one_sided import OneSided
 from ringreduce.keras.callbacks.profile import Profile
@@ -295,7 +296,16 @@ class Together(Forwarding):
             self.has_own_seeds = True
             ring = self._communicator or default_communicator()
             repeated(ring, lambda: fold_seeds(self.model, ring))
+        progress = progress_of(self.model)
+        goes_on = progress is not None and progress.unread > 0
+        rates = [(rate, float(rate)) for rate in rates_of(self.model)] if goes_on else []
         super().on_epoch_begin(epoch, logs)
+        if goes_on and self._fields is not None:
+            # The epoch had begun before its backup, which knows what has come of that.
+            for rate, value in rates:
+                rate.assign(value)
+            if len(self._restored):
+                self._fields.put(self._restored)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks, then agree on what they have done."""

@@ -201,6 +201,8 @@ class _DatasetFeed(Feed):
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
         count = int(global_batches.cardinality())
         self.may_be_empty = known is None
+        # With steps a pass may have begun in an epoch before, at a place that a backup has not.
+        self.has_places = plan.steps is None
         self.is_counted = plan.counts and not self.is_even
         ops = ops_in(global_batches)
         if ops is None or any("Shuffle" in op or "Random" in op for op in ops):

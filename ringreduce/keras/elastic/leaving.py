@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import keras
@@ -51,7 +51,7 @@ class Looks:
 
     In an elastic job at least `minimum` ranks go on without the others; None: all stop. `back_up`
     says, on all ranks, how the job goes on after that. `part` is called on those that go on, and
-    `hand_over` on all before, with the ranks that stay. All three are collective.
+    `hand_over` on all before; both with the ranks that go. All three are collective.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Looks:
         back_up: Callable[[], str],
         minimum: int | None = None,
         part: Callable[[Mapping[int, str]], None] | None = None,
-        hand_over: Callable[[Sequence[int]], None] = lambda stays: None,
+        hand_over: Callable[[Mapping[int, str]], None] = lambda going: None,
     ) -> None:
         self._ring, self._notice, self._back_up = ring, notice, back_up
         self._minimum, self._part, self._hand_over = minimum, part, hand_over
@@ -107,10 +107,16 @@ class Looks:
 
     def goes_on(self, going: Mapping[int, str]) -> bool:
         """Whether the job goes on without them."""
-        return self._minimum is not None and len(self._staying(going)) >= self._minimum
+        stays = {*self._ring.members} - {*going}
+        return self._minimum is not None and len(stays) >= self._minimum
 
-    def _staying(self, going: Mapping[int, str]) -> list[int]:
-        return [rank for rank in self._ring.members if rank not in going]
+    def begin_anew(self) -> None:
+        """Look next as soon as all can: ranks may know of other looks since a loss."""
+        self._due, self._most, self._has_seen = 1, 1, False
+
+    def again(self, count: int) -> None:
+        """Act one step later on what the look after `count` of them has found."""
+        self._due, self._has_seen = count + 1, True
 
     def act(self, going: Mapping[int, str], where: str) -> None:
         """Leave, go on without those that leave, or stop with all others. Collective.
@@ -120,15 +126,18 @@ class Looks:
             Stopped: all stop.
         """
         ring, own = self._ring, self._ring.config.rank
-        self._notice.is_met = own in going or not self.goes_on(going)
+        if self.goes_on(going):
+            self._notice.is_met |= own in going
+            self._hand_over(going)  # In which one more may be lost.
+            going = {rank: reason for rank, reason in going.items() if rank in ring.members}
         if not self.goes_on(going):
+            self._notice.is_met = True
             said = self._back_up()
             if not handover.tell(Goes(dict(going), where, _STOPPED, stops=True, said=said)):
                 text = "[%d/%d] training stops %s, since %s told to go (%s). %s"
                 who = own, ring.config.size, where, _were(going), _reasons(going), said
                 _log.warning(text, *who)
             raise Stopped(_STOPPED)
-        self._hand_over(self._staying(going))
         if own in going:
             code = leave_code()
             if not handover.tell(Goes({own: going[own]}, where, code)):

@@ -230,4 +230,6 @@ def _repeated(call: Callable[[], Any], state: State, ring: Communicator, minimum
                 repeats_left -= broken is not None
                 how: Any = {"at_end": at_end, "leaving": getattr(error, "going", {})}
                 go_on(ring, broken, minimum, state._where(), go_back, lambda: _SAVE, **how)
+                if state._looks is not None:
+                    state._looks.begin_anew()
     return result

@@ -341,6 +341,7 @@ class DistributedOptimizer(Wrapper):
     is_settled = property(attrgetter("_running.is_settled"))
     has_met = property(attrgetter("_running.has_met"))
     is_alone = property(attrgetter("_running.is_alone"))
+    holds_gradients = property(attrgetter("_running.holds_gradients"))
 
     def settle(self) -> None:
         """Make all ranks' weights equal, by a meeting if the strategy has some. Collective."""

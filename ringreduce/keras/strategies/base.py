@@ -51,6 +51,7 @@ class Running:
     # Whether ranks have met in the latest step, and no meeting is under way: the time for others.
     has_met = True
     keeps_state_equal = True  # whether the wrapped optimizer's state is then equal too
+    holds_gradients = False  # whether some of steps before wait for those of later ones
     is_alone = False  # whether steps use this rank's gradients alone, so that no rank need wait
 
     def take(self, step: Step) -> None:
@@ -178,6 +179,10 @@ class _Accumulating(Running):
             cycle.with_rows.assign(0.0)
 
         tf.cond(is_due, apply_mean, lambda: None)
+
+    @property
+    def holds_gradients(self) -> bool:  # type: ignore[override]
+        return any(int(cycle.count.numpy()) % self._steps for cycle in self._cycles.values())
 
     def _cycle_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Cycle:
         # Outside of the function that is being traced, since they outlive it.

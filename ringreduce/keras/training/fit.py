@@ -209,6 +209,8 @@ def fit(
             steps = block.enter_context(Elastic(model, ring, least, batches, own_callbacks))
         if notice is not None:
             has_places = training.has_places and not (per_rank_data or shares.is_measured)
+            # Validation takes seeds of the same shuffle, if there is one.
+            has_places &= validation_data is not x
             looks = LooksInFit(
                 *(model, who, notice, own_callbacks),
                 stops_in_epochs=has_places and not is_alone(model),

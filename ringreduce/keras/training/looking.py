@@ -17,6 +17,7 @@ from ringreduce.effects.notice import Notice
 from ringreduce.keras import metric_states
 from ringreduce.keras.elastic.backup import back_up
 from ringreduce.keras.elastic.leaving import Looks
+from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.training.ranks import Training
 
@@ -61,8 +62,16 @@ class LooksInFit:
         if self._is_in_epochs and self._looks.is_due(self._count):
             self._place = epoch, place
             going = self._looks.look(self._count)
-            if going and (self._stops_in_epochs or self._looks.goes_on(going)):
+            if not going:
+                return
+            if self._looks.goes_on(going) or (self._stops_in_epochs and self._can_stop()):
                 self._looks.act(going, f"after step {place} of epoch {epoch + 1}")
+            elif self._stops_in_epochs:
+                self._looks.again(self._count)
+
+    def _can_stop(self) -> bool:
+        """Whether no gradients wait for later steps, of which a backup has nothing."""
+        return not any(wrapper.holds_gradients for wrapper in wrappers_in(self._model))
 
     def after_epoch(self, epoch: int, *, is_last: bool = False) -> None:
         """Look after an epoch, before that of number `epoch`, where that is needed."""
@@ -73,21 +82,24 @@ class LooksInFit:
                     going, "after the last epoch" if is_last else f"after epoch {epoch}"
                 )
 
-    def _hand_over(self, stays: Sequence[int]) -> None:
+    def _hand_over(self, going: Mapping[int, str]) -> None:
         """Have the first rank that stays count in metrics what all have seen in this epoch."""
-        ring, steps = self._who.data, self._place[1]
+        model, ring, steps = self._model, self._who.data, self._place[1]
         if not steps:
             return
 
         def together() -> list[bytes]:
             return [value.tobytes() for value in metric_states.values_of_all(model, steps, ring)]
 
-        model = self._model
         values = repeated(ring, together)
-        if ring.config.rank != stays[0]:
-            model.reset_metrics()
-            return
         variables = metric_states.states_of(model, steps).variables
+        stays = [rank for rank in ring.members if rank not in going]
+        if ring.config.rank != stays[0]:
+            own = [(v, v.numpy()) for v in variables if v.aggregation == "none"]
+            model.reset_metrics()
+            for variable, kept in own:
+                variable.assign(kept)
+            return
         for variable, value in zip(variables, values, strict=True):
             like = variable.numpy()
             variable.assign(np.frombuffer(value, like.dtype).reshape(like.shape))
