@@ -52,6 +52,7 @@ class Notice:
         self.who, self.doing, self.is_lost = who, doing, is_lost
         self.reason = ""  # what has told it to go, such as ``SIGTERM``; empty: nothing
         self.is_met = False  # whether a step has come at which ranks act on it
+        self.is_over = False  # whether the training has ended by it
 
 
 class _Listener:
@@ -70,6 +71,8 @@ class _Listener:
 
     @contextlib.contextmanager
     def hearing(self, notice: Notice) -> Iterator[None]:
+        for before in [each for each in self._heard if each.is_over]:
+            self._leave(before)  # The program has gone on.
         with self._lock:
             if not self._heard:
                 self._begin()
@@ -77,7 +80,8 @@ class _Listener:
         try:
             yield
         except EndsInOrder:
-            raise  # It hears on until the program has ended, which may be told once more.
+            notice.is_over = True  # The program ends, which may be told so once more.
+            raise
         except BaseException:
             self._leave(notice)
             raise

@@ -22,6 +22,7 @@ from ringreduce.transport.routes import first_to_answer
 from ringreduce.transport.security import Security
 from ringreduce.transport.standby import Standby
 from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.endpoints import is_loopback
 from ringreduce.vocabulary.times import milliseconds
 
 _DECODER = msgspec.msgpack.Decoder(tuple[int, Message])
@@ -79,7 +80,9 @@ class Visits:
         self._security.join_meeting(socket)
         # Of several addresses only those that answer get messages.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(TIMES.reconnect_s))
+        is_near = all(is_loopback(host) for host, _ in self._ways[peer])
+        timeout_s = TIMES.poll_s if is_near else TIMES.reconnect_s
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(timeout_s))
         socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
         for way in self._ways[peer]:
             socket.connect(endpoint(*way))

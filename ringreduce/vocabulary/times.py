@@ -71,6 +71,7 @@ class Times:
     # once, unless they were stopped.
     told_s: float = 60.0
     # To connect to a rank whose port opens at about then: the system retries only after a second.
+    # Within a host `poll_s` is enough.
     reconnect_s: float = 0.25
     # Ranks that wait for others at the start say so after this long: most have imported by then.
     remind_s: float = 15.0

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ringreduce.effects import notice
-from ringreduce.effects.notice import Notice, hearing, leave
+from ringreduce.effects.notice import EndsInOrder, Notice, hearing, leave
 from ringreduce.vocabulary.config import leave_code, leave_limit_s, leave_signal
 from ringreduce.vocabulary.errors import ConfigError
 from tests.processes import Process, clean_environment, wait_until
@@ -143,6 +143,20 @@ def test_a_program_that_ends_in_order_may_be_told_twice(tmp_path):
     with hears(tmp_path, text) as process:
         assert process.wait() == 7
         assert process.stdout == "saved\n"
+
+
+def test_one_that_goes_on_though_it_was_to_end_hears_anew():
+    before = threading.active_count()
+    for _ in range(2):
+        mine = Notice("", str, lambda: False)
+        with pytest.raises(EndsInOrder), hearing(mine):
+            assert leave()
+            mine.is_met = True
+            raise EndsInOrder(143)
+        assert threading.active_count() == before + 1
+    with hearing(Notice("", str, bool)):
+        pass
+    assert threading.active_count() == before
 
 
 def test_a_signal_at_the_very_end_of_a_training_is_heard(tmp_path):
