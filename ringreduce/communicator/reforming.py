@@ -247,7 +247,8 @@ class Survivors:
                 seen, proposes_s = (here, self._dead), now + delay_s
             if now >= proposes_s:
                 proposes_s = now + TIMES.answer_s + delay_s
-                self._take(propose(job.agreement, here, self._dead))
+                if not self._take(propose(job.agreement, here, self._dead)):
+                    proposes_s = now + TIMES.poll_s + delay_s  # One has opened its port just now.
         if chosen is None or self._rank not in chosen.members:
             went_on = self._went_on if chosen is None else chosen.members
             others = named("rank", sorted(went_on)) if went_on else "the others"
@@ -391,10 +392,10 @@ class Survivors:
                     self._told[message.sender] = message.values
             self._take(receive(job.agreement, message))
 
-    def _take(self, step: Step) -> None:
-        self._job.agreement, sent = step
-        for message in sent:
-            self._visits.send(message)
+    def _take(self, step: Step) -> bool:
+        """Take over that state, and send its messages; whether there was a way for all."""
+        self._job.agreement, messages = step
+        return all([self._visits.send(message) for message in messages])
 
     def exchange(self, value: Any) -> dict[int, Any]:
         """Return each value of a member of the next ring, by rank, once all have passed one.

@@ -136,6 +136,12 @@ class _Listener:
             if signal.getsignal(self._number) is _write_signal:
                 signal.signal(self._number, signal.SIG_DFL)
 
+    def look(self) -> None:
+        """Tell the launcher if the program has set a handler since, for which it waits then."""
+        if self._handles and not self._is_ours():
+            self._handles = False
+            handover.tell(Notices(0))
+
     def _is_ours(self) -> bool:
         return signal.getsignal(self._number) in (signal.SIG_DFL, _write_signal)
 
@@ -237,6 +243,12 @@ def hearing(notice: Notice) -> contextlib.AbstractContextManager[None]:
     it. ConfigError for a variable that is none.
     """
     return _listener.hearing(notice)
+
+
+def reason_of(notice: Notice) -> str:
+    """What has told the process to go; empty: nothing. Asked at a look."""
+    _listener.look()
+    return notice.reason
 
 
 def leave() -> bool:

@@ -67,13 +67,16 @@ class Visits:
         socket.setsockopt(zmq.LINGER, milliseconds(TIMES.flush_s))
         return socket
 
-    def send(self, message: Message) -> None:
-        """Send it to its receiver, unless there is no connection."""
+    def send(self, message: Message) -> bool:
+        """Send it to its receiver; False: there is no connection yet, or none any more."""
         if message.receiver not in self._outgoing:
             self._connect(message.receiver)
-        with contextlib.suppress(zmq.Again):
-            encoded = msgspec.msgpack.encode((self._job, message))
+        encoded = msgspec.msgpack.encode((self._job, message))
+        try:
             self._outgoing[message.receiver].send(encoded, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _connect(self, peer: int) -> None:
         self._outgoing[peer] = socket = self._socket(zmq.PUSH)

@@ -86,13 +86,11 @@ class Times:
 
     # From one look of a training to the next, in which ranks learn who was told to go; and to the
     # one that acts, so that those that were told at about the same time go together.
-    look_s: float = 0.8
-    look_again_s: float = 0.2
+    look_s: float = 0.6
+    look_again_s: float = 0.15
     # systemd, Slurm, and a launcher that passes it on may deliver one notice twice; a second one
-    # this long after the first ends the process at once ...
+    # this long after the first ends the process at once.
     notice_s: float = 2.0
-    # ... and after a failure a rank to which SIGTERM is a notice has this long to end.
-    notice_grace_s: float = 2.0
 
     # The launcher: a failure that reports another rank's waits this long for that one.
     cause_s: float = 1.5

@@ -149,10 +149,15 @@ def test_one_that_goes_on_though_it_was_to_end_hears_anew():
     before = threading.active_count()
     for _ in range(2):
         mine = Notice("", str, lambda: False)
-        with pytest.raises(EndsInOrder), hearing(mine):
-            assert leave()
-            mine.is_met = True
-            raise EndsInOrder(143)
+
+        def train(mine=mine):
+            with hearing(mine):
+                assert leave()
+                mine.is_met = True
+                raise EndsInOrder(143)
+
+        with pytest.raises(EndsInOrder):
+            train()
         assert threading.active_count() == before + 1
     with hearing(Notice("", str, bool)):
         pass

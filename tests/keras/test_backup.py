@@ -4,14 +4,19 @@ import itertools
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import ringreduce
 import ringreduce.keras as rr
+from ringreduce.effects.notice import Notice
 from ringreduce.keras.elastic.backup import back_up
+from ringreduce.keras.training.looking import LooksInFit
+from ringreduce.keras.training.ranks import Training
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
@@ -144,6 +149,30 @@ def test_an_epoch_of_which_a_backup_has_more_steps_than_there_are_ends(tmp_path,
         assert ring_of_threads(2, work, timeout_s=60.0) == [2.0] * 2
     assert len(found) == 1
     assert text in str(found[0].message)
+
+
+def test_a_backup_that_fails_leaves_the_one_before_and_says_why(tmp_path, monkeypatch):
+    """As on a full disk, half way."""
+    with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as ring:
+        model = counting(ring)
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        back_up([backup], model, 0, 1)
+        before = {path.name: path.read_bytes() for path in (tmp_path / "backup").iterdir()}
+
+        def save(path, **_):
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(model, "save_weights", save)
+        notice = Notice("", str, lambda: False)
+        looks = LooksInFit(model, Training.of(model, ring), notice, [backup], stops_in_epochs=True)
+        said = looks._back_up()
+        assert said.startswith("It could not be backed up (OSError: [Errno 28] No space left")
+        assert said.endswith("the backup before, if there is one, stays.")
+        after = {path.name: path.read_bytes() for path in (tmp_path / "backup").iterdir()}
+        names = [name for name in before if not name.endswith(".bkp")]
+        assert {name: after[name] for name in names} == {name: before[name] for name in names}
+        assert "new.weights.h5" not in after
 
 
 class Interrupted(Exception):

@@ -349,10 +349,6 @@ class Job:
 
     def _limit_grace(self, end_s: float) -> None:
         """Kill workers that have not ended by `end_s`; say so, and before that which those are."""
-        for worker in self._running():
-            # After a failure the signal is a notice to go, of which nothing comes any more.
-            if worker.notices and self.ended_by is None and worker.stopped_s > TIMES.notice_grace_s:
-                worker.stop(signal.SIGKILL)
         left_s, grace_s = end_s - time.monotonic(), self._plan.grace_s
         running = [worker.rank for worker in self._running()]
         fields = {"ranks": named("rank", running), "grace_s": grace_s}
@@ -440,7 +436,9 @@ class Job:
         """Ask the workers that still run to end; `_watch` kills them after `grace_s`."""
         self._stop_s = time.monotonic() + grace_s
         self._poll()  # Workers that have ended were not stopped by the launcher.
-        self._end(signal.SIGTERM)
+        for worker in self._running():
+            # Where SIGTERM tells it to go, nothing else would end it, as it ends other programs.
+            worker.stop(signal.SIGKILL if worker.notices else signal.SIGTERM)
         if grace_s == 0:
             self._end(signal.SIGKILL)
             while self._running():

@@ -66,11 +66,6 @@ class Worker:
         return self._stopped_s is not None
 
     @property
-    def stopped_s(self) -> float:
-        """For how long the launcher has wanted it to end; 0: it does not."""
-        return 0.0 if self._stopped_s is None else time.monotonic() - self._stopped_s
-
-    @property
     def goes_in_order(self) -> bool:
         """Whether it ends, or has ended, as it has said since ranks were told to go.
 

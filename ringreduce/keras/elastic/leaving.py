@@ -26,7 +26,7 @@ from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Goes
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import leave
-from ringreduce.effects.notice import CALL, EndsInOrder, Notice, hearing
+from ringreduce.effects.notice import CALL, EndsInOrder, Notice, hearing, reason_of
 from ringreduce.keras.repeating import repeated
 from ringreduce.vocabulary.config import TIMES, leave_code, leave_signal
 from ringreduce.vocabulary.types import ReduceOp
@@ -85,8 +85,8 @@ class Looks:
         ring = self._ring
         told = np.zeros(2 + ring.config.size, np.int64)
         told[:2] = [-(count + steps) for steps in self._wishes(count)]
-        if self._notice.reason:
-            told[2 + ring.config.rank] = 1 + (self._notice.reason == CALL)
+        if reason := reason_of(self._notice):
+            told[2 + ring.config.rank] = 1 + (reason == CALL)
         found = told.tolist()
         if ring.size > 1:
             found = repeated(ring, lambda: ring.all_reduce(told.copy(), ReduceOp.MAX).tolist())

@@ -122,6 +122,8 @@ class Loop:
         self._is_watched = bool(self._progress.looking)
         averages = Averages(model, self._who.data)
         first = private.initial_epoch_of(model) or epochs.start
+        if first > epochs.start and self._passes.steps and not self._feed.has_places:
+            self._warn_of_data_begun_anew(first)
         self._passes.take_seeds(first - epochs.start)
         for epoch in range(first, epochs.stop):
             model.reset_metrics()
@@ -314,6 +316,16 @@ class Loop:
             progress.unread -= passes.place - first
         self._end_skipping(epoch)
         return True
+
+    def _warn_of_data_begun_anew(self, epoch: int) -> None:
+        if self._who.is_first:
+            warn_at_users_line(
+                f"training goes on with epoch {epoch + 1} from a backup, and its data begin anew: "
+                "epochs of steps_per_epoch go on where the one before has ended, which a backup "
+                "does not have of a tf.data pipeline or a generator. Some samples are used sooner "
+                "than without the stop, others later. Arrays and PyDatasets go on.",
+                DataWarning,
+            )
 
     def _end_skipping(self, epoch: int) -> None:
         """Warn on rank 0 if an epoch had fewer batches than a backup has steps of it."""
