@@ -247,7 +247,7 @@ class Survivors:
                 seen, proposes_s = (here, self._dead), now + delay_s
             if now >= proposes_s:
                 proposes_s = now + TIMES.answer_s + delay_s
-                if not self._take(propose(job.agreement, here, self._dead)):
+                if self._take(propose(job.agreement, here, self._dead)) & here:
                     proposes_s = now + TIMES.poll_s + delay_s  # One has opened its port just now.
         if chosen is None or self._rank not in chosen.members:
             went_on = self._went_on if chosen is None else chosen.members
@@ -392,10 +392,10 @@ class Survivors:
                     self._told[message.sender] = message.values
             self._take(receive(job.agreement, message))
 
-    def _take(self, step: Step) -> bool:
-        """Take over that state, and send its messages; whether there was a way for all."""
+    def _take(self, step: Step) -> set[int]:
+        """Take over that state, and send its messages; the ranks to which there is no way yet."""
         self._job.agreement, messages = step
-        return all([self._visits.send(message) for message in messages])
+        return {message.receiver for message in messages if not self._visits.send(message)}
 
     def exchange(self, value: Any) -> dict[int, Any]:
         """Return each value of a member of the next ring, by rank, once all have passed one.
