@@ -130,6 +130,8 @@ class Looks:
             self._notice.is_met |= own in going
             self._hand_over(going)  # In which one more may be lost.
             going = {rank: reason for rank, reason in going.items() if rank in ring.members}
+            if not going:
+                return
         if not self.goes_on(going):
             self._notice.is_met = True
             said = self._back_up()

@@ -93,8 +93,8 @@ class LooksInFit:
 
         values = repeated(ring, together)
         variables = metric_states.states_of(model, steps).variables
-        stays = [rank for rank in ring.members if rank not in going]
-        if ring.config.rank != stays[0]:
+        first = next((rank for rank in ring.members if rank not in going), None)
+        if ring.config.rank != first:
             own = [(v, v.numpy()) for v in variables if v.aggregation == "none"]
             model.reset_metrics()
             for variable, kept in own:
@@ -106,12 +106,17 @@ class LooksInFit:
 
     def _back_up(self) -> str:
         """Back up on rank 0, with what all ranks have; how the job goes on then."""
-        epoch, steps = self._place
-        metrics: list[np.ndarray] = []
-        if steps:
-            metrics = metric_states.values_of_all(self._model, steps, self._who.data)
-        save = partial(self._backed_up, epoch, steps, metrics)
-        return on_rank_zero(save, communicator=self._who.everyone)
+        who, (epoch, steps) = self._who, self._place
+
+        def together() -> str:
+            metrics: list[np.ndarray] = []
+            if steps:
+                metrics = metric_states.values_of_all(self._model, steps, who.data)
+            save = partial(self._backed_up, epoch, steps, metrics)
+            return on_rank_zero(save, communicator=who.everyone)
+
+        said: str = repeated(who.everyone, together)
+        return said
 
     def _backed_up(self, epoch: int, steps: int, metrics: list[np.ndarray]) -> str:
         try:
