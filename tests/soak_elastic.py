@@ -48,7 +48,7 @@ from tests import hosts
 from tests.jobs import facts_in
 from tests.processes import Process, clean_environment, launcher, wait_until
 
-SIZE, EPOCHS, STEPS = 4, 6, 40
+SIZE, EPOCHS, STEPS = 4, 16, 40
 PROGRAM = str(Path(__file__).parent / "programs" / "soaked.py")
 DEADLINE_S = 240.0
 

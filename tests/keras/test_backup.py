@@ -1,5 +1,6 @@
 """Whenever a job is killed, what is on the disk is a whole backup, which it goes on from."""
 
+import contextlib
 import itertools
 import os
 import sys
@@ -149,6 +150,60 @@ def test_an_epoch_of_which_a_backup_has_more_steps_than_there_are_ends(tmp_path,
         assert ring_of_threads(2, work, timeout_s=60.0) == [2.0] * 2
     assert len(found) == 1
     assert text in str(found[0].message)
+
+
+class Counts(keras.callbacks.Callback):
+    """The batches of each epoch, and of how many epochs it has heard."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.seen, self.told = 0, 0, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begun, self.seen = self.begun + 1, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.told.append([self.begun, self.seen])
+
+
+def test_an_epoch_that_goes_on_has_begun_once_for_callbacks(tmp_path):
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.layers[0].steps == 6:
+                raise Interrupted
+
+    def trained(*callbacks):
+        with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as ring:
+            model, counts = counting(ring), Counts()
+            halving = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
+            given = {"batch_size": 2, "epochs": 3, "verbose": 0, "communicator": ring}
+            every = [halving, counts, *callbacks]
+            with contextlib.suppress(Interrupted):
+                rr.fit(model, ONES, ONES, callbacks=every, **given)
+            steps = float(model.layers[0].steps.numpy())
+            return counts.told, steps, float(model.optimizer.learning_rate)
+
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)
+    _, steps, _ = trained(backup, Ends())
+    assert steps == 6
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)
+    assert trained(backup) == trained() == ([[1, 4], [2, 4], [3, 4]], 12.0, 0.125)
+
+
+def test_data_that_begin_anew_in_the_middle_are_warned_of(tmp_path):
+    with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as ring:
+        for _ in range(2):
+            model = counting(ring)
+            model.optimizer.build(model.trainable_variables)
+            backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+            back_up([backup], model, 1, 0)
+            data = tf.data.Dataset.from_tensor_slices((ONES, ONES)).batch(2).repeat()
+            given = {"epochs": 2, "steps_per_epoch": 3, "verbose": 0, "callbacks": [backup]}
+            with pytest.warns(rr.DataWarning, match="goes on with epoch 2 .* its data begin anew"):
+                rr.fit(model, data, communicator=ring, **given)
 
 
 def test_a_backup_that_fails_leaves_the_one_before_and_says_why(tmp_path, monkeypatch):

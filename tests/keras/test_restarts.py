@@ -52,6 +52,7 @@ def facts_of(folder, size, seed, code=0, **case):
         in_full((1, 2), {"data": "sequence", "is_compiled": True}),
         in_full((2, 1), {"data": "sequence"}),
         in_full((1, 1), {"data": "dataset"}),
+        in_full((2, 3), {"data": "arrays", "accumulated": 4}),
     ],
 )
 def test_a_job_told_to_stop_at_a_random_step_goes_on_as_one_left_alone(tmp_path, sizes, case):

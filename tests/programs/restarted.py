@@ -58,7 +58,9 @@ data = {
 layers = [keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)]
 model = keras.Sequential([keras.Input((4,)), *layers])
 optimizer = rr.DistributedOptimizer(
-    keras.optimizers.Adam(0.01), shard_state=case.get("shards", False)
+    keras.optimizers.Adam(0.01),
+    shard_state=case.get("shards", False),
+    gradient_accumulation_steps=case.get("accumulated", 1),
 )
 compiled = {"jit_compile": case.get("is_compiled", False), "metrics": ["mae"]}
 model.compile(optimizer=optimizer, loss="mse", **compiled)
