@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 # What faulthandler writes for each signal; and `leave`.
 _OF_SIGNAL, _OF_CALL, _OF_END = b"most recent call first", b"leave()\n", b"no training hears\n"
+_OF_ASK = b"a training ends\n"
 CALL = "rr.leave()"
 
 
@@ -64,6 +65,7 @@ class _Listener:
         self._source = self._target = -1  # the ends of the pipe
         self._thread: threading.Thread | None = None
         self._is_over = False  # whether the thread is to end
+        self._has_read = threading.Event()
         self._handles = False  # whether the handler is ours
         self._name, self._number, self._limit_s = "", 0, math.inf
         self._first_s = -math.inf  # when the process was told first
@@ -72,6 +74,8 @@ class _Listener:
     @contextlib.contextmanager
     def hearing(self, notice: Notice) -> Iterator[None]:
         for before in [each for each in self._heard if each.is_over]:
+            if not before.is_met:
+                notice.reason = before.reason  # It came too late for that training.
             self._leave(before)  # The program has gone on.
         with self._lock:
             if not self._heard:
@@ -85,10 +89,11 @@ class _Listener:
         except BaseException:
             self._leave(notice)
             raise
+        if self._read_out() and notice.reason == self._name and not notice.is_met:
+            # Too late for a look: the program may save what was trained, until the limit is over.
+            notice.is_over, notice.doing = True, lambda: "training has ended, and the program not"
+            return
         self._leave(notice)
-        # Training is over. What SIGTERM would have ended without a handler ends now.
-        if notice.reason == self._name == "SIGTERM" and not notice.is_met:
-            os.kill(os.getpid(), self._number)
 
     def _begin(self) -> None:
         self._name, self._limit_s = leave_signal(), leave_limit_s()
@@ -110,19 +115,22 @@ class _Listener:
         self._thread = threading.Thread(target=self._read, name=name, daemon=True)
         self._thread.start()
 
+    def _read_out(self) -> bool:
+        """Wait until the thread has read what has come; True."""
+        self._has_read.clear()
+        self.write(_OF_ASK)
+        return self._has_read.wait(TIMES.join_thread_s)
+
     def _leave(self, notice: Notice) -> None:
         with self._lock:
             self._heard.remove(notice)
             if self._heard:
                 return
-            # What has come is read first.
-            before, self._heard = self._heard, [notice]
             self._unregister()
             self._is_over = True
             self.write(_OF_END)
             assert self._thread is not None
             self._thread.join()
-            self._heard = before
             self._close()
 
     def _unregister(self) -> None:
@@ -172,6 +180,8 @@ class _Listener:
             written = os.read(self._source, 1 << 16)
             if _OF_SIGNAL in written:
                 self._hear(self._name)
+            if _OF_ASK in written:
+                self._has_read.set()
             if self._is_over and _OF_END in written:
                 return
 
@@ -185,7 +195,7 @@ class _Listener:
         self._first_s = now
         for notice in told:
             notice.reason = reason
-        if is_signal and not self._is_over:
+        if is_signal:
             self._limit(told)
 
     def _limit(self, told: list[Notice]) -> None:
@@ -239,8 +249,8 @@ _listener = _Listener()
 def hearing(notice: Notice) -> contextlib.AbstractContextManager[None]:
     """Within the block `notice` hears what tells this process to go.
 
-    If a signal came, and no step after it, the process ends with the block as that would have ended
-    it. ConfigError for a variable that is none.
+    If a signal came, and no step after it, the process has until the limit to end after the block.
+    ConfigError for a variable that is none.
     """
     return _listener.hearing(notice)
 

@@ -57,6 +57,17 @@ def test_a_job_that_stops_by_a_signal_to_the_launcher_ends_with_143(tmp_path: Pa
         )
 
 
+def test_a_job_whose_training_was_over_ends_well(tmp_path: Path) -> None:
+    """Else a scheduler would start it again, from the begin."""
+    name = script(tmp_path, HEARS, "with hearing(mine):\n    wait_for_notice()\n")
+    with launcher(tmp_path, "run", "-n", "2", name) as process:
+        process.wait_shown("child", 2)
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+        said = "ringreduce: ended well, though told to go (SIGTERM): training was over\n"
+        assert process.stderr == said
+
+
 @pytest.mark.parametrize("code", [0, 143])
 def test_a_job_whose_ranks_stop_by_themselves_is_not_started_again(tmp_path, code):
     name = script(

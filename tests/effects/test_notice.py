@@ -168,10 +168,11 @@ def test_a_signal_at_the_very_end_of_a_training_is_heard(tmp_path):
     text = """
     for _ in range(20):
         if (child := os.fork()) == 0:
-            with hearing(Notice("", str, bool)):
+            mine = Notice("", str, lambda: False)
+            with hearing(mine):
                 os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(3)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+            os._exit(3 if mine.reason else 4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     """
     with hears(tmp_path, text) as process:
         assert process.wait() == 0, process.stderr
@@ -192,13 +193,12 @@ def test_one_that_has_called_leave_is_not_ended_when_no_step_comes(tmp_path):
 @pytest.mark.parametrize(
     ("what", "code"),
     [
-        ("pass", -signal.SIGTERM),
         ("mine.is_met = True", 3),
         ("raise ValueError('of the training')", 1),
         ("raise EndsInOrder(7)", 7),
     ],
 )
-def test_what_is_heard_and_not_met_ends_the_process_when_the_training_is_over(tmp_path, what, code):
+def test_what_is_heard_and_met_ends_nothing_when_the_training_is_over(tmp_path, what, code):
     text = f"""
     with hearing(mine):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -208,6 +208,34 @@ def test_what_is_heard_and_not_met_ends_the_process_when_the_training_is_over(tm
     """
     with hears(tmp_path, text) as process:
         assert process.wait() == code
+
+
+def test_one_that_is_told_too_late_may_save_and_is_then_ended(tmp_path):
+    text = """
+    with hearing(mine):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert mine.reason == "SIGTERM"
+    print("saved", flush=True)
+    if len(sys.argv) == 1:
+        hear_for_ever()
+    """
+    with hears(tmp_path, text, RINGREDUCE_LEAVE_S="0.5") as process:
+        assert process.wait() == -signal.SIGTERM
+        assert process.stdout.startswith("saved")
+        assert "could leave: training has ended, and the program not" in process.stderr
+
+
+def test_one_that_is_told_too_late_leaves_the_next_training(tmp_path):
+    text = """
+    for _ in range(2):
+        mine = Notice("", str, lambda: False)
+        with hearing(mine):
+            before = mine.reason
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert before == "SIGTERM"
+    """
+    with hears(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
 
 
 def test_outside_of_a_training_and_in_a_forked_child_the_signal_ends_as_ever(tmp_path):

@@ -60,7 +60,8 @@ class Job:
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
-        self._told_s = 0.0  # when that signal came
+        # When that signal came; whether it has told all ranks to go.
+        self._told_s, self._has_told = 0.0, False
         # When workers that were told to end and have not are killed.
         self._stop_s: float | None = None
         # Whether a further signal to the launcher has cut their grace short.
@@ -341,8 +342,8 @@ class Job:
             self._told_s = time.monotonic()
             self._stop_s = self._told_s + self._plan.grace_s
             # Ranks that leave, or stop with all others, tell the others themselves.
-            notices = all(worker.notices for worker in self._running())
-            if self._plan.meeting is not None and not notices:
+            self._has_told = all(worker.notices for worker in self._running())
+            if self._plan.meeting is not None and not self._has_told:
                 how = f"its launcher was stopped by {signal.Signals(number).name}"
                 first = self._plan.ranks[0]
                 self._plan.meeting.tell(Ended(first, 128 + number, how, is_final=True))
@@ -464,6 +465,10 @@ class Job:
         if self.ended_by is not None and left and left.keys() == own:
             self._screen.say(conclusion.left(left))
             return next(iter(left.values())).code
+        if self._has_told and all(w.has_ended_well for w in self._workers.values() if w.is_ours):
+            name = signal.Signals(self.ended_by or 0).name
+            self._screen.say(f"ended well, though told to go ({name}): training was over")
+            return 0
         if self.ended_by is not None:
             name = signal.Signals(self.ended_by).name
             raised = {w.rank: w.raised for w in self._workers.values() if not w.is_shown}
