@@ -123,6 +123,8 @@ class _Listener:
 
     def _leave(self, notice: Notice) -> None:
         with self._lock:
+            if notice not in self._heard:
+                return
             self._heard.remove(notice)
             if self._heard:
                 return
