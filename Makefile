@@ -196,7 +196,7 @@ release-notes:
 # Whole jobs with random faults.
 soak: $(VENV)/.installed
 	$(BIN)/python -m tests.soak --minutes 1.5
-	$(BIN)/python -m tests.soak_elastic --minutes 1.5
+	$(BIN)/python -m tests.soak_elastic --minutes 1.5 --timeout-s 4
 
 # .installed has all of .examples, and what development needs: Sphinx, Ray, pytest and so on.
 $(VENV)/.examples: EXTRA := examples
