@@ -128,6 +128,8 @@ class _Listener:
             self._heard.remove(notice)
             if self._heard:
                 return
+            if self._handles:
+                handover.tell(Notices(0))
             self._unregister()
             self._is_over = True
             self.write(_OF_END)
@@ -137,14 +139,11 @@ class _Listener:
 
     def _unregister(self) -> None:
         """Undo the handler, unless the program has set one since, which is Python's."""
-        if not self._handles:
-            return
-        self._handles = False
-        handover.tell(Notices(0))
-        if self._is_ours():
+        if self._handles and self._is_ours():
             faulthandler.unregister(self._number)
             if signal.getsignal(self._number) is _write_signal:
                 signal.signal(self._number, signal.SIG_DFL)
+        self._handles = False
 
     def look(self) -> None:
         """Tell the launcher if the program has set a handler since, for which it waits then."""
@@ -190,8 +189,9 @@ class _Listener:
     def _hear(self, reason: str) -> None:
         now, told = time.monotonic(), list(self._heard)
         is_signal = reason == self._name
-        if is_signal and any(notice.reason == self._name for notice in told):
-            if now - self._first_s >= TIMES.notice_s:
+        if any(notice.reason == self._name for notice in told):
+            # A call after a signal changes nothing: its limit goes on.
+            if is_signal and now - self._first_s >= TIMES.notice_s:
                 self._end_process(told[-1], f"{reason} came once more")
             return
         self._first_s = now
@@ -232,10 +232,7 @@ class _Listener:
     def forget(self) -> None:
         """In a forked child: a signal to it is not the parent's, whose the thread is."""
         if self._thread is not None:
-            if self._handles and self._is_ours():
-                faulthandler.unregister(self._number)
-                if signal.getsignal(self._number) is _write_signal:
-                    signal.signal(self._number, signal.SIG_DFL)
+            self._unregister()
             self._close()
         self.__init__()  # type: ignore[misc]
 

@@ -48,6 +48,7 @@ def test_a_job_that_stops_by_a_signal_to_the_launcher_ends_with_143(tmp_path: Pa
     )
     with launcher(tmp_path, "run", "-n", "2", name) as process:
         process.wait_shown("child", 2)
+        process.signal(signal.SIGTERM)  # Which systemd and Slurm may deliver twice.
         process.signal(signal.SIGTERM)
         assert process.wait() == 143
         wait_gone(numbers(process.stdout, "child"))

@@ -286,6 +286,25 @@ def test_a_handler_that_is_set_later_takes_the_place_of_ours_and_stays(tmp_path)
         assert process.wait() == 6
 
 
+def test_a_call_after_a_signal_lifts_no_limit(tmp_path):
+    text = """
+    with hearing(mine):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_it()
+        assert leave()
+        hear_for_ever()
+    """
+    with hears(tmp_path, text, RINGREDUCE_LEAVE_S="0.3") as process:
+        assert process.wait() == -signal.SIGTERM
+
+
+def test_a_code_that_is_none_is_refused_when_training_begins(monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_LEAVE_CODE", "300")
+    with pytest.raises(ConfigError, match="RINGREDUCE_LEAVE_CODE"), hearing(Notice("", str, bool)):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_all_trainings_of_a_process_hear_and_nothing_of_it_is_left():
     before = threading.active_count()
     descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0

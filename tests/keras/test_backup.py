@@ -207,6 +207,36 @@ def test_data_that_begin_anew_in_the_middle_are_warned_of(tmp_path):
                 rr.fit(model, data, communicator=ring, **given)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_training_stops_within_an_epoch_only_where_it_can_go_on_there(tmp_path, monkeypatch):
+    stops = []
+    init = LooksInFit.__init__
+
+    def noted(looks, *given, stops_in_epochs, **more):
+        stops.append(stops_in_epochs)
+        init(looks, *given, stops_in_epochs=stops_in_epochs, **more)
+
+    monkeypatch.setattr(LooksInFit, "__init__", noted)
+    whole = tf.data.Dataset.from_tensor_slices((ONES, ONES))
+    shuffled = whole.shuffle(9, seed=1).batch(2)
+    cases = [
+        (True, {"x": ONES, "y": ONES, "batch_size": 2}),
+        (True, {"x": ONES, "y": ONES, "batch_size": 2, "steps_per_epoch": 2}),
+        (True, {"x": shuffled}),
+        (True, {"x": shuffled, "validation_data": whole.batch(2)}),
+        # Validation takes seeds of the same shuffle; a pass has begun in an epoch before.
+        (False, {"x": shuffled, "validation_data": shuffled}),
+        (False, {"x": whole.batch(2).repeat(), "steps_per_epoch": 2}),
+        (False, {"x": iter([(ONES, ONES)] * 9), "steps_per_epoch": 2}),
+        (False, {"x": whole.batch(2), "per_rank_data": True}),
+    ]
+    with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as ring:
+        for number, (_, data) in enumerate(cases):
+            folder = tmp_path / str(number)
+            rr.fit(counting(ring), **data, verbose=0, backup_dir=folder, communicator=ring)
+    assert stops == [expected for expected, _ in cases]
+
+
 def test_a_backup_that_fails_leaves_the_one_before_and_says_why(tmp_path, monkeypatch):
     """As on a full disk, half way."""
     with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as ring:

@@ -45,7 +45,7 @@ def trained(folder, size, *faults, least=1, timeout_s=20.0, variables=(), unlike
     done = run_job(size, program, **options)
     found = {fact["rank"]: fact for fact in facts_in(done.output)}
     lost = {rank for rank, _, _, how in faults if how in ENDS or how == "notice"}
-    if done.exit_code == 143:  # All stopped.
+    if "training stopped" in done.errors:
         lost = {*range(size)}
     assert sorted(found) == sorted({*range(size)} - lost), done.errors
     return found, done
@@ -482,7 +482,7 @@ def test_ranks_that_are_told_to_go_leave_in_order(tmp_path, point, leavers, data
     assert "killed" not in done.errors
     assert rows_of_log(tmp_path) == ["epoch", *map(str, range(EPOCHS))]
     for rank in leavers:
-        assert re.search(rf"\[{rank}/4\] leaves after .* \(SIGTERM\)", done.errors)
+        assert re.search(rf"\[{rank}/4\] rank {rank} left after .* \(SIGTERM\)", done.errors)
         assert re.search(rf"ranks? [0-9, ]*{rank}[0-9, ]* left after .* \(SIGTERM\)", done.errors)
 
 
@@ -494,17 +494,29 @@ def test_ranks_that_are_told_to_go_leave_in_order(tmp_path, point, leavers, data
         [[3, "begin", 6, "kill"], [2, "exchange", 1, "notice"]],
         in_full([[3, "bucket", 11, "kill"], [0, "catching up", 1, "notice"]]),
         # One is lost while another leaves.
+        [[2, "begin", 6, "notice"], [0, "hand over", 1, "kill"]],
         [[2, "begin", 6, "notice"], [3, "exchange", 1, "kill"]],
         in_full([[0, "begin", 6, "notice"], [1, "catching up", 1, "kill"]]),
     ],
 )
 def test_ranks_leave_and_are_lost_at_once(tmp_path, faults):
-    found, done = trained(tmp_path, 4, *faults, data="arrays", way="graph")
+    found, done = trained(tmp_path, 4, *faults, data="arrays", way="graph", often=True)
     assert_exactly_once(found)
     assert sorted(found) == [
         rank for rank in range(4) if rank not in [fault[0] for fault in faults]
     ]
     assert "Traceback" not in done.errors
+
+
+def test_all_stop_where_a_loss_leaves_too_few_without_those_that_leave(tmp_path):
+    faults = [[2, "begin", 6, "notice"], [0, "hand over", 1, "kill"]]
+    options = {"data": "arrays", "way": "graph", "backs_up": True, "often": True}
+    found, done = trained(tmp_path, 3, *faults, least=2, **options)
+    assert not found
+    assert "Traceback" not in done.errors
+    assert len(re.findall(r"training stopped after .* rank 2 was told to go", done.errors)) == 2
+    found, _ = trained(tmp_path, 2, **options)
+    assert all(fact["uses"] == ONCE for fact in found.values())
 
 
 @pytest.mark.parametrize(
@@ -527,7 +539,7 @@ def test_a_job_that_stops_goes_on_with_the_next_step(tmp_path, size, least, leav
     assert not found
     assert done.exit_code == 143
     assert "Traceback" not in done.errors
-    advice = rf"training stops after .*, since ranks? .* told to go \(SIGTERM\).* with {tmp_path}"
+    advice = rf"training stopped after .*, since ranks? .* told to go \(SIGTERM\).* with {tmp_path}"
     assert len(re.findall(advice, done.errors)) == size
     found, _ = trained(tmp_path, 4 - size, **case)
     for fact in found.values():

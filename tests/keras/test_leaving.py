@@ -140,9 +140,9 @@ def test_what_a_rank_waits_for_is_said_by_its_callback_or_validation():
     assert of_step == "it is in a step, or at the begin of training"
 
 
-def looped(size, least, *told, seldom=False):
+def looped(size, least, *told, seldom=False, **case):
     """What ranks of a loop say, in order, and how it went; `told`: a rank, and the step."""
-    case = json.dumps({"told": told, "seldom": seldom})
+    case = json.dumps({"told": told, "seldom": seldom, **case})
     program = ["tests/programs/leaving_loop.py", case]
     done = run_job(size, program, environment={"RINGREDUCE_ELASTIC": str(least)})
     assert "Traceback" not in done.errors, done.errors
@@ -169,6 +169,15 @@ def test_a_rank_that_is_told_in_the_last_step_leaves_when_the_loop_has_ended():
     ]
     assert done.exit_code == 0
     assert "rank 1 left at step=12, made=12 (SIGTERM)" in done.errors
+
+
+def test_ranks_of_a_loop_look_together_after_a_look_that_only_some_have_ended():
+    found, done = looped(3, 1, dies=2, misses=1)
+    assert [(fact["rank"], fact["made"], fact["members"]) for fact in found] == [
+        (rank, 12, [0, 1]) for rank in (0, 1)
+    ]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert "lost rank 2 at" in done.errors
 
 
 def test_a_loop_with_too_few_left_stops_on_all_ranks_which_may_save():

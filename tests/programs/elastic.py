@@ -21,6 +21,7 @@ import ringreduce.keras as rr
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.reforming import Survivors
 from ringreduce.effects.notice import _listener
+from ringreduce.keras.elastic.leaving import Looks
 from ringreduce.keras.training import loop
 from ringreduce.keras.training.elastic_steps import Elastic
 from ringreduce.keras.training.looking import LooksInFit
@@ -101,6 +102,7 @@ passing_by(Survivors, "exchange", "exchange")
 passing_by(Elastic, "_catch_up", "catching up")
 passing_by(Elastic, "_restore", "left")
 passing_by(Elastic, "run", "call")
+passing_by(LooksInFit, "_hand_over", "hand over")
 passing_by(keras.optimizers.SGD, "update_step", "update")
 
 call = Calls.call
@@ -251,6 +253,8 @@ class Loader:
 
 # Where no callback looks at batches, one call makes all steps of an epoch, but the first.
 is_blind = case.get("blind", False)
+if case.get("often"):
+    Looks._wishes = lambda looks, count: (1, 1)  # After each step.
 if is_blind:
     loop._CALL_S = 1e3
     LooksInFit.left = 1 << 30

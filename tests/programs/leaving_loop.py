@@ -24,6 +24,23 @@ optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
 x = np.random.default_rng(0).integers(-4, 5, (COMMITS * 12, 3)).astype("float32")
 if not case["seldom"]:
     Looks._wishes = lambda looks, count: (1, 1)  # After each commit.
+look, looks = Looks.look, iter(range(100))
+
+
+def failing(of_loop, count, **how):
+    """One rank dies in a look that another has ended, and a third not."""
+    found = look(of_loop, count, **how)
+    if next(looks) == 2 and "dies" in case:
+        if case["dies"] == RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case["misses"] == RANK:
+            of_loop._due, of_loop._has_seen = 100, True
+            while True:
+                ring.barrier()
+    return found
+
+
+Looks.look = failing
 begun = []  # with which commit each call of the loop has begun
 
 

@@ -342,7 +342,8 @@ class Job:
             self._told_s = time.monotonic()
             self._stop_s = self._told_s + self._plan.grace_s
             # Ranks that leave, or stop with all others, tell the others themselves.
-            self._has_told = all(worker.notices for worker in self._running())
+            running = self._running()
+            self._has_told = bool(running) and all(worker.notices for worker in running)
             if self._plan.meeting is not None and not self._has_told:
                 how = f"its launcher was stopped by {signal.Signals(number).name}"
                 first = self._plan.ranks[0]

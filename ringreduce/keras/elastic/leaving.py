@@ -22,7 +22,7 @@ from contextlib import contextmanager
 import keras
 import numpy as np
 
-from ringreduce.commands.launch import handover
+from ringreduce.commands.launch import conclusion, handover
 from ringreduce.commands.launch.worker_records import Goes
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import leave
@@ -30,7 +30,6 @@ from ringreduce.effects.notice import CALL, EndsInOrder, Notice, hearing, reason
 from ringreduce.keras.repeating import repeated
 from ringreduce.vocabulary.config import TIMES, leave_code, leave_signal
 from ringreduce.vocabulary.types import ReduceOp
-from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 
@@ -135,28 +134,18 @@ class Looks:
         if not self.goes_on(going):
             self._notice.is_met = True
             said = self._back_up()
-            if not handover.tell(Goes(dict(going), where, _STOPPED, stops=True, said=said)):
-                text = "[%d/%d] training stops %s, since %s told to go (%s). %s"
-                who = own, ring.config.size, where, _were(going), _reasons(going), said
-                _log.warning(text, *who)
+            goes = Goes(dict(going), where, _STOPPED, stops=True, said=said)
+            if not handover.tell(goes):
+                _log.warning("[%d/%d] %s", own, ring.config.size, conclusion.stopped({own: goes}))
             raise Stopped(_STOPPED)
         if own in going:
-            code = leave_code()
-            if not handover.tell(Goes({own: going[own]}, where, code)):
-                text = "[%d/%d] leaves %s (%s)"
-                _log.warning(text, own, ring.config.size, where, going[own])
+            goes = Goes({own: going[own]}, where, leave_code())
+            if not handover.tell(goes):
+                _log.warning("[%d/%d] %s", own, ring.config.size, conclusion.left({own: goes}))
             leave(ring, going[own])
-            raise EndsInOrder(code)
+            raise EndsInOrder(goes.code)
         assert self._part is not None
         self._part(going)
-
-
-def _were(going: Mapping[int, str]) -> str:
-    return f"{named('rank', sorted(going))} {'was' if len(going) == 1 else 'were'}"
-
-
-def _reasons(going: Mapping[int, str]) -> str:
-    return ", ".join(dict.fromkeys(going.values()))
 
 
 @contextmanager

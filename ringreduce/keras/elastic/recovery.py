@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Reformed
+from ringreduce.commands.launch import conclusion, handover
+from ringreduce.commands.launch.worker_records import Goes, Reformed
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.integration import membership_of
 from ringreduce.communicator.rank_zero import on_rank_zero
@@ -100,9 +100,7 @@ def go_on(
     if gone and not is_said:
         how = f"lost {lost} {where}"
         if {*gone} <= {*leaving}:
-            how = (
-                f"{lost} left {where} ({', '.join(dict.fromkeys(leaving[rank] for rank in gone))})"
-            )
+            how = conclusion.left({r: Goes({r: leaving[r]}, where, 0) for r in gone})
         _log.warning(
             "[%d/%d] %s; %s went on after %.1f s",
             *(ring.config.rank, ring.config.size, how, named("rank", ring.members), seconds),
