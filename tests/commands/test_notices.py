@@ -143,6 +143,14 @@ def test_one_that_leaves_in_order_has_not_failed():
     assert not worker.notices
 
 
+@pytest.mark.parametrize(("number", "has_failed"), [(15, False), (9, False), (11, True)])
+def test_one_that_is_ended_by_a_further_signal_while_it_leaves_has_not_failed(number, has_failed):
+    worker = Worker(3, None)
+    worker.note(GOES)
+    worker.end(-number)
+    assert (worker.failure() is not None) == has_failed
+
+
 def test_one_that_fails_while_it_leaves_has_failed():
     worker = Worker(3, None)
     worker.note(GOES)
