@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,19 +31,30 @@ COLUMNS = (
 
 
 def systems(workers: int) -> list[System]:
-    """One process of Keras, one of ours, a ring, and an elastic ring."""
+    """One process of Keras, one of ours, two rings, one elastic, and what never reduces."""
     options = ["--global-batch", str(GLOBAL_BATCH)]
     command = [sys.executable, "-m", "bench.fit_worker"]
     alone = [Process([*command, "ring", *options], QUIET)]
     ring = ring_processes([*command, "ring", *options], [Host()] * workers, "auto")
     elastic = ring_processes([*command, "ring", *options], [Host()] * workers, "auto")
     elastic = [Process(e.command, {**e.environment, "RINGREDUCE_ELASTIC": "1"}) for e in elastic]
+    share = ["unreduced", *options, "--workers", str(workers), "--rank"]
+    apart = [
+        Process([*command, *share, str(rank)], _without_ring(each.environment))
+        for rank, each in enumerate(ring)
+    ]
     return [
         System(PEER, [Process([*command, "keras", *options], QUIET)], lines=1),
         System("rr.fit, 1", alone, lines=1),
         System(f"rr.fit, {workers}", ring, lines=workers),
         System(f"elastic, {workers}", elastic, lines=workers),
+        System(f"unreduced, {workers}", apart, lines=workers),
     ]
+
+
+def _without_ring(environment: Mapping[str, str]) -> dict[str, str]:
+    """A rank's environment, such as its numbers of threads, without its place in a ring."""
+    return {key: value for key, value in environment.items() if not key.startswith("RINGREDUCE_")}
 
 
 def run(*, workers: int, rounds: int, steps: int, json_file: str | None) -> None:

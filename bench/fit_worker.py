@@ -1,6 +1,7 @@
 """A process of the benchmark of `rr.fit`'s loop: trains a few epochs on each order of the driver.
 
-``python -m bench.fit_worker keras`` or ``ring``; the latter alone or for each rank of a ring.
+``python -m bench.fit_worker keras``, ``ring``, alone or for each rank of a ring, or ``unreduced``:
+one of several processes that train on their rows of each global batch, and exchange nothing.
 """
 
 from __future__ import annotations
@@ -39,22 +40,25 @@ class BatchCallback(keras.callbacks.Callback):
         self.largest = max(self.largest, logs["loss"])
 
 
-def begun(system: str) -> tuple[int, keras.Optimizer]:
+def begun(system: str, rank: int = 0) -> tuple[int, keras.Optimizer]:
     """Begin as one process of Keras, or as a rank; return the rank, and the optimizer for that."""
     keras.utils.set_random_seed(1)
     optimizer = keras.optimizers.Adam(0.001)
     if system == "keras":
         return 0, optimizer
-    return rr.init().rank, rr.DistributedOptimizer(optimizer)
+    ring = rr.init()
+    return rank if system == "unreduced" else ring.rank, rr.DistributedOptimizer(optimizer)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("system", choices=("keras", "ring"))
+    parser.add_argument("system", choices=("keras", "ring", "unreduced"))
     parser.add_argument("--global-batch", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0, help="of unreduced ones")
+    parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
-    is_ring = arguments.system == "ring"
-    rank, optimizer = begun(arguments.system)
+    rank, optimizer = begun(arguments.system, arguments.rank)
+    share = slice(arguments.rank, None, arguments.workers)
     model = keras.Sequential(
         [
             keras.Input((INPUTS,)),
@@ -69,16 +73,18 @@ def main() -> None:
         rows = arguments.global_batch * order["steps"]
         x = rng.normal(size=(rows, INPUTS)).astype(np.float32)
         y = rng.normal(size=(rows, 1)).astype(np.float32)
-        data: tuple[Any, ...] = (x, y)
-        options = {"batch_size": arguments.global_batch}
+        data: tuple[Any, ...] = (x[share], y[share])
+        options = {"batch_size": arguments.global_batch // arguments.workers}
         if order["data"] == "dataset":
-            data = (tf.data.Dataset.from_tensor_slices((x, y)).batch(arguments.global_batch),)
-            options = {}
+            batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(arguments.global_batch)
+            if arguments.workers > 1:
+                batches = batches.map(lambda x, y: (x[share], y[share]))
+            data, options = (batches,), {}
         clock = EpochClock()
         callbacks = [clock, *([BatchCallback()] if order["looks"] else [])]
         # One before, which traces, and one after, which only ends the last that is measured.
         options |= {"epochs": order["epochs"] + 2, "verbose": 0, "callbacks": callbacks}
-        if is_ring:
+        if arguments.system != "keras":
             rr.fit(model, *data, **options)
         else:
             model.fit(*data, **options)

@@ -10,6 +10,7 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
 """
 
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,15 @@ import tensorflow as tf
 
 from ringreduce.keras import private
 from ringreduce.keras.data.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
-from ringreduce.keras.data.division import BATCH_SIZE, Feed, Plan, counted, remedy_of_unlike_data
+from ringreduce.keras.data.division import (
+    BATCH_SIZE,
+    Feed,
+    Plan,
+    counted,
+    on_one_thread,
+    remedy_of_unlike_data,
+    tuned,
+)
 from ringreduce.keras.data.fingerprint import FingerprintedPasses
 from ringreduce.keras.rows import count_of, is_absent, map_arrays, none_for_optionals, tensor_of
 from ringreduce.tensorflow.private import ops_in
@@ -31,7 +40,8 @@ from ringreduce.vocabulary.words import brief
 # So many small batches are copied at a time, since each call of Python costs as much as a step of a
 # small model.
 _GROUP_BATCHES = 64
-_AHEAD = 4  # batches that are ready
+# Parts of a tf.data.Dataset that call no functions, and use no threads besides.
+_PLAIN = re.compile("_?(?!Parallel|Options)[A-Z][A-Za-z]+Dataset(V2)?")
 
 
 class WholeData(ABC):
@@ -129,10 +139,7 @@ class _ArrayFeed(Feed):
         elif plan.deal:
             # A model's own `evaluate` may make another dataset of it, which is as long.
             batches = batches.apply(tf.data.experimental.assert_cardinality(self._left()))
-        # The thread that tunes buffers may keep an iterator from ending for a second.
-        fixed = tf.data.Options()
-        fixed.autotune.enabled = False
-        self.dataset = counted(batches.prefetch(_AHEAD).with_options(fixed), self._left)
+        self.dataset = counted(on_one_thread(batches), self._left)
 
     def begin(self, epoch: int) -> None:
         self._batches = [
@@ -210,7 +217,10 @@ class _DatasetFeed(Feed):
         # Random ops in a function begin anew with each iterator.
         is_fixed = ops is not None and not any(ops.values())
         self.can_repeat = count >= 0 and plan.steps is None and is_fixed
-        fed = global_batches, count if count >= 0 else None, tf.data.AUTOTUNE
+        # The user's functions may take many threads, and their options may ask for some.
+        is_plain = ops is not None and all(map(_PLAIN.fullmatch, ops))
+        ahead = on_one_thread if is_plain else tuned
+        fed = global_batches, count if count >= 0 else None, ahead
         self.dataset = plan.fed(*fed, self.is_counted, self.note_first)
         # Keras's evaluation makes one more where it has read to a known end.
         is_read_out = count > 0 and (plan.steps is None or plan.run_steps >= count)
@@ -353,7 +363,7 @@ class _StreamFeed(Feed):
         with suppress(TypeError):  # Also torch's loader of an IterableDataset has a `__len__`.
             count = len(source)
         self.is_counted = plan.counts
-        self.dataset = plan.fed(batched, count, 1, plan.counts)
+        self.dataset = plan.fed(batched, count, lambda part: part.prefetch(1), plan.counts)
 
     def _pass(self) -> Iterator[Any]:
         try:

@@ -18,6 +18,7 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import for_rr
 
 BATCH_SIZE = 32
+_AHEAD = 4  # batches that are ready
 _ALIKE = (
     "Give every rank the same data in the same order: pass a seed to shuffle, seed other random "
     "numbers alike, and sort lists of files."
@@ -140,13 +141,18 @@ class Plan:
         part = numbered.filter(lambda number, _: tf.numpy_function(is_own, [number], tf.bool))
         return part.map(lambda _, batch: batch)
 
-    def fed(self, batches: Any, count: int | None, ahead: int, *options: Any) -> Any:
-        """`divide` for a pass, or a validation's steps; `count` is that of batches, if known."""
+    def fed(
+        self, batches: Any, count: int | None, ahead: Callable[[Any], Any], *options: Any
+    ) -> Any:
+        """`divide` for a pass, or a validation's steps; `count` is that of batches, if known.
+
+        `ahead` makes of the part one whose batches are read ahead.
+        """
         if self.deal and self.steps is not None:
             batches = batches.take(self.run_steps)
             count = min(self.run_steps, count or self.run_steps)
         part = self.divide(batches, *options)
-        part = (begun_when_read(part) if self.deal else part).prefetch(ahead)
+        part = ahead(begun_when_read(part) if self.deal else part)
         return part if count is None else counted(part, partial(self.own_steps, count))
 
     @property
@@ -176,6 +182,24 @@ class Plan:
 def begun_when_read(dataset: tf.data.Dataset) -> Any:
     """`dataset`, which begins a pass, and draws its seeds, when the first element is asked for."""
     return dataset.take(0).concatenate(dataset)
+
+
+def tuned(dataset: tf.data.Dataset) -> Any:
+    """`dataset`, of which TensorFlow reads as many elements ahead as it finds best."""
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def on_one_thread(dataset: tf.data.Dataset) -> Any:
+    """`dataset`, of which few elements are read ahead; all functions in it run on one thread.
+
+    Of small elements that takes two thirds of a processor's time: what cuts a batch takes less than
+    to hand it to TensorFlow's threads. The thread that tunes buffers, which it does without, may
+    keep an iterator from ending for a second.
+    """
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
+    options.autotune.enabled = False
+    return dataset.prefetch(_AHEAD).with_options(options)
 
 
 def counted(dataset: tf.data.Dataset, count: Callable[[], int]) -> Any:

@@ -152,16 +152,13 @@ class Steps:
         if key not in self._readers:
             self._readers[key] = Reader(iterator.element_spec)
         element, waited_s = self._readers[key].next(iterator)
-        if self._is_short(element):
+        # A number of Python's: to compare tensors takes thirty times as long.
+        if self._may_be_empty and int(element[1]) < self._ranks:
             return self._short(element), waited_s
         if key not in self._singly:
             one = self._one
             self._singly[key] = one if self._is_eager else traced_for(one, iterator.element_spec)
         return self._singly[key](element), waited_s
-
-    def _is_short(self, element: Any) -> Any:
-        """Whether some rank has no row of it."""
-        return element[1] < self._ranks if self._may_be_empty else False
 
     def _on(self, element: Any) -> Any:
         """A step on one element of the data."""
@@ -233,7 +230,7 @@ class Steps:
 
         def due(element: Any) -> Any:
             def has_rows() -> Any:
-                return tf.logical_not(self._is_short(element.get_value()))
+                return element.get_value()[1] >= self._ranks
 
             is_there = element.has_value()
             return tf.cond(is_there, has_rows, lambda: False) if self._may_be_empty else is_there
