@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from rich.progress import track
 
 from bench import report
 from bench.facts import facts
-from bench.systems import QUIET, Host, ring_processes
+from bench.systems import QUIET, Host, ring_processes, without_ring
 from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
 GLOBAL_BATCH = 64
@@ -37,12 +37,9 @@ def systems(workers: int) -> list[System]:
     alone = [Process([*command, "ring", *options], QUIET)]
     ring = ring_processes([*command, "ring", *options], [Host()] * workers, "auto")
     elastic = ring_processes([*command, "ring", *options], [Host()] * workers, "auto")
-    elastic = [Process(e.command, {**e.environment, "RINGREDUCE_ELASTIC": "1"}) for e in elastic]
-    share = ["unreduced", *options, "--workers", str(workers), "--rank"]
-    apart = [
-        Process([*command, *share, str(rank)], _without_ring(each.environment))
-        for rank, each in enumerate(ring)
-    ]
+    variable = {"RINGREDUCE_ELASTIC": "1"}
+    elastic = [replace(each, environment={**each.environment, **variable}) for each in elastic]
+    apart = without_ring(ring, [*command, "unreduced", *options])
     return [
         System(PEER, [Process([*command, "keras", *options], QUIET)], lines=1),
         System("rr.fit, 1", alone, lines=1),
@@ -50,11 +47,6 @@ def systems(workers: int) -> list[System]:
         System(f"elastic, {workers}", elastic, lines=workers),
         System(f"unreduced, {workers}", apart, lines=workers),
     ]
-
-
-def _without_ring(environment: Mapping[str, str]) -> dict[str, str]:
-    """A rank's environment, such as its numbers of threads, without its place in a ring."""
-    return {key: value for key, value in environment.items() if not key.startswith("RINGREDUCE_")}
 
 
 def run(*, workers: int, rounds: int, steps: int, json_file: str | None) -> None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from bench.turns import TURN_TIMEOUT_S, Process
 from ringreduce.commands.launch.local import default_threads
 from ringreduce.effects import native
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import Config, binding_wanted
+from ringreduce.vocabulary.cores import shares_of_cores
 from ringreduce.vocabulary.worker_environment import worker_environment
 
 # A distributed optimizer in ``model.fit``, with a share of the data; and `rr.fit`, with all of it.
@@ -79,6 +80,8 @@ def ring_processes(
     job_id = secrets.token_hex(8)
     secret = secrets.token_hex(32)
     processes = []
+    is_one = not any(host.prefix for host in hosts)
+    shares = shares_of_cores(len(hosts), wanted=binding_wanted() if is_one else False)
     for rank, host in enumerate(hosts):
         choices: dict[str, object] = {
             "timeout_s": TURN_TIMEOUT_S,
@@ -90,9 +93,28 @@ def ring_processes(
         if host.name:
             choices["host_id"] = host.name
         config = Config(rank=rank, size=len(hosts), rendezvous=rendezvous, job_id=job_id, **choices)
-        environment = worker_environment(config, default_threads(len(hosts)), decided=choices)
-        processes.append(Process([*host.prefix, *command], environment | QUIET))
+        environment = worker_environment(
+            config,
+            default_threads(len(hosts)),
+            decided=choices,
+            cores=None if shares is None else sum(map(len, shares)),
+        )
+        cores = None if shares is None else shares[rank]
+        processes.append(Process([*host.prefix, *command], environment | QUIET, cores))
     return processes
+
+
+def without_ring(processes: Sequence[Process], command: Sequence[str]) -> list[Process]:
+    """`command` in the places of a ring's ranks, with as many threads, each a process by itself."""
+    options = "--workers", str(len(processes)), "--rank"
+    variables = [
+        {k: text for k, text in each.environment.items() if not k.startswith("RINGREDUCE_")}
+        for each in processes
+    ]
+    return [
+        Process([*command, *options, str(rank)], environment, each.cores)
+        for rank, (each, environment) in enumerate(zip(processes, variables, strict=True))
+    ]
 
 
 def free_ports(count: int) -> list[int]:

@@ -16,22 +16,27 @@ from rich.progress import track
 from bench import report
 from bench.facts import facts
 from bench.namespaces import require, shaped
-from bench.systems import QUIET, Host, ring_processes
+from bench.systems import QUIET, Host, ring_processes, without_ring
 from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
 MODELS = ("mlp", "cnn", "transformer", "resnet50")
 GLOBAL_BATCH = 32
-PEER, WITHOUT, WITH = "model.fit", "without", "with"
-COLUMNS = f"{'model':<12} {PEER:>10} {WITHOUT:>10} {WITH:>10} {'trial':>8} {'from':>7} {'to':>7}"
+PEER, APART, WITHOUT, WITH = NAMES = "model.fit", "unreduced", "without", "with"
+COLUMNS = (
+    f"{'model':<12} " + " ".join(f"{name:>10}" for name in NAMES) + f" {'trial':>8} {'from':>7} "
+    f"{'to':>7}"
+)
 
 
 def systems(model: str, hosts: list[Host]) -> list[System]:
-    """One process of Keras, and two rings with a rank on each of `hosts`."""
+    """One process of Keras, one on each of `hosts` by itself, and two rings with a rank on each."""
     command = [sys.executable, "-m", "bench.trial_worker"]
     options = [model, "--global-batch", str(GLOBAL_BATCH)]
     ring = [*command, "ring", *options]
+    apart = without_ring(ring_processes(ring, hosts, "auto"), [*command, "unreduced", *options])
     return [
         System(PEER, [Process([*command, "keras", *options], QUIET)], lines=1),
+        System(APART, apart, lines=len(hosts)),
         *(
             System(name, ring_processes(ring, hosts, "auto"), lines=len(hosts))
             for name in (WITHOUT, WITH)
@@ -64,7 +69,7 @@ def run(
             hosts = stack.enter_context(shaped(workers, link))
         try:
             for model in models:
-                found: dict[str, list[float]] = {PEER: [], WITHOUT: [], WITH: []}
+                found: dict[str, list[float]] = {name: [] for name in NAMES}
                 for _ in track(range(rounds), model, console=console, transient=True):
                     for name, seconds in _turn(model, hosts).items():
                         found[name].append(seconds)
@@ -82,7 +87,7 @@ def _turn(model: str, hosts: list[Host]) -> dict[str, float]:
         for answer in turns.start(started).values():
             if isinstance(answer, SystemFailed):
                 raise answer
-        checks = {PEER: None, WITHOUT: "data", WITH: True}
+        checks = {PEER: None, APART: "data", WITHOUT: "data", WITH: True}
         return {
             name: max(each["seconds"] for each in turns.ask(name, {"check": check}))
             for name, check in checks.items()
@@ -99,7 +104,7 @@ def row(model: str, found: dict[str, list[float]]) -> dict[str, Any]:
 
 def table_line(row: dict[str, Any]) -> str:
     """A row as text."""
-    medians = " ".join(f"{row[name]:>10.2f}" for name in (PEER, WITHOUT, WITH))
+    medians = " ".join(f"{row[name]:>10.2f}" for name in NAMES)
     return (
         f"{row['model']:<12} {medians} {row['trial']:>8.2f} {row['from']:>7.2f} {row['to']:>7.2f}"
     )

@@ -1,6 +1,7 @@
 """A process of the benchmark of a training's start: trains two steps on an order of the driver.
 
-``python -m bench.trial_worker keras MODEL`` or ``ring MODEL``, the latter for each rank of a ring.
+``python -m bench.trial_worker keras MODEL``, ``ring MODEL``, for each rank of a ring, or
+``unreduced MODEL``: one of several processes with a share of each batch, which exchange nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ def resnet50() -> tuple[keras.Model, tuple[int, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("system", choices=("keras", "ring"))
+    parser.add_argument("system", choices=("keras", "ring", "unreduced"))
     parser.add_argument("model")
     parser.add_argument("--global-batch", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0, help="of unreduced ones")
+    parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
-    is_ring = given.system == "ring"
-    rank, optimizer = begun(given.system)
+    rank, optimizer = begun(given.system, given.rank)
+    share = slice(given.rank, None, given.workers)
     if given.model == "resnet50":
         model, shape = resnet50()
     else:
@@ -54,12 +57,13 @@ def main() -> None:
     line = Line(rank)
     for order in line.orders():
         clock = Clock()
-        options = {"batch_size": given.global_batch, "verbose": 0, "callbacks": [clock]}
+        batch_size = given.global_batch // given.workers
+        options = {"batch_size": batch_size, "verbose": 0, "callbacks": [clock]}
         began_s = time.perf_counter()
-        if is_ring:
-            rr.fit(model, x, y, check=order["check"], **options)
-        else:
+        if given.system == "keras":
             model.fit(x, y, **options)
+        else:
+            rr.fit(model, x[share], y[share], check=order["check"], **options)
         line.answer(seconds=clock.first_s - began_s)
 
 

@@ -26,8 +26,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
@@ -45,10 +46,11 @@ _PATH, _NAME = "RINGREDUCE_BENCH_LINE", "RINGREDUCE_BENCH_SYSTEM"
 
 @dataclass(frozen=True)
 class Process:
-    """A program to start: its command, and variables on top of the driver's own."""
+    """A program to start: its command, variables on top of the driver's own, its cores, or all."""
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    cores: Collection[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class _Running:
                 stderr=self._log,
                 # Ctrl-C reaches the driver only, and the group can be killed as a whole. All stay
                 # in one session: Linux shares processor time among sessions, not processes.
-                preexec_fn=os.setpgrp,
+                preexec_fn=partial(_prepare, process.cores),
             )
             for process in system.processes
         ]
@@ -337,3 +339,9 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _prepare(cores: Collection[int] | None) -> None:
+    os.setpgrp()
+    if cores is not None:
+        os.sched_setaffinity(0, cores)

@@ -69,6 +69,7 @@ def run(
     node_rank: int | None = options.NODE_RANK,
     module: bool = options.MODULE,
     threads_per_worker: int | None = options.THREADS_PER_WORKER,
+    bind: bool | None = options.BIND,
     max_restarts: int = options.MAX_RESTARTS,
     elastic: int | None = options.ELASTIC,
     grace: float = options.GRACE,
@@ -110,6 +111,8 @@ def run(
         _refuse(f"{stdin}; accepted: 0 to {size - 1}", {"--stdin": stdin})
     if profile:
         variables["RINGREDUCE_PROFILE"] = "1"
+    if bind is not None:
+        variables["RINGREDUCE_BIND"] = str(int(bind))
     if unchanged:
         program = as_unchanged(program, variables)
     limits = {"timeout_s": timeout, "busy_timeout_s": busy_timeout}

@@ -114,6 +114,12 @@ WORKER_COUNTS = typer.Option(
     parser=_worker_counts,
 )
 THREADS_PER_WORKER = _number("K", "Compute threads of each worker.", least=1, shown="cores / N")
+BIND = typer.Option(
+    None,
+    "--bind/--no-bind",
+    help="Give each worker of a host cores of its own, cores / N.",
+    show_default="where the cores are alike and can be divided",
+)
 
 # How a job goes on after a failure, and ends.
 MAX_RESTARTS = _number(

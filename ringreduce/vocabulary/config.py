@@ -30,6 +30,7 @@ _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE"),
     *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE", "RINGREDUCE_VERIFY"),
     *("RINGREDUCE_ELASTIC", "RINGREDUCE_RING"),
+    *("RINGREDUCE_BIND", "RINGREDUCE_CORES"),
     *("RINGREDUCE_LEAVE_SIGNAL", "RINGREDUCE_LEAVE_S", "RINGREDUCE_LEAVE_CODE"),
 )
 
@@ -343,6 +344,23 @@ def native_wanted() -> bool:
 def profile_wanted() -> bool:
     """Whether to profile training: ``RINGREDUCE_PROFILE``; ``ringreduce run --profile`` sets it."""
     return os.environ.get("RINGREDUCE_PROFILE", "0") not in ("", "0")
+
+
+def binding_wanted(variables: Mapping[str, str] | None = None) -> bool | None:
+    """Whether a launcher gives each rank cores of its own; None: where that is plain to pay.
+
+    ``RINGREDUCE_BIND``, in `variables` or this process's environment.
+    """
+    text = {**os.environ, **(variables or {})}.get("RINGREDUCE_BIND", "")
+    return text != "0" if text else None
+
+
+def cores_of_ranks() -> int | None:
+    """How many cores the ranks of this host have together, where each has its own.
+
+    ``RINGREDUCE_CORES``, which the launcher sets; None: each may use those that this process may.
+    """
+    return int(os.environ.get("RINGREDUCE_CORES") or 0) or None
 
 
 def elastic_minimum(variables: Mapping[str, str] | None = None) -> int | None:

@@ -4,8 +4,11 @@ Containers limit time, not cores: all of the host's are there, for a part of eac
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from ringreduce.vocabulary.config import cores_of_ranks
+from ringreduce.vocabulary.errors import ConfigError
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -23,6 +26,65 @@ def bound_cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def shares_of_cores(
+    count: int, *, wanted: bool | None = None, root: Path = Path("/")
+) -> list[set[int]] | None:
+    """For each of `count` processes its own of the cores that this one may use, equally many.
+
+    Neighbours: of one NUMA node, package and die, and both threads of a core. None where they are
+    not `wanted` or, if that is None, where it is not plain that they pay: cores that are not alike
+    or cannot be divided, a limit of time, which others may use up on the same cores, or one
+    process.
+
+    Raises:
+        ConfigError: they are `wanted`, and there are fewer cores or such a limit, or the system
+            binds no processes.
+    """
+    if wanted is False:
+        return None
+    cores, quota, can_bind = bound_cores(), core_quota(root), hasattr(os, "sched_setaffinity")
+    is_limited = quota is not None and quota < len(cores)
+    if wanted is None and (
+        count == 1 or not can_bind or is_limited or len(cores) % count or not _alike(cores, root)
+    ):
+        return None
+    if not can_bind or is_limited or len(cores) < count:
+        raise ConfigError(
+            f"cannot bind {count} ranks to cores: "
+            + (
+                "this system has no call for that"
+                if not can_bind
+                else f"this process may use the time of {quota:g} of {len(cores)} cores"
+                if is_limited
+                else f"this process may use {len(cores)}"
+            ),
+            remedy="Leave out --bind.",
+        )
+    by_place = sorted(cores, key=lambda core: (*_place(core, root), core))
+    each = len(cores) // count
+    return [set(by_place[i * each : (i + 1) * each]) for i in range(count)]
+
+
+def _alike(cores: Collection[int], root: Path) -> bool:
+    """Whether they are equally fast, as far as the system says."""
+    folder = root / "sys/devices/system/cpu"
+    speeds = (
+        "".join(_lines(folder / f"cpu{core}/cpu_capacity"))
+        or "".join(_lines(folder / f"cpu{core}/cpufreq/cpuinfo_max_freq"))
+        for core in cores
+    )
+    known = [int(speed) for speed in speeds if speed.isdecimal()]
+    return not known or min(known) > 0.8 * max(known)
+
+
+def _place(core: int, root: Path) -> tuple[int, ...]:
+    """NUMA node, package, die and core of a logical one; 0 where the system does not say."""
+    folder = root / f"sys/devices/system/cpu/cpu{core}"
+    node = next((int(node.name.removeprefix("node")) for node in folder.glob("node[0-9]*")), 0)
+    names = "physical_package_id", "die_id", "core_id"
+    return node, *(int("".join(_lines(folder / "topology" / name)) or 0) for name in names)
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
@@ -58,8 +120,8 @@ def kernel_kills(root: Path = Path("/")) -> int:
 
 
 def are_crowded(ranks: int) -> bool:
-    """Whether `ranks` of this host share the cores that this process may use."""
-    return ranks > usable_cores()
+    """Whether `ranks` of this host share the cores that they may use: this process, or all."""
+    return ranks > (cores_of_ranks() or usable_cores())
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -32,13 +32,15 @@ def worker_environment(
     decided: Collection[str] = (),
     variables: Mapping[str, str] | None = None,
     columns: int | None = None,
+    cores: int | None = None,
     skips_breakpoints: bool = False,
 ) -> dict[str, str]:
     """This process's environment, plus the variables of one worker.
 
     Thread variables that the user has set are kept. Of the user's choices those in `decided` come
     from `config`; the others stay as in the environment, to which `variables` are added before.
-    `columns` is the width of the terminal that shows its lines, if there is one.
+    `columns` is the width of the terminal that shows its lines, if there is one; `cores` how many
+    the ranks of its host have together, if each has its own.
     """
     environment = {**os.environ, **(variables or {})}
     environment = {k: value for k, value in environment.items() if k not in {*_PLACE, _RING}}
@@ -49,11 +51,19 @@ def worker_environment(
     # At least two: one may wait in a collective while the input pipeline uses the other.
     environment.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.pop("RINGREDUCE_CORES", None)  # As a worker of another job has it.
+    if cores is not None:
+        environment["RINGREDUCE_CORES"] = str(cores)
     if columns is not None:
         environment["COLUMNS"] = str(columns)
     if skips_breakpoints:
         environment["PYTHONBREAKPOINT"] = "0"
     return environment
+
+
+def are_threads_chosen() -> bool:
+    """Whether the user has set with how many threads TensorFlow computes."""
+    return bool(os.environ.get("TF_NUM_INTRAOP_THREADS"))
 
 
 def log_dir_wanted() -> str:

@@ -129,6 +129,32 @@ def test_each_worker_knows_its_place_and_not_that_in_an_outer_job(tmp_path):
     assert default_threads(10_000) == 1
 
 
+def test_ranks_have_cores_of_their_own(tmp_path):
+    here = os.sched_getaffinity(0)
+    (tmp_path / "cores.py").write_text(
+        "import os; print(os.environ.get('RINGREDUCE_CORES'), *sorted(os.sched_getaffinity(0)))"
+    )
+
+    def cores(*options, **variables):
+        """Of how many cores the ranks have some, and those of each, as it sees them."""
+        done = run(tmp_path, "-n", "2", *options, "cores.py", **variables)
+        found = [line.split()[1:] for line in sorted(done.stdout.splitlines())]
+        return done.stderr, [each[0] for each in found], [{*map(int, each[1:])} for each in found]
+
+    if len(here) == 1:
+        assert "cannot bind 2 ranks to cores: this process may use 1" in cores("--bind")[0]
+    else:
+        _, counts, (first, second) = cores("--bind", RINGREDUCE_CORES="99")
+        assert len(first) == len(second) == len(here) // 2
+        assert not first & second
+        assert first | second <= here
+        assert counts == [str(len(first | second))] * 2
+    # A number of threads that the user has chosen may be another one than of the cores.
+    assert cores("--threads-per-worker", "1")[1:] == (["None"] * 2, [here] * 2)
+    assert cores("--no-bind", RINGREDUCE_CORES="99")[1:] == (["None"] * 2, [here] * 2)
+    assert cores(TF_NUM_INTRAOP_THREADS="1")[1:] == (["None"] * 2, [here] * 2)
+
+
 def test_options_become_variables_and_only_threads_do_not_replace_the_users(tmp_path):
     options = ("--timeout", "3.5", "--threads-per-worker", "3", "--profile", "--elastic")
     users = {"RINGREDUCE_TIMEOUT_S": "7", "OMP_NUM_THREADS": "5"}

@@ -6,7 +6,14 @@ import pytest
 
 from ringreduce.commands.launch.local import default_threads
 from ringreduce.vocabulary import cores
-from ringreduce.vocabulary.cores import are_crowded, kernel_kills, memory_limit, usable_cores
+from ringreduce.vocabulary.cores import (
+    are_crowded,
+    kernel_kills,
+    memory_limit,
+    shares_of_cores,
+    usable_cores,
+)
+from ringreduce.vocabulary.errors import ConfigError
 
 V1 = "5:memory:/job\n4:cpu,cpuacct:/outer/job\n"
 
@@ -95,3 +102,76 @@ def test_threads_and_waiting_follow_the_limit(tmp_path, monkeypatch):
     assert default_threads(2) == 2
     assert not are_crowded(4)
     assert are_crowded(5)
+
+
+def test_ranks_with_cores_of_their_own_are_as_crowded_as_all_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert are_crowded(2)
+    monkeypatch.setenv("RINGREDUCE_CORES", "8")
+    assert not are_crowded(8)
+    assert are_crowded(9)
+
+
+def topology(folder, places, **speeds):
+    """A root directory whose cores have those packages, dies and cores."""
+    files = {}
+    for cpu, place in enumerate(places):
+        names = ("physical_package_id", "die_id", "core_id")
+        files |= {f"cpu{cpu}/topology/{n}": f"{at}\n" for n, at in zip(names, place, strict=True)}
+        files |= {f"cpu{cpu}/{n}": f"{each[cpu]}\n" for n, each in speeds.items()}
+    for name, text in files.items():
+        file = folder / "sys/devices/system/cpu" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder
+
+
+def test_each_share_has_neighbours_and_both_threads_of_a_core(tmp_path):
+    # Linux numbers the second threads after all first ones; packages here alternate.
+    root = topology(tmp_path, [(cpu % 2, 0, cpu // 2 % 2) for cpu in range(8)])
+    assert shares_of_cores(2, root=root) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
+    assert shares_of_cores(4, root=root) == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
+
+
+def test_cores_of_one_numa_node_stay_together(tmp_path):
+    root = topology(tmp_path, [(0, 0, cpu) for cpu in range(8)])
+    for cpu in range(8):
+        (root / f"sys/devices/system/cpu/cpu{cpu}/node{cpu % 2}").mkdir()
+    assert shares_of_cores(2, root=root) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
+
+
+def test_shares_are_equal_and_what_is_left_is_nobodys(tmp_path):
+    assert shares_of_cores(8, root=tmp_path) == [{cpu} for cpu in range(8)]
+    assert shares_of_cores(3, wanted=True, root=tmp_path) == [{0, 1}, {2, 3}, {4, 5}]
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_nothing_is_bound_by_itself_that_cannot_be_divided(tmp_path, count):
+    assert shares_of_cores(count, root=tmp_path) is None
+
+
+def test_nothing_is_bound_by_itself_where_others_may_use_the_same_cores(tmp_path):
+    root = host(tmp_path, "0::/job\n", **{"job/cpu.max": "400000 100000\n"})
+    assert shares_of_cores(2, root=root) is None
+    with pytest.raises(ConfigError, match=r"the time of 4 of 8 cores\. Leave out --bind"):
+        shares_of_cores(2, wanted=True, root=root)
+
+
+@pytest.mark.parametrize("name", ["cpu_capacity", "cpufreq/cpuinfo_max_freq"])
+def test_nothing_is_bound_by_itself_where_some_cores_are_slower(tmp_path, name):
+    places = [(0, 0, cpu) for cpu in range(8)]
+    alike = topology(tmp_path / "alike", places, **{name: [5700] * 4 + [5450] * 4})
+    assert shares_of_cores(2, root=alike) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    unlike = topology(tmp_path / "unlike", places, **{name: [5700] * 4 + [3800] * 4})
+    assert shares_of_cores(2, root=unlike) is None
+    assert shares_of_cores(2, wanted=True, root=unlike) is not None
+
+
+def test_who_wants_cores_that_are_not_there_is_told(tmp_path, monkeypatch):
+    assert shares_of_cores(9, wanted=False, root=tmp_path) is None
+    with pytest.raises(ConfigError, match="cannot bind 9 ranks to cores: this process may use 8"):
+        shares_of_cores(9, wanted=True, root=tmp_path)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert shares_of_cores(2, root=tmp_path) is None
+    with pytest.raises(ConfigError, match="this system has no call for that"):
+        shares_of_cores(2, wanted=True, root=tmp_path)

@@ -18,7 +18,7 @@ from typing import TypeVar
 from ringreduce._version import __version__
 from ringreduce.commands.launch import exchange
 from ringreduce.commands.launch.frames import Records, encode
-from ringreduce.commands.launch.local import LocalHost, listen
+from ringreduce.commands.launch.local import LocalHost, cores_of, listen
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import check_program
 from ringreduce.vocabulary.config import TIMES
@@ -98,6 +98,7 @@ def main() -> None:
         assignment = connection.wait(exchange.Assignment)
         try:
             check_program(assignment.arguments)
+            cores_of(assignment)
             listener = _listen(assignment)
         except RingReduceError as error:
             connection.send(exchange.Refused(str(error)))

@@ -16,12 +16,17 @@ from ringreduce.commands.launch.processes import Guard, Pipe, Process
 from ringreduce.commands.launch.standings import Standings
 from ringreduce.commands.launch.worker_records import Notices, Stands, WorkerRecord
 from ringreduce.pure.views import Standing
-from ringreduce.vocabulary.config import Config, elastic_minimum
-from ringreduce.vocabulary.cores import kernel_kills, memory_limit, usable_cores
+from ringreduce.vocabulary.config import Config, binding_wanted, elastic_minimum
+from ringreduce.vocabulary.cores import (
+    kernel_kills,
+    memory_limit,
+    shares_of_cores,
+    usable_cores,
+)
 from ringreduce.vocabulary.endpoints import address, is_loopback
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
-from ringreduce.vocabulary.worker_environment import worker_environment
+from ringreduce.vocabulary.worker_environment import are_threads_chosen, worker_environment
 
 
 class LocalHost:
@@ -55,6 +60,7 @@ class LocalHost:
         """Start the ranks, which meet at the assignment's host and `port`.
 
         Rank 0 inherits the `listener` of that port. For `stdin_rank`, `inherited` see `JobPlan`.
+        ConfigError as `cores_of`.
         """
         job, placed = self._assignment, self._assignment.placed
         asking = (signal.SIGUSR1,) if "log_dir" in job.choices else ()
@@ -62,7 +68,8 @@ class LocalHost:
         if elastic_minimum(job.variables) and sys.platform == "linux":
             self._standings = Standings.create(placed.size)
             words = (self._standings.descriptor,)
-        for rank in job.ranks:
+        cores = cores_of(job)
+        for place, rank in enumerate(job.ranks):
             meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
             files = inherited[rank] if inherited else ()
             config = Config(
@@ -89,11 +96,13 @@ class LocalHost:
                         decided=job.choices,
                         variables=job.variables,
                         columns=job.columns,
+                        cores=None if cores is None else sum(map(len, cores)),
                         skips_breakpoints=stdin_rank not in (None, rank),
                     ),
                     has_stdin=rank == stdin_rank,
                     inherited=(*meeting, *files, theirs, *words),
                     asking=asking,
+                    cores=None if cores is None else cores[place],
                 )
             finally:
                 os.close(theirs)
@@ -212,6 +221,17 @@ def listen(
             f"{error.strerror or error}",
             remedy=remedy,
         ) from None
+
+
+def cores_of(job: Assignment) -> list[set[int]] | None:
+    """The cores that each rank of this host has to itself; None: all have all.
+
+    ConfigError as `shares_of_cores`.
+    """
+    wanted = binding_wanted(job.variables)
+    if wanted is None and (job.threads or are_threads_chosen()):
+        return None  # They may be other numbers than of the cores.
+    return shares_of_cores(job.count, wanted=wanted)
 
 
 def default_threads(size: int) -> int:

@@ -32,7 +32,8 @@ class Process:
 
     It may get this process's standard input (`has_stdin`). The signals `asking` are for its flight
     record. It ignores them until it has a communicator, which sets a handler; its children do not
-    get them, since they would die. Its `returncode`, as subprocess has it, is None until `reap`.
+    get them, since they would die. It runs on `cores` alone, if any are given. Its `returncode`, as
+    subprocess has it, is None until `reap`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Process:
         has_stdin: bool = False,
         inherited: Collection[int],
         asking: Sequence[int],
+        cores: Collection[int] | None = None,
     ) -> None:
         self._asking = asking
         self.returncode: int | None = None
@@ -55,7 +57,7 @@ class Process:
             # A group in the background could not read from the launcher's terminal.
             start_new_session=has_stdin,
             pass_fds=inherited,
-            preexec_fn=partial(_prepare, asking, has_stdin),
+            preexec_fn=partial(_prepare, asking, has_stdin, cores),
         )
         self.pid = self._process.pid  # of the process and of its group
         assert self._process.stdout is not None
@@ -158,8 +160,10 @@ class Guard:
             self._process.stdin.flush()
 
 
-def _prepare(ignored: Sequence[int], leads_session: bool) -> None:
-    """Set up group and signals, in the child, before it runs its program."""
+def _prepare(ignored: Sequence[int], leads_session: bool, cores: Collection[int] | None) -> None:
+    """Set up group, signals and cores, in the child, before it runs its program."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
     if not leads_session:
         os.setpgid(0, 0)
         # To use the terminal is an error then, instead of that the worker is stopped.

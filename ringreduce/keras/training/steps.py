@@ -153,7 +153,7 @@ class Steps:
             self._readers[key] = Reader(iterator.element_spec)
         element, waited_s = self._readers[key].next(iterator)
         # A number of Python's: to compare tensors takes thirty times as long.
-        if self._may_be_empty and int(element[1]) < self._ranks:
+        if self._may_be_empty and int(element[1]) < (self._ranks or 0):
             return self._short(element), waited_s
         if key not in self._singly:
             one = self._one
