@@ -23,6 +23,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.pure.payload import encode
 from ringreduce.tensorflow.agreement import Difference, refuse
+from ringreduce.tensorflow.variables import put_value
 
 # For each name in logs: whether it is a metric's, and its value if that is a float, else None.
 Entries = Mapping[str, tuple[bool, Any]]
@@ -223,7 +224,7 @@ def _combine(model: Any, states: MetricStates, columns: Sequence[Sequence[np.nda
     by_id = {id(v): column for v, column in zip(states.variables, columns, strict=True)}
     for variable, value in zip(states.variables, states.values, strict=True):
         how = variable.aggregation
-        variable.assign(value if how == "none" else combined(by_id[id(variable)], how))
+        put_value(variable, value if how == "none" else combined(by_id[id(variable)], how))
     for metric in metrics_in(model):
         if hasattr(metric, "merge_states"):
             of_ranks = zip(*(by_id[id(v)] for v in metric.variables), strict=True)
@@ -315,7 +316,7 @@ def restored(variables: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+            put_value(variable, value)
 
 
 def _difference(told: Sequence[Told], members: Sequence[int]) -> Difference | None:

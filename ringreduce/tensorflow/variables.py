@@ -147,6 +147,11 @@ def value_of(variable: Any) -> np.ndarray:
     return np.asarray(variable.numpy())
 
 
+def put_value(variable: Any, value: np.ndarray) -> None:
+    """Assign a value of the variable's shape and dtype: a fifth of what `assign` takes."""
+    tf.raw_ops.AssignVariableOp(resource=plain_variable(variable).handle, value=value)
+
+
 def path_of(variable: Any) -> str:
     """The name of a variable in messages."""
     return str(getattr(variable, "path", variable.name))

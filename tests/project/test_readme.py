@@ -39,7 +39,7 @@ def played(tmp_path):
 
 
 def test_every_python_block_has_a_name_and_the_readme_is_short():
-    assert SHOWN.count("```python") == len(PROGRAMS) == 19
+    assert SHOWN.count("```python") == len(PROGRAMS) == 18
     assert len(README.splitlines()) < 185
 
 

@@ -30,6 +30,8 @@ from ringreduce.tensorflow.variables import (
 )
 from ringreduce.vocabulary.types import ReduceOp
 
+_PLAIN = {type(None), bool, int, float, str, bytes, tuple, list, dict, set}
+
 
 def untrained(model: Any) -> list[Any]:
     """The numbers in `model` that no distributed optimizer trains, each once, in one order.
@@ -37,7 +39,8 @@ def untrained(model: Any) -> list[Any]:
     Without states of random generators and of recurrent layers, parts, and what a layer with local
     variables keeps.
     """
-    wrappers, layers = wrappers_in(model), _layers_of(model)
+    wrappers, held = wrappers_in(model), _held_in(model)
+    layers = [layer for layer, _ in held]
     own = [v for wrapper in wrappers for v in wrapper.trained]
     for layer in layers:
         if any(w.is_local(v) for w in wrappers for v in private.made_to_be_trained(layer)):
@@ -46,9 +49,9 @@ def untrained(model: Any) -> list[Any]:
             own += keras.tree.flatten(layer.states or [])
     left_out = {id(plain_variable(variable)) for variable in own}
     found: dict[int, Any] = {}
-    for layer in layers:
+    for layer, values in held:
         # Keras lists none of TensorFlow's variables.
-        plain = (value for value in held_by(layer) if isinstance(value, tf.Variable))
+        plain = (value for value in values if isinstance(value, tf.Variable))
         found |= {id(plain_variable(v)): v for v in (*layer.non_trainable_weights, *plain)}
     return [
         variable
@@ -60,20 +63,22 @@ def untrained(model: Any) -> list[Any]:
     ]
 
 
-def _layers_of(model: Any) -> list[Any]:
-    """`model`, and all layers in it, those that hang on one but that Keras does not list too.
+def _held_in(model: Any) -> list[tuple[Any, list[Any]]]:
+    """`model` and all layers in it, with what each holds; those too that Keras does not list.
 
     A subclass of `Sequential` or of a functional model lists those of its constructor alone.
     """
-    layers: dict[int, Any] = {}
+    found: dict[int, tuple[Any, list[Any]]] = {}
     waiting = [model]
     while waiting:
         layer = waiting.pop(0)
-        if id(layer) not in layers:
-            layers[id(layer)] = layer
-            held = (value for value in held_by(layer) if isinstance(value, keras.Layer))
-            waiting += [*private.layers_within(layer), *held]
-    return list(layers.values())
+        if id(layer) not in found:
+            # Few values of a layer are objects of TensorFlow's or Keras's.
+            values = [value for value in held_by(layer) if type(value) not in _PLAIN]
+            found[id(layer)] = layer, values
+            within = (value for value in values if isinstance(value, keras.Layer))
+            waiting += [*private.layers_within(layer), *within]
+    return list(found.values())
 
 
 def is_average(variable: Any) -> bool:
