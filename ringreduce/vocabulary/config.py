@@ -349,10 +349,12 @@ def profile_wanted() -> bool:
 def binding_wanted(variables: Mapping[str, str] | None = None) -> bool | None:
     """Whether a launcher gives each rank cores of its own; None: where that is plain to pay.
 
-    ``RINGREDUCE_BIND``, in `variables` or this process's environment.
+    ``RINGREDUCE_BIND``, in `variables` or this process's environment; ConfigError unless 0 or 1.
     """
     text = {**os.environ, **(variables or {})}.get("RINGREDUCE_BIND", "")
-    return text != "0" if text else None
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"RINGREDUCE_BIND is {text[:80]!r}; accepted: 0 or 1")
+    return text == "1" if text else None
 
 
 def cores_of_ranks() -> int | None:

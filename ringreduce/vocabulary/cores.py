@@ -60,7 +60,7 @@ def shares_of_cores(
                 if is_limited
                 else f"this process may use {len(cores)}"
             ),
-            remedy="Leave out --bind.",
+            remedy="Leave out --bind, or RINGREDUCE_BIND.",
         )
     by_place = sorted(cores, key=lambda core: (*_place(core, root), core))
     each = len(cores) // count

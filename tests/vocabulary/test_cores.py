@@ -6,6 +6,7 @@ import pytest
 
 from ringreduce.commands.launch.local import default_threads
 from ringreduce.vocabulary import cores
+from ringreduce.vocabulary.config import binding_wanted
 from ringreduce.vocabulary.cores import (
     are_crowded,
     kernel_kills,
@@ -165,6 +166,18 @@ def test_nothing_is_bound_by_itself_where_some_cores_are_slower(tmp_path, name):
     unlike = topology(tmp_path / "unlike", places, **{name: [5700] * 4 + [3800] * 4})
     assert shares_of_cores(2, root=unlike) is None
     assert shares_of_cores(2, wanted=True, root=unlike) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, None), ("", None), ("0", False), ("1", True)]
+)
+def test_whether_ranks_are_to_be_bound_is_read(monkeypatch, text, expected):
+    if text is not None:
+        monkeypatch.setenv("RINGREDUCE_BIND", text)
+    assert binding_wanted() is expected
+    assert binding_wanted({"RINGREDUCE_BIND": "1"}) is True
+    with pytest.raises(ConfigError, match="RINGREDUCE_BIND is 'off'; accepted: 0 or 1"):
+        binding_wanted({"RINGREDUCE_BIND": "off"})
 
 
 def test_who_wants_cores_that_are_not_there_is_told(tmp_path, monkeypatch):
