@@ -12,6 +12,7 @@ from ringreduce.commands.launch.conclusion import lost
 from ringreduce.commands.launch.exchange import Ended, Told
 from ringreduce.commands.launch.failure import Failure, find_repeated
 from ringreduce.commands.launch.local import standing_of
+from ringreduce.commands.launch.standings import Standings
 from ringreduce.commands.launch.worker_records import Raised, Stands
 from ringreduce.pure.views import Standing
 from ringreduce.vocabulary.config import elastic_minimum
@@ -170,6 +171,19 @@ def test_only_a_process_that_was_seen_to_end_counts_as_gone():
     assert standing_of(Ended(1, -9, is_seen=True)) == Standing(is_gone=True)
     assert standing_of(Told(1, Stands(4, 1, is_gone=False))) == Standing(4, 1)
     assert standing_of(Told(1, Raised("ValueError"))) is None
+
+
+def test_the_end_of_a_life_is_none_of_the_next_one_at_that_place():
+    standings = Standings.create(2)
+    standings.write(Standing(4, 1, is_gone=True), 1)
+    assert standings.read(1) == Standing(4, 1, is_gone=True)
+    assert standings.read(1, life=1) == Standing(4, 1)
+    standings.write(Standing(6), 1, life=1)
+    assert standings.read(1, life=1) == Standing(6, 1)
+    standings.write(Standing(is_gone=True), 1, life=1)
+    assert standings.read(1, life=1).is_gone
+    assert standings.read(1).is_gone
+    assert not standings.read(0).is_gone
 
 
 def test_a_rank_that_exits_in_training_has_left_the_others(tmp_path):

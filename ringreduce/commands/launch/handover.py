@@ -54,9 +54,12 @@ def use_standings(descriptor: int) -> None:
     _standings = Standings(descriptor)
 
 
-def word_of(rank: int) -> Standing | None:
-    """What the launcher knows of a rank of the job, on whichever host; None without a launcher."""
-    return None if _standings is None else _standings.read(rank)
+def word_of(rank: int, life: int = 0) -> Standing | None:
+    """What the launcher knows of a rank of the job, on whichever host; None without a launcher.
+
+    `life` is the one of its processes that is meant (`pure.views.Row`).
+    """
+    return None if _standings is None else _standings.read(rank, life)
 
 
 def tell(record: WorkerRecord) -> bool:
