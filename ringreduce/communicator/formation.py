@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from ringreduce.communicator.reaching import Layout
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.placement import place
-from ringreduce.pure.views import Agreement, Standing, View
+from ringreduce.pure.views import Agreement, Row, Standing, View
 from ringreduce.transport.control import Control
 from ringreduce.transport.interfaces import await_name, own_networks
 from ringreduce.transport.listening import Bind
@@ -73,7 +73,6 @@ class Job:
     # How far this rank has come: in memory that outlives it, for those of its host.
     left_behind: Standings | None = None
     standing: Standing = field(default_factory=Standing)
-    has_left_out: bool = False  # ranks that may be alive, and are told so when they wake
     training: int = 0  # the number of that which its ring is formed anew for; 0: none
     # Whether the training that its ring is formed anew for has ended here; None: there was none.
     has_ended: bool | None = None
@@ -82,6 +81,11 @@ class Job:
     neighbours: dict[int, Neighbour] = field(default_factory=dict)
     # This rank's flight record; None until the job's session has it.
     flight: FlightFile | None = None
+
+    @property
+    def has_left_out(self) -> bool:
+        """Whether ranks were left out that may be alive, and are told so when they wake."""
+        return bool(self.agreement.left_out)
 
     @property
     def ranks_here(self) -> int:
@@ -104,15 +108,37 @@ class Job:
             process = neighbour.process
             known.append(Standing(is_gone=process is not None and has_ended(process)))
             known.append(neighbour.standing.read())
-        if (word := handover.word_of(rank)) is not None:
+        life = self.agreement.view.life_of(rank)
+        if (word := handover.word_of(rank, life)) is not None:
             known.append(word)
         return newest(*known)
+
+    def has_place_for(self, row: Row) -> bool:
+        """Whether a newcomer of that row fits into the tables of this job."""
+        is_place = row.place < self.config.size and row.place != self.config.rank
+        return is_place and bool(row.standby) and self.security.accepts(row.place, row.key)
+
+    def take_in(self, rows: Iterable[Row]) -> None:
+        """Know those newcomers from now on, and nothing of the processes that they follow."""
+        for row in rows:
+            before, after = slice(row.place), slice(row.place + 1, None)
+            self.hosts = (*self.hosts[before], row.host, *self.hosts[after])
+            self.domains = (*self.domains[before], row.domain, *self.domains[after])
+            self.standbys = (*self.standbys[before], row.standby, *self.standbys[after])
+            self.security.admit(row.place, row.key)
+            networks = {**self.routes.networks, row.place: row.networks}
+            self.routes = Routes(self.config.rank, self.config.size, networks)
+            self.neighbours.pop(row.place, None)
 
     def visits(self) -> Visits:
         """Open this rank's standby port, for all ranks that there were at the beginning."""
         others = [peer for peer in range(self.security.size) if peer != self.security.rank]
-        ways = {peer: self.routes.ways(peer, self.standbys[peer]) for peer in others}
+        ways = {peer: self.ways(peer) for peer in others}
         return Visits(self.standby, self.security, self.number, ways)
+
+    def ways(self, peer: int) -> list[tuple[str, int]]:
+        """Where another rank's standby port may be."""
+        return self.routes.ways(peer, self.standbys[peer])
 
     def answer(self, *, is_busy: bool = False) -> None:
         """From now on tell others that form the ring anew what holds for this rank.
@@ -193,7 +219,10 @@ def form(config: Config, waiting: Waiting) -> Formed:
             standbys=tuple(member.standby for member in members),
             bind=bind,
             routes=Routes(config.rank, config.size, networks_of),
-            agreement=Agreement(config.rank, View(membership.epoch, membership.members)),
+            # If its first ring does not form, the job ends.
+            agreement=Agreement(
+                config.rank, View(membership.epoch, membership.members), has_passed=True
+            ),
             left_behind=Standings.create(1) if opened.shared is not None else None,
         )
         layout = job.layout(membership)

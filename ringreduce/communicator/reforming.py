@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -24,19 +24,21 @@ from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Killed
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.session import Session
+from ringreduce.communicator.session import Lasting, Session
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.views import (
-    Agreement,
     Fate,
-    Message,
+    Row,
     Step,
     Verb,
     View,
     fate,
+    follow,
+    has_vote,
     may_choose,
     propose,
     receive,
+    taken_in,
 )
 from ringreduce.pure.watcher_messages import FORMS_ANEW
 from ringreduce.transport.routes import Routes
@@ -67,6 +69,7 @@ def reform(
     without: Collection[int] = (),
     *,
     leaving: Collection[int] = (),
+    newcomers: Collection[Row] = (),
     at_end: bool = False,
 ) -> None:
     """Make `communicator`, that of the whole job, work again, of the ranks that are left.
@@ -79,6 +82,9 @@ def reform(
     is waited for until ``busy_timeout_s``.
     Then `communicator` has ranks from 0 on again, in the order of before. Its groups are closed;
     form them anew with `split`. Errors and logs go on naming the ranks of the job.
+
+    The ranks of `newcomers` come last, if all others are there, and if they answer at their standby
+    ports, where they are told. Else the ring is formed without them: see who is in it.
 
     `at_end`: this rank may be told by another that it has ended (`answer_others`).
 
@@ -106,28 +112,39 @@ def reform(
         communicator._use(Session(config, alone, None, None, old.lasting))
         return
     for attempts_left in reversed(range(_ATTEMPTS)):
-        with Survivors(job, without, at_end, leaving) as survivors:
+        with Survivors(job, without, at_end, leaving, newcomers) as survivors:
             leaving = ()  # If some have not heard of it, those may be in the next view.
             view = survivors.agree()
-            membership = Membership(view.members, 0, view.number)
-            # Ways that were found before may be what has failed.
-            routes = Routes(config.rank, config.size, job.routes.networks)
-            how = replace(job, routes=routes), membership, survivors, survivors.check
-            form = functools.partial(formation.form_group, *how) if len(view.members) > 1 else None
             try:
-                session = Session(config, membership, job, form, old.lasting)
+                session = form_chosen(job, survivors, old.lasting)
             except (PeerError, RendezvousError):  # Ranks were lost meanwhile: on without them.
                 if attempts_left:
                     continue
                 raise
-        if session.job is not None:
-            session.job.agreement = job.agreement  # Votes may have been given while it formed.
-            session.job.stand(ring=view.number)  # Before anything is done with it.
         communicator._use(session)
         tell_children(config, view.members, session.local_rank, session.local_size)
         text = "[%d/%d] ring formed anew, epoch %d, of ranks %s"
         _log.info(text, config.rank, config.size, view.number, list(view.members))
         return
+
+
+def form_chosen(job: formation.Job, survivors: Survivors, lasting: Lasting) -> Session:
+    """Form the ring of the view that was chosen; it has passed its first barrier then.
+
+    Raises PeerError or RendezvousError if it does not form: ranks were lost, or gave up.
+    """
+    config, view = job.config, job.agreement.view
+    membership = Membership(view.members, 0, view.number)
+    # Ways that were found before may be what has failed.
+    routes = Routes(config.rank, config.size, job.routes.networks)
+    how = replace(job, routes=routes), membership, survivors, survivors.check
+    form = functools.partial(formation.form_group, *how) if len(view.members) > 1 else None
+    session = Session(config, membership, job, form, lasting)
+    if session.job is not None:
+        # Votes may have been given while it formed.
+        session.job.agreement = job.agreement._replace(has_passed=True)
+        session.job.stand(ring=view.number)  # Before anything is done with it.
+    return session
 
 
 def leave(communicator: Communicator, why: str) -> None:
@@ -160,7 +177,8 @@ class Survivors:
 
     `without` are ranks that are probably lost; `at_end` as in `reform`. This rank's standby port is
     open as long as this is, and longer if a rank was left out that may wake, to tell it so. Those
-    of `leaving` count as dead: they take part in nothing any more.
+    of `leaving` count as dead: they take part in nothing any more. Those of `newcomers` that the
+    next view may take in are proposed with it.
     """
 
     def __init__(
@@ -169,14 +187,24 @@ class Survivors:
         without: Collection[int],
         at_end: bool = False,
         leaving: Collection[int] = (),
+        newcomers: Collection[Row] = (),
     ) -> None:
         with job.standby.lock:
             job.standby.answering.close()
             job.standby.is_in_use = True
-        self._config, self._job, self._without, self._at_end = job.config, job, without, at_end
+        self._config, self._job, self._at_end = job.config, job, at_end
         self._rank, self._who = job.config.rank, job.config.who
-        self._others = [peer for peer in job.agreement.view.members if peer != self._rank]
+        members = job.agreement.view.members
+        # Newcomers of a ring that has not formed.
+        ending = {member for member in members if not has_vote(job.agreement, member)}
+        self._without = {*without, *ending}
+        self._newcomers = [row for row in newcomers if job.has_place_for(row)]
+        self._others = [peer for peer in members if peer != self._rank]
         self._visits = job.visits()
+        if newcomers and (left := job.agreement.left_out):
+            gone = {rank for rank in left if job.standing_of(rank).is_gone}
+            gone |= self._visits.refused(left - gone)
+            job.agreement = job.agreement._replace(left_out=left - gone)
         self._deadline = math.inf  # until the ranks are agreed on
         self._leaving = self._dead = frozenset(leaving)
         self._refused: set[int] = set()  # whose ports are refused, which proves nothing
@@ -220,8 +248,9 @@ class Survivors:
                 break
             now = time.monotonic()
             here = set(members) - self._dead - self._silent(members, TIMES.silent_s)
+            here = {member for member in here if has_vote(job.agreement, member)}
             unknown = set(members) - self._dead - here
-            busy = {*filter(self._is_busy, unknown)} - {*self._without}
+            busy = {*filter(self._is_busy, unknown)} - self._without
             if busy and now - began_s < max(self._config.timeout_s, self._config.busy_timeout_s):
                 busy_s = now
             if unknown and now >= warns_s:
@@ -241,13 +270,14 @@ class Survivors:
                 continue
             if not are_enough:
                 raise self._too_few(members, here, unknown)
-            # The lowest proposes; the others do if nothing comes of it.
-            delay_s = sorted(here).index(self._rank) * TIMES.answer_s
+            # The first proposes; the others do if nothing comes of it.
+            delay_s = [*filter(here.__contains__, members)].index(self._rank) * TIMES.answer_s
             if seen != (here, self._dead):
                 seen, proposes_s = (here, self._dead), now + delay_s
             if now >= proposes_s:
                 proposes_s = now + TIMES.answer_s + delay_s
-                if self._take(propose(job.agreement, here, self._dead)) & here:
+                begun = propose(job.agreement, here, self._dead, self._newcomers)
+                if self._take(begun) & here:
                     proposes_s = now + TIMES.poll_s + delay_s  # One has opened its port just now.
         if chosen is None or self._rank not in chosen.members:
             went_on = self._went_on if chosen is None else chosen.members
@@ -263,11 +293,41 @@ class Survivors:
             self._end_left_out(left - self._leaving)
             where = self._rank, self._config.size
             _log.info("[%d/%d] goes on without %s", *where, self._described(left))
-            job.has_left_out |= not left <= self._dead | self._refused
-        job.agreement = Agreement(self._rank, chosen)
+        job.agreement = follow(job.agreement, self._dead | self._refused)
         self._told.clear()  # Of an attempt before this one, which others may still be in.
         self._deadline = time.monotonic() + self._config.join_timeout_s
+        if chosen.newcomers:
+            self._take_in(chosen.newcomers)
         return chosen
+
+    def await_choice(self, row: Row, limit_s: float) -> View:
+        """Wait until the newcomer of that row, which is this rank, is told that a view has it.
+
+        Raises PeerTimeoutError if that takes longer than `limit_s`. If the ring does not form
+        (`form_chosen`), the newcomer has to end: it has no vote, and the others go on without it.
+        """
+        job, until_s = self._job, time.monotonic() + limit_s
+        while time.monotonic() < until_s:
+            for message in self._visits.receive(TIMES.poll_s):
+                if (begun := taken_in(row, message)) is not None:
+                    job.agreement = begun
+                    self._others = [peer for peer in begun.view.members if peer != self._rank]
+                    self._take_in([each for each in begun.view.newcomers if each != row])
+                    return begun.view
+        raise PeerTimeoutError(f"waited {limit_s:g} s to be taken into the ring", **self._who)
+
+    def _take_in(self, rows: Collection[Row]) -> None:
+        """From now on know the newcomers of the view that was chosen, instead of the dead."""
+        self._job.take_in(rows)
+        places = {row.place for row in rows}
+        for place in places:
+            self._visits.turn_to(place, self._job.ways(place))
+            self._heard.pop(place, None)
+        self._dead, self._refused = self._dead - places, self._refused - places
+        self._others = [*dict.fromkeys([*self._others, *sorted(places)])]
+        # They have prepared all before: a late one must not hold the others.
+        limit_s = min(self._config.timeout_s, self._config.join_timeout_s)
+        self._deadline = time.monotonic() + limit_s
 
     def _silent(self, members: Collection[int], for_s: float) -> set[int]:
         """The others that are not known to be dead, and have sent nothing for so long."""
@@ -276,7 +336,7 @@ class Survivors:
         return {peer for peer in others if self._heard.get(peer, -1.0) < since_s}
 
     def _limit_s(
-        self, members: Collection[int], here: Collection[int], busy: Collection[int]
+        self, members: Sequence[int], here: Collection[int], busy: Collection[int]
     ) -> float:
         """How long to wait for those of `members` that are not `here`, nor proven dead."""
         unknown, config = {*members} - {*here} - self._dead, self._config
@@ -289,7 +349,7 @@ class Survivors:
             return config.timeout_s if has_launcher else TIMES.silent_s
         if missing <= {*self._without, *busy}:
             return TIMES.silent_s
-        if all(map(self._is_stopped, missing - {*self._without})):
+        if all(map(self._is_stopped, missing - self._without)):
             return config.timeout_s
         return config.join_timeout_s
 
@@ -374,12 +434,18 @@ class Survivors:
     def _receive(self, wait_s: float) -> None:
         """Say that this rank is here, and what it passes on; process what has come."""
         job, now = self._job, time.monotonic()
-        number = job.agreement.view.number
+        view, to = job.agreement.view, job.agreement.to
+        number = view.number
         if now >= self._sends_s:
             self._sends_s = now + TIMES.poll_s
+            for place in {row.place for row in view.newcomers} - {self._rank, *self._heard}:
+                # It may not know that it was taken in.
+                self._visits.send(to(place, Verb.CHOSEN, view=number - 1, value=view))
             for peer in self._others:
-                self._visits.send(Message(Verb.HERE, self._rank, peer, number, values=self._values))
+                self._visits.send(to(peer, Verb.HERE, values=self._values))
         for message in self._visits.receive(wait_s):
+            if not job.agreement.view.knows(message):
+                continue
             is_end = message.value is not None and not message.value.members
             # Where this rank is not at the end, what has ended there came before; it will come.
             if message.view == number and (message.kind is Verb.BUSY or is_end):

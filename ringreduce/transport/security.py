@@ -163,6 +163,18 @@ class Security:
         self.keys, self._job = encoded, job
         self.start_session(material)
 
+    def accepts(self, rank: int, key: str) -> bool:
+        """Whether a newcomer at that rank may have this public key: one of its own, or none."""
+        if not self.public_key:
+            return not key
+        encoded = key.encode(errors="replace")
+        return _is_key(encoded) and encoded not in (*self.keys[:rank], *self.keys[rank + 1 :])
+
+    def admit(self, rank: int, key: str) -> None:
+        """From the next ring on that rank is a newcomer, with this public key."""
+        if self.public_key:
+            self.keys = (*self.keys[:rank], key.encode(), *self.keys[rank + 1 :])
+
     def for_group(self, membership: Membership) -> Security:
         """The same ranks' security in a group's ring, which needs a session of its own."""
         anew = copy.copy(self)

@@ -90,6 +90,12 @@ class Visits:
         for way in self._ways[peer]:
             socket.connect(endpoint(*way))
 
+    def turn_to(self, peer: int, ways: Sequence[tuple[str, int]]) -> None:
+        """From now on send to another process at that place, at `ways`."""
+        self._ways = {**self._ways, peer: ways}
+        if (socket := self._outgoing.pop(peer, None)) is not None:
+            socket.close()
+
     def receive(self, wait_s: float) -> Iterator[Message]:
         """Yield the messages for this rank, once anything has come, or after `wait_s`."""
         self._limit_visitors()
@@ -137,7 +143,7 @@ class Visits:
                 for reply in receive(known, message)[1]:
                     self.send(reply)
             elif is_busy and message.view == view.number:
-                self.send(Message(Verb.BUSY, self._rank, message.sender, view.number))
+                self.send(known.to(message.sender, Verb.BUSY))
 
         def run() -> None:
             try:

@@ -15,11 +15,25 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.commands.launch.standings import Standings
 from ringreduce.communicator import formation
-from ringreduce.communicator.reforming import EndedError, Survivors, answer_others, reform
+from ringreduce.communicator.opened_sockets import bind_of
+from ringreduce.communicator.reforming import (
+    EndedError,
+    Survivors,
+    answer_others,
+    form_chosen,
+    leave,
+    reform,
+)
+from ringreduce.communicator.session import Lasting
 from ringreduce.effects.events import Events
-from ringreduce.pure.views import Verb, View, propose
+from ringreduce.pure.views import Row, Verb, View, outside, propose
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport.interfaces import own_networks
+from ringreduce.transport.routes import Routes
+from ringreduce.transport.security import Security
+from ringreduce.transport.standby import Standby
 from ringreduce.transport.visits import Visits
 from ringreduce.vocabulary.config import TIMES
 from tests import hosts
@@ -632,6 +646,146 @@ def test_half_the_ranks_without_the_lowest_wait_and_say_for_whom(comm, together)
     reform(comm)
     # An attempt that has failed has taken no number.
     assert comm._session.membership.members == (0, 1)
+
+
+def another_life(old: formation.Job, life: int) -> tuple[formation.Job, Row]:
+    """What another process at the place of `old` knows of the job, and what others know of it."""
+    config = old.config
+    place, networks = config.rank, own_networks(config)
+    bind, security = bind_of(config, networks), Security.of(config)
+    keys = [key.decode() for key in old.security.keys]
+    security.learn([*keys[:place], security.public, *keys[place + 1 :]], bytes(32), old.number)
+    standby = Standby(bind, rank=place, size=config.size)
+    row = Row(
+        place,
+        life,
+        old.hosts[place],
+        old.domains[place],
+        standby.address,
+        security.public,
+        networks,
+    )
+    job = formation.Job(
+        config,
+        old.number,
+        security,
+        old.hosts,
+        old.domains,
+        standby,
+        (*old.standbys[:place], standby.address, *old.standbys[place + 1 :]),
+        bind,
+        Routes(place, config.size, {**old.routes.networks, place: networks}),
+        outside(place),
+        Standings.create(1),
+    )
+    return job, row
+
+
+def come_back(job: formation.Job, row: Row, rows: list[Row]) -> rr.Communicator:
+    """Offer `row` to the others, and be a rank of the ring that takes it in."""
+    with Survivors(job, ()) as survivors:
+        rows.append(row)
+        assert row in survivors.await_choice(row, 20.0).newcomers
+        session = form_chosen(job, survivors, Lasting())
+    comm = rr.Communicator.__new__(rr.Communicator)
+    comm._use(session)
+    return comm
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"transport": "shm"},
+        {"transport": "zmq", "encryption": "on"},
+        in_full({"transport": "auto", "hosts": "aab"}),
+    ],
+)
+def test_a_lost_rank_comes_back_as_another_process_and_is_a_full_member(ways):
+    """It reduces, and is one of those that are left when another rank goes."""
+    rows: list[Row] = []
+    together = threading.Barrier(3, timeout=30)
+
+    def work(comm):
+        if comm.config.rank == 1:
+            old = comm._session.job
+            leave(comm, "it was told to")
+            back = come_back(*another_life(old, 1), rows)
+        else:
+            wait_until(lambda: rows, "the newcomer", 20)
+            reform(comm, leaving=[1], newcomers=rows)
+            back = comm
+        assert back.members == (0, 2, 1)
+        assert back.all_gather_object(back.config.rank) == [0, 2, 1]
+        assert back.all_reduce(np.full(5003, 1.0 + back.rank))[0] == 6
+        together.wait()
+        if comm.config.rank == 0:
+            leave(back, "it was told to")
+        else:
+            reform(back, leaving=[0])
+            assert back.members == (2, 1)
+            assert back.all_reduce(np.ones(1)) == 2
+            back.barrier()
+            back.close()
+
+    ring_of_threads(3, work, **ways)
+
+
+def test_others_go_on_without_a_newcomer_that_ends_while_its_ring_forms():
+    """And take in the next one at its place."""
+    rows: list[Row] = []
+    together = threading.Barrier(3, timeout=30)
+
+    def work(comm):
+        if comm.config.rank == 1:
+            old = comm._session.job
+            leave(comm, "it was told to")
+            job, row = another_life(old, 1)
+            with Survivors(job, ()) as survivors:
+                rows.append(row)
+                survivors.await_choice(row, 20.0)
+            job.standby.close()
+            together.wait()
+            rows.clear()
+            comm = come_back(*another_life(old, 2), rows)
+        else:
+            wait_until(lambda: rows, "the newcomer", 20)
+            reform(comm, leaving=[1], newcomers=rows)
+            assert comm.all_gather_object(comm.config.rank) == [0, 2]
+            together.wait()
+            wait_until(lambda: rows and rows[0].life == 2, "the next one", 20)
+            # As if it had been stopped when it was left out, and killed since.
+            job = comm._session.job
+            job.agreement = job.agreement._replace(left_out=frozenset({1}))
+            reform(comm, newcomers=rows)
+        assert comm.all_gather_object(comm.config.rank) == [0, 2, 1]
+        comm.close()
+
+    ring_of_threads(3, work, transport="shm")
+
+
+@on_each_rank(2, join_timeout_s=5.0, secret="s" * 64)
+def test_rows_that_fit_no_table_are_not_taken_in(comm):
+    job = comm._session.job
+    key = Security.of(comm.config).public
+    row = Row(1 - comm.rank, 1, "host", "", "tcp://127.0.0.1:9", key)
+    assert job.has_place_for(row)
+    own = job.security.public
+    for place, standby, shown in (
+        (2, row.standby, key),
+        (comm.rank, row.standby, key),
+        (row.place, "", key),
+        (row.place, row.standby, ""),
+        (row.place, row.standby, own),
+    ):
+        assert not job.has_place_for(Row(place, 1, "host", "", standby, shown))
+
+
+@on_each_rank(2, transport="shm")
+def test_a_newcomer_takes_no_place_of_a_rank_that_is_there(comm):
+    row = Row(1 - comm.rank, 1, "host", "", "tcp://127.0.0.1:9", Security.of(comm.config).public)
+    reform(comm, newcomers=[row])
+    assert comm.all_gather_object(comm.rank) == [0, 1]
+    assert comm._session.job.agreement.view.newcomers == ()
 
 
 def test_a_ring_alone_is_formed_anew():
