@@ -155,7 +155,7 @@ class Mesh:
             self._silent.clear()
         self._listener.close()
         for other, connection in self._incoming.items():
-            if (process := _identified(_credentials(connection)[0])) is not None:
+            if (process := _identified(credentials(connection)[0])) is not None:
                 self.processes[other] = process
             self._poll.register(connection, select.POLLIN)
         return descriptors
@@ -173,7 +173,7 @@ class Mesh:
             return False
         except ConnectionRefusedError:
             raise ConnectionError("it has ended, or has closed its socket") from None
-        if not _is_ours(connection):  # Before it gets our memory.
+        if not is_ours(connection):  # Before it gets our memory.
             raise ConnectionError("another user's process listens in its place")
         socket.send_fds(connection, [hello], files)
         return True
@@ -192,8 +192,8 @@ class Mesh:
             except (BlockingIOError, ConnectionAbortedError):
                 return True
             connection.setblocking(False)
-            process, user = _credentials(connection)
-            if not _is_ours(connection):
+            process, user = credentials(connection)
+            if not is_ours(connection):
                 connection.close()
                 self._turned_away += 1
                 if self._turned_away == 1:
@@ -313,16 +313,16 @@ def _facts(process: int) -> list[bytes]:
     return []
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int]:
+def credentials(connection: socket.socket) -> tuple[int, int]:
     """The process at the other end and its user, by SO_PEERCRED."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(packed)
     return process, user
 
 
-def _is_ours(connection: socket.socket) -> bool:
+def is_ours(connection: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user."""
-    return _credentials(connection)[1] == os.geteuid()
+    return credentials(connection)[1] == os.geteuid()
 
 
 def _receive(connection: socket.socket, job: int) -> tuple[int, tuple[int, int]] | None:

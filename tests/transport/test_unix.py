@@ -226,8 +226,8 @@ def test_rings_groups_and_rings_formed_anew_form_though_each_queue_is_filled(who
 def test_mesh_of_another_user_is_turned_away(monkeypatch):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert unix._is_ours(ours)  # as the kernel says
-    monkeypatch.setattr(unix, "_is_ours", lambda connection: False)
+        assert unix.is_ours(ours)  # as the kernel says
+    monkeypatch.setattr(unix, "is_ours", lambda connection: False)
     with Meshes(2, timeout_s=0.5) as meshes:
         assert all(isinstance(result, rr.RendezvousError) for result in meshes.connect(0, 1))
 
