@@ -77,7 +77,7 @@ def test_a_repeated_record_a_reflected_one_another_secret_and_a_stranger_are_ref
     for end, refused in ((other, frame), (first, reflected), (mine, foreign)):
         with pytest.raises(ConfigError, match="secret"):
             end.feed(refused)
-    with pytest.raises(ConfigError, match="is no launcher"):
+    with pytest.raises(ConfigError, match="is no process"):
         Channel(NodeRecord, SECRET, b"1" * NONCE_BYTES, is_first=True).feed(b"GET / HTTP/1.1\r\n")
 
 

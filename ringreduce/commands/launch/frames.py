@@ -19,6 +19,7 @@ MAGIC = b"\0ringreduce node\n"
 NONCE_BYTES = 32
 _CODE_BYTES = 16
 _SEALED_BYTES_MAX = 1 << 16
+OVERHEAD_BYTES = _LENGTH_BYTES + _CODE_BYTES  # of a frame with a code
 _PERSON = b"rr launchers"
 
 
@@ -69,15 +70,26 @@ class Records(Generic[_Record]):
 
 
 class Channel(Records[_Record]):
-    """Frames and records of a connection over a network; `is_first` at one of its two ends.
+    """Frames and records of a connection with a stranger; `is_first` at one of its two ends.
 
     Each end begins with `MAGIC` and a random nonce. A frame has a code before its record, which
     only those can make that know the secret, for this connection, direction and frame. Records are
     not encrypted: they hold no secret, and no text of a program.
+
+    Frames of the other end have at most 64 KiB; after its first, `bytes_max`.
     """
 
-    def __init__(self, kinds: Any, secret: str, nonce: bytes, *, is_first: bool) -> None:
+    def __init__(
+        self,
+        kinds: Any,
+        secret: str,
+        nonce: bytes,
+        *,
+        is_first: bool,
+        bytes_max: int = _SEALED_BYTES_MAX,
+    ) -> None:
         super().__init__(kinds, bytes_max=_SEALED_BYTES_MAX)
+        self._proven_bytes_max = bytes_max
         self._master = hashlib.blake2b(secret.encode(), person=_PERSON).digest()
         self._is_first, self._nonce, self.opening = is_first, nonce, MAGIC + nonce
         self._begun = b""
@@ -89,9 +101,17 @@ class Channel(Records[_Record]):
         """Whether the other end's nonce has arrived, so that `encode` can be called."""
         return self._keys is not None
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether the other end has shown that it knows the secret."""
+        return self._received > 0
+
     def encode(self, record: msgspec.Struct) -> bytes:
+        return self.seal(msgspec.msgpack.encode(record))
+
+    def seal(self, data: bytes) -> bytes:
+        """An encoded record as one frame."""
         assert self._keys is not None
-        data = msgspec.msgpack.encode(record)
         code = _code(self._keys[0], self._sent, data)
         self._sent += 1
         return _frame(code + data)
@@ -101,7 +121,7 @@ class Channel(Records[_Record]):
         if self._keys is None:
             self._begun += data
             if not MAGIC.startswith(self._begun[: len(MAGIC)]):
-                raise ConfigError("is no launcher of ringreduce")
+                raise ConfigError("is no process of ringreduce")
             if len(self._begun) < len(self.opening):
                 return []
             self._keys = self._derive(self._begun[len(MAGIC) : len(self.opening)])
@@ -119,6 +139,7 @@ class Channel(Records[_Record]):
         if not hmac.compare_digest(code, _code(self._keys[1], self._received, data)):
             raise ConfigError("does not know this job's secret")
         self._received += 1
+        self._bytes_max = self._proven_bytes_max
         return data
 
 
