@@ -8,6 +8,7 @@ died. Children started by exec inherit nothing: all descriptors here and libzmq'
 import contextlib
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Protocol
@@ -23,6 +24,9 @@ class Inheritable(Protocol):
 
 
 _watched: weakref.WeakSet[Inheritable] = weakref.WeakSet()
+# Held, in a thread beside those of programs, from when the system makes a connection until a holder
+# that is watched has it: forks wait meanwhile, else the child would keep one that nobody knows.
+opening = threading.Lock()
 
 
 def watch(holder: Inheritable) -> None:
@@ -66,10 +70,13 @@ def _ends(probe: socket.socket) -> list[tuple[str, int]]:
 
 def _close_all() -> None:
     """Run in the child, which has no use for connections: communicators refuse to work there."""
+    opening.release()
     for holder in list(_watched):
         with contextlib.suppress(OSError):
             holder.close_inherited()
     _watched.clear()
 
 
-os.register_at_fork(after_in_child=_close_all)
+os.register_at_fork(
+    before=opening.acquire, after_in_parent=opening.release, after_in_child=_close_all
+)
