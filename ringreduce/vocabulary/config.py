@@ -30,7 +30,7 @@ _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE"),
     *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE", "RINGREDUCE_VERIFY"),
     *("RINGREDUCE_ELASTIC", "RINGREDUCE_RING"),
-    *("RINGREDUCE_BIND", "RINGREDUCE_CORES"),
+    *("RINGREDUCE_BIND", "RINGREDUCE_CORES", "RINGREDUCE_DOOR"),
     *("RINGREDUCE_LEAVE_SIGNAL", "RINGREDUCE_LEAVE_S", "RINGREDUCE_LEAVE_CODE"),
 )
 
@@ -374,6 +374,14 @@ def elastic_minimum(variables: Mapping[str, str] | None = None) -> int | None:
     if text and not (text.isdecimal() and int(text)):
         raise ConfigError(f"RINGREDUCE_ELASTIC is {text[:80]!r}; accepted: 1 or more")
     return int(text) if text else None
+
+
+def door_name() -> str | None:
+    """Where newcomers of this host meet the job: ``RINGREDUCE_DOOR``, which the launcher sets.
+
+    None: nobody can come.
+    """
+    return os.environ.get("RINGREDUCE_DOOR") or None
 
 
 def leave_signal() -> str:

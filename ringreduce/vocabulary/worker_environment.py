@@ -17,7 +17,7 @@ _SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
 _PLACE = {variable_of(name) for name, setting in SETTINGS.items() if not setting.is_choice}
 _RING = "RINGREDUCE_RING"  # which ring this process, or the one that has started it, is a rank of
 # Variables of one process or host alone, and the secret, which travels apart.
-_OWN = {*_PLACE, _RING, "RINGREDUCE_HOST_ID", *_SECRET}
+_OWN = {*_PLACE, _RING, "RINGREDUCE_HOST_ID", "RINGREDUCE_DOOR", *_SECRET}
 # Numerical libraries read these when they load; the launcher sets them for each worker.
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),

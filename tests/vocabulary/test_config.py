@@ -12,7 +12,11 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.times import Times, milliseconds
-from ringreduce.vocabulary.worker_environment import parents_ring, worker_environment
+from ringreduce.vocabulary.worker_environment import (
+    forwarded_environment,
+    parents_ring,
+    worker_environment,
+)
 from tests.vocabulary import launched_environments as seen
 
 LAUNCH = {
@@ -292,3 +296,13 @@ def test_a_ring_of_a_parent_that_cannot_be_read_is_named_with_what_to_do(text, m
     monkeypatch.setenv("RINGREDUCE_RING", text)
     with pytest.raises(ConfigError, match=r"cannot read RINGREDUCE_RING=.*Unset it"):
         parents_ring(Config())
+
+
+def test_where_newcomers_meet_the_job_is_known_on_one_host_alone(monkeypatch):
+    monkeypatch.delenv("RINGREDUCE_DOOR", raising=False)
+    assert config_module.door_name() is None
+    monkeypatch.setenv("RINGREDUCE_DOOR", "")
+    assert config_module.door_name() is None
+    monkeypatch.setenv("RINGREDUCE_DOOR", "ringreduce-1234")
+    assert config_module.door_name() == "ringreduce-1234"
+    assert "RINGREDUCE_DOOR" not in forwarded_environment()
