@@ -218,6 +218,14 @@ class Security:
         digest = hashlib.blake2b(message, key=self._job_key, person=b"rr password", digest_size=32)
         return digest.hexdigest().encode()
 
+    def door_secret(self, name: str) -> str:
+        """What both ends of a connection at the door of that name must know (`transport.door`).
+
+        Without a secret of the job anybody does who knows the name.
+        """
+        key = self._job_key if self.public_key else b""
+        return hashlib.blake2b(name.encode(), key=key, person=b"rr door").hexdigest()
+
     def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
         """Where ranks meet: accept those that have the secret; before ``bind``."""
         _limit(socket, max(_BACKLOG, self.size))
