@@ -42,6 +42,7 @@ from ringreduce.transport import inherited
 from ringreduce.transport.door import Door, JobEndedError, Visit, knock
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
+from tests.fuzzing import mutate_bytes
 from tests.processes import Process, clean_environment, wait_until
 
 SIZE, SECRET = 4, "s" * 32
@@ -414,6 +415,22 @@ def test_what_comes_out_of_order_ends_the_connection(name):
             assert door.ready() == ()
 
 
+def test_no_changed_record_of_one_that_knows_the_secret_closes_the_door(name, come, chance):
+    row = Row(1, 1, "a", "", "tcp://127.0.0.1:9", "", ("10.0.0.4/24",))
+    with opened(name) as door:
+        for number in range(60):
+            data = [*map(msgspec.msgpack.encode, (Here(), KNOCK, Ready(row, {"text": [1, 2]})))]
+            data[number % 3] = mutate_bytes(chance, data[number % 3])
+            with Stranger(name) as stranger, contextlib.suppress(ConnectionError):
+                stranger.opens()
+                for each in data:
+                    stranger.end.sendall(stranger.channel.seal(each))
+                stranger.end.shutdown(socket.SHUT_WR)
+                assert stranger.is_closed()
+        ready(come(2, life=1 << 60), 2, 1 << 60)  # Later than any that was made by chance.
+        are_ready(door, row_of(2, 1 << 60))
+
+
 def test_one_that_has_gone_before_it_is_read_has_no_place(name, come):
     is_busy, may_go_on = threading.Event(), threading.Event()
 
@@ -762,6 +779,7 @@ def test_an_error_in_a_callback_closes_the_door_with_one_line(name, come, where,
         raise KeyError("of the callback")
 
     with opened(name, **{where: fail}) as door:
+        Stranger(name).end.close()  # It listens.
         if where == "welcome":
             with pytest.raises(rr.RendezvousError, match=r"waited 0\.5 s"):
                 come(timeout_s=0.5)
