@@ -16,8 +16,10 @@ _SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
 # Which rank of a job a process is: a launcher that is itself a worker must not pass it on.
 _PLACE = {variable_of(name) for name, setting in SETTINGS.items() if not setting.is_choice}
 _RING = "RINGREDUCE_RING"  # which ring this process, or the one that has started it, is a rank of
+# Which process at its place a rank is, and where those that come back meet the others.
+_LIFE, _DOOR = "RINGREDUCE_LIFE", "RINGREDUCE_DOOR"
 # Variables of one process or host alone, and the secret, which travels apart.
-_OWN = {*_PLACE, _RING, "RINGREDUCE_HOST_ID", "RINGREDUCE_DOOR", *_SECRET}
+_OWN = {*_PLACE, _RING, _LIFE, _DOOR, "RINGREDUCE_HOST_ID", *_SECRET}
 # Numerical libraries read these when they load; the launcher sets them for each worker.
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
@@ -42,7 +44,8 @@ def worker_environment(
     `columns` is the width of the terminal that shows its lines, if there is one; `cores` how many
     the ranks of its host have together, if each has its own.
     """
-    environment = {**os.environ, **(variables or {})}
+    inherited = {k: value for k, value in os.environ.items() if k not in {_LIFE, _DOOR}}
+    environment = {**inherited, **(variables or {})}
     environment = {k: value for k, value in environment.items() if k not in {*_PLACE, _RING}}
     ours = _PLACE | {variable_of(name) for name in decided}
     environment |= {name: text for name, text in config.to_environment().items() if name in ours}
@@ -59,6 +62,26 @@ def worker_environment(
     if skips_breakpoints:
         environment["PYTHONBREAKPOINT"] = "0"
     return environment
+
+
+def door_variable(door: str) -> dict[str, str]:
+    """The variable from which all ranks of a job have the name of its door."""
+    return {_DOOR: door}
+
+
+def life_variable(life: int) -> dict[str, str]:
+    """The variable of the process of that number at its place; none of the first, which is 0."""
+    return {_LIFE: str(life)} if life else {}
+
+
+def own_life() -> int:
+    """Which process at its rank's place this one is: 0 for the first, 1 once that was lost."""
+    return int(os.environ.get(_LIFE) or 0)
+
+
+def door_name() -> str:
+    """The name at which ranks that come back meet the others; empty: none can come back."""
+    return os.environ.get(_DOOR, "")
 
 
 def are_threads_chosen() -> bool:

@@ -338,3 +338,29 @@ def test_the_bar_of_keras_moves_while_the_epoch_runs(tmp_path):
     for rank in (0, 1):
         assert [row for row in rows if row.startswith(f"[{rank}] 8/8 ")]
     assert b"\x1b[1m" not in job.shown  # NO_COLOR is set.
+
+
+def test_a_process_that_follows_writes_a_file_and_lines_of_its_own(tmp_path):
+    out = io.StringIO()
+    plan = JobPlan([], 2, output="rank0")
+    logs = Logs(tmp_path, range(2))
+    shows = Display(Screen(["0", "1"], out, io.StringIO()), logs, plan)
+    shows.take(Output(0, False, b"half"))
+    shows.follow([1])
+    shows.start(0, 1)
+    shows.take(Output(0, False, b"of the next\n", life=1))
+    shows.take(Output(0, False, b" a line\n"))
+    shows.take(Output(1, False, b"of rank 1\n"))
+    assert (tmp_path / "rank-0.log").read_text() == "half a line\n"
+    assert (tmp_path / "rank-0.1.log").read_text() == "of the next\n"
+    # Rank 1 is now the first.
+    assert out.getvalue() == "[1] of rank 1\n"
+    shows.reveal(0)
+    assert "[0] of the next\n" in out.getvalue()
+
+
+def test_a_file_of_an_earlier_job_is_written_anew(tmp_path):
+    (tmp_path / "rank-0.1.log").write_text("old")
+    logs = Logs(tmp_path, range(1))
+    logs.start(0, 1)
+    assert (tmp_path / "rank-0.1.log").read_text() == ""

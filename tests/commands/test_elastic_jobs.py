@@ -356,6 +356,15 @@ def test_an_exception_that_several_ranks_had_is_found():
     assert find_repeated(failures, by_text=False) == [*own, own[1]]
 
 
+def test_one_exception_that_one_place_had_again_and_again_is_not_several():
+    def failure(rank: int) -> Failure:
+        return Failure(rank, 1, 0.0, Raised("ValueError", exception="a"))
+
+    assert find_repeated([failure(2), failure(2)], by_text=True) == []
+    failures = [failure(2), failure(2), failure(0)]
+    assert find_repeated(failures, by_text=True) == failures
+
+
 def test_ranks_that_were_lost_are_named_with_what_is_known():
     gone = [Failure(rank, 255, 0.0, host="b", how="its host was lost") for rank in (2, 3)]
     named = "ranks 2, 3 on b were lost in step 5 (its host was lost)"

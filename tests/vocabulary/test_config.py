@@ -13,7 +13,12 @@ from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.times import Times, milliseconds
 from ringreduce.vocabulary.worker_environment import (
+    door_name,
+    door_variable,
     forwarded_environment,
+    leave_job,
+    life_variable,
+    own_life,
     parents_ring,
     worker_environment,
 )
@@ -298,11 +303,15 @@ def test_a_ring_of_a_parent_that_cannot_be_read_is_named_with_what_to_do(text, m
         parents_ring(Config())
 
 
-def test_where_newcomers_meet_the_job_is_known_on_one_host_alone(monkeypatch):
-    monkeypatch.delenv("RINGREDUCE_DOOR", raising=False)
-    assert config_module.door_name() is None
-    monkeypatch.setenv("RINGREDUCE_DOOR", "")
-    assert config_module.door_name() is None
-    monkeypatch.setenv("RINGREDUCE_DOOR", "ringreduce-1234")
-    assert config_module.door_name() == "ringreduce-1234"
-    assert "RINGREDUCE_DOOR" not in forwarded_environment()
+def test_which_process_of_a_rank_this_one_is_is_none_of_what_it_starts(monkeypatch):
+    """As a launcher that a worker runs."""
+    monkeypatch.setenv("RINGREDUCE_LIFE", "3")
+    monkeypatch.setenv("RINGREDUCE_DOOR", "door")
+    assert (own_life(), door_name()) == (3, "door")
+    ours = {"RINGREDUCE_LIFE", "RINGREDUCE_DOOR"}
+    assert not ours & {*worker_environment(Config(), 1), *forwarded_environment()}
+    variables = life_variable(1) | door_variable("a")
+    environment = worker_environment(Config(), 1, variables=variables)
+    assert [environment[name] for name in sorted(ours)] == ["a", "1"]
+    leave_job()
+    assert (own_life(), door_name()) == (0, "")

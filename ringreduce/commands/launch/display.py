@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,17 +45,20 @@ class Display:
     def __init__(self, screen: Screen, logs: Logs | None, plan: JobPlan) -> None:
         self._screen, self._logs = screen, logs
         self._live_rank = plan.stdin_rank or 0
+        self._is_all_shown = plan.output == "all"
         shown = {"all": range(plan.size), "rank0": range(1), "failed": range(0)}[plan.output]
         self._hidden = {
             rank: deque[tuple[Source, str]](maxlen=_KEPT_LINES)
             for rank in range(plan.size)
             if rank not in shown and rank != plan.stdin_rank
         }
-        self._streams: dict[Source, _Stream] = {}
+        # By the process that writes: what one of a rank has not ended is no line of the next one.
+        self._streams: dict[tuple[Source, int], _Stream] = {}
 
     def take(self, output: Output) -> None:
-        source = Source(output.rank, output.is_error)
-        stream = self._streams.setdefault(source, _Stream(source, LineBuffer(), time.monotonic()))
+        source, life = Source(output.rank, output.is_error), output.life
+        new = _Stream(source, LineBuffer(), time.monotonic(), life)
+        stream = self._streams.setdefault((source, life), new)
         lines = stream.buffer.feed(output.data)
         self._add(stream, lines)
         if lines or not stream.partial:
@@ -71,12 +74,18 @@ class Display:
                 self._hidden.pop(ranks[0], None)
             self._live_rank = ranks[0]
 
+    def start(self, rank: int, life: int) -> None:
+        """Process `life` of a rank begins to write: it is none of the first ranks of the ring."""
+        self._log(lambda logs: logs.start(rank, life))
+        if not self._is_all_shown:
+            self._hidden[rank] = deque(maxlen=_KEPT_LINES)
+
     def tick(self) -> None:
         now_s = time.monotonic()
         for stream in self._streams.values():
             is_due = now_s - stream.since_s >= TIMES.partial_line_s
             if is_due and stream.partial and stream.partial != stream.kept:
-                self.keep(stream.source.rank, added([stream.partial], stream.kept))
+                self.keep(stream.source.rank, added([stream.partial], stream.kept), stream.life)
                 if stream.source.rank == self._live_rank and not self._is_live(stream.source):
                     self._show(stream.source, added([stream.partial], stream.shown))
                     stream.shown = stream.partial
@@ -98,11 +107,15 @@ class Display:
         """Show lines as if a worker had written them to its standard error, if that is shown."""
         self._show(Source(rank, is_error=True), lines)
 
-    def keep(self, rank: int, lines: Sequence[str]) -> None:
-        if self._logs is None or not lines:
+    def keep(self, rank: int, lines: Sequence[str], life: int = 0) -> None:
+        if lines:
+            self._log(lambda logs: logs.write(rank, lines, life))
+
+    def _log(self, write: Callable[[Logs], None]) -> None:
+        if self._logs is None:
             return
         try:
-            self._logs.write(rank, lines)
+            write(self._logs)
         except OSError as error:
             # A full disk must not end the job; the lines are shown.
             self._screen.say(f"no longer keeps the workers' output: {error}")
@@ -111,16 +124,16 @@ class Display:
     def _add(self, stream: _Stream, lines: Sequence[str]) -> None:
         """Keep and show whole lines; of the first, a part may have been before."""
         if lines:
-            self.keep(stream.source.rank, added(lines, stream.kept))
-            self._show(stream.source, added(lines, stream.shown))
+            self.keep(stream.source.rank, added(lines, stream.kept), stream.life)
+            self._show(stream.source, added(lines, stream.shown), stream.life)
             stream.kept = stream.shown = ""
 
-    def _show(self, source: Source, lines: Sequence[str]) -> None:
+    def _show(self, source: Source, lines: Sequence[str], life: int = 0) -> None:
         if source.rank in self._hidden:
             self._hidden[source.rank].extend((source, line) for line in lines)
             return
-        # Rank 0 is enough for what all ranks say alike.
-        is_once = source.rank > 0 and source.is_error
+        # Rank 0's first process is enough for what all say alike.
+        is_once = source.is_error and (source.rank > 0 or life > 0)
         self._screen.show(source, [x for x in lines if not (is_once and STARTUP.search(x))])
 
     def _is_live(self, source: Source) -> bool:
@@ -130,23 +143,33 @@ class Display:
 
 
 class Logs:
-    """The lines of `ranks` in ``rank-0.log`` and so on; ConfigError if they cannot be made."""
+    """The lines of `ranks` in ``rank-0.log`` and so on; ConfigError if they cannot be made.
+
+    Those of a rank that was lost, and started again, are in ``rank-2.1.log``.
+    """
 
     def __init__(self, folder: Path, ranks: range) -> None:
-        self._files = {rank: folder.absolute() / f"rank-{rank}.log" for rank in ranks}
+        self._folder = folder.absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for file in self._files.values():
-                file.write_bytes(b"")
+            for rank in ranks:
+                self.start(rank)
         except OSError as error:
             raise ConfigError(
                 f"cannot keep the workers' output in {folder}: {error}",
                 remedy="Give --log-dir, or RINGREDUCE_LOG_DIR, a folder that can be written to.",
             ) from error
 
-    def write(self, rank: int, lines: Sequence[str]) -> None:
+    def start(self, rank: int, life: int = 0) -> None:
+        """Make an empty file for a process of a rank. Raises OSError."""
+        self._file(rank, life).write_bytes(b"")
+
+    def _file(self, rank: int, life: int) -> Path:
+        return self._folder / (f"rank-{rank}.{life}.log" if life else f"rank-{rank}.log")
+
+    def write(self, rank: int, lines: Sequence[str], life: int = 0) -> None:
         """Add whole lines of one worker. Raises OSError, as on a full disk."""
-        with self._files[rank].open("a", encoding="utf-8") as file:
+        with self._file(rank, life).open("a", encoding="utf-8") as file:
             file.writelines(f"{without_colors(last_state(line))}\n" for line in lines)
 
 
@@ -155,6 +178,7 @@ class _Stream:
     source: Source
     buffer: LineBuffer
     since_s: float  # when the line that is not whole yet began, or its state was last written
+    life: int = 0
     partial: str = ""  # that line
     # Its states that were written last: to the logs, to the screen.
     kept: str = ""

@@ -102,6 +102,7 @@ class Output(msgspec.Struct, tag=True, frozen=True):
     rank: int
     is_error: bool
     data: bytes
+    life: int = 0  # which process of the rank: more where it was lost, and started again
 
 
 class Told(msgspec.Struct, tag=True, frozen=True):
@@ -109,6 +110,7 @@ class Told(msgspec.Struct, tag=True, frozen=True):
 
     rank: int
     record: WorkerRecord
+    life: int = 0
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
@@ -120,6 +122,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     is_final: bool = False  # whether somebody has asked for the end of the job
     # Whether its process was seen to have ended; else its launcher or host was lost, or ends it.
     is_seen: bool = False
+    life: int = 0
 
 
 # Of what ranks elsewhere do an agent is told that, which its own ranks may have to know.

@@ -128,10 +128,13 @@ def find_repeated(failures: Sequence[Failure], *, by_text: bool) -> list[Failure
 
     Without `by_text` those of one class count as equal. An exit is no error, nor is a signal.
     """
-    texts = {
-        failure.rank: f"{failure.raised.kind} {failure.returncode} {failure.exception * by_text}"
-        for failure in failures
-        if failure.raised is not None and failure.raised.kind not in {*errors.__all__, *_EXITS}
-    }
-    ranks = Counter(texts.values())
-    return [failure for failure in failures if ranks[texts.get(failure.rank, "")] > 1]
+
+    def text_of(failure: Failure) -> str:
+        raised = failure.raised
+        if raised is None or raised.kind in {*errors.__all__, *_EXITS}:
+            return ""
+        return f"{raised.kind} {failure.returncode} {failure.exception * by_text}"
+
+    texts = {(failure.rank, text) for failure in failures if (text := text_of(failure))}
+    ranks = Counter(text for _, text in texts)
+    return [failure for failure in failures if ranks[text_of(failure)] > 1]

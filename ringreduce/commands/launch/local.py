@@ -26,7 +26,11 @@ from ringreduce.vocabulary.cores import (
 from ringreduce.vocabulary.endpoints import address, is_loopback
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
-from ringreduce.vocabulary.worker_environment import are_threads_chosen, worker_environment
+from ringreduce.vocabulary.worker_environment import (
+    are_threads_chosen,
+    life_variable,
+    worker_environment,
+)
 
 
 class LocalHost:
@@ -37,8 +41,11 @@ class LocalHost:
     ) -> None:
         self._assignment, self._selector, self._guard = assignment, selector, guard
         self._processes: dict[int, Process] = {}
-        # Each rank's pipes: records first, which decide whether its failure is the cause.
-        self._pipes: dict[int, list[Pipe]] = {}
+        self._lives: dict[int, int] = {}  # by rank, which of its processes that is
+        # The pipes of each: records first, which decide whether its failure is the cause.
+        self._pipes: dict[tuple[int, int], list[Pipe]] = {}
+        self._port = 0
+        self._cores: list[set[int]] | None = None  # by place on this host; None: all have all
         self._notices: dict[int, int] = {}  # the signals that tell ranks to go, where one does
         self._kernel_kills = kernel_kills()
         # What became of the job's ranks, which those here can read; None where they have no use.
@@ -62,55 +69,76 @@ class LocalHost:
         Rank 0 inherits the `listener` of that port. For `stdin_rank`, `inherited` see `JobPlan`.
         ConfigError as `cores_of`.
         """
-        job, placed = self._assignment, self._assignment.placed
-        asking = (signal.SIGUSR1,) if "log_dir" in job.choices else ()
-        words: tuple[int, ...] = ()
+        job, self._port = self._assignment, port
         if elastic_minimum(job.variables) and sys.platform == "linux":
-            self._standings = Standings.create(placed.size)
-            words = (self._standings.descriptor,)
-        cores = cores_of(job)
-        for place, rank in enumerate(job.ranks):
-            meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
-            files = inherited[rank] if inherited else ()
-            config = Config(
-                rank=rank,
-                size=placed.size,
-                local_rank=rank - placed.first_rank,
-                local_size=job.count,
-                rendezvous=address(job.meeting_host, port),
-                rendezvous_fd=meeting[0] if meeting else None,
-                job_id=placed.job_id,
-                restart=placed.restart,
-                **job.choices,
+            self._standings = Standings.create(job.placed.size)
+        self._cores = cores_of(job)
+        for rank in job.ranks:
+            self._start_process(
+                rank,
+                meeting=(listener.fileno(),) if listener is not None and rank == 0 else (),
+                files=inherited[rank] if inherited else (),
+                stdin_rank=stdin_rank,
             )
-            ours, theirs = os.pipe()
-            given = ",".join(map(str, (theirs, *words)))
-            take = partial(_told, rank, Records[WorkerRecord](WorkerRecord))
-            self._pipes[rank] = [Pipe(os.fdopen(ours, "rb", 0), self._selector, take)]
-            try:
-                process = Process(
-                    [sys.executable, start.__file__, given, *job.arguments, *map(str, files)],
-                    worker_environment(
-                        config,
-                        job.threads or default_threads(job.count),
-                        decided=job.choices,
-                        variables=job.variables,
-                        columns=job.columns,
-                        cores=None if cores is None else sum(map(len, cores)),
-                        skips_breakpoints=stdin_rank not in (None, rank),
-                    ),
-                    has_stdin=rank == stdin_rank,
-                    inherited=(*meeting, *files, theirs, *words),
-                    asking=asking,
-                    cores=None if cores is None else cores[place],
-                )
-            finally:
-                os.close(theirs)
-            self._processes[rank] = process
-            self._guard.add(process.pid)
-            for is_error, file in zip((False, True), process.outputs, strict=True):
-                take = partial(_written, rank, is_error)
-                self._pipes[rank].append(Pipe(file, self._selector, take))
+
+    def start_again(self, rank: int, life: int) -> None:
+        """Start a rank whose process has ended, as process `life` of it, at the same place.
+
+        OSError if the system has none to give. Its number is larger than those before.
+        """
+        self._notices.pop(rank, None)
+        self._start_process(rank, life)
+
+    def _start_process(
+        self,
+        rank: int,
+        life: int = 0,
+        *,
+        meeting: Sequence[int] = (),
+        files: Sequence[int] = (),
+        stdin_rank: int | None = None,
+    ) -> None:
+        job, placed, cores = self._assignment, self._assignment.placed, self._cores
+        place = rank - placed.first_rank
+        words = () if self._standings is None else (self._standings.descriptor,)
+        config = Config(
+            rank=rank,
+            size=placed.size,
+            local_rank=place,
+            local_size=job.count,
+            rendezvous=address(job.meeting_host, self._port),
+            rendezvous_fd=meeting[0] if meeting else None,
+            job_id=placed.job_id,
+            restart=placed.restart,
+            **job.choices,
+        )
+        ours, theirs = os.pipe()
+        given = ",".join(map(str, (theirs, *words)))
+        take = partial(_told, rank, life, Records[WorkerRecord](WorkerRecord))
+        pipes = self._pipes[rank, life] = [Pipe(os.fdopen(ours, "rb", 0), self._selector, take)]
+        try:
+            process = Process(
+                [sys.executable, start.__file__, given, *job.arguments, *map(str, files)],
+                worker_environment(
+                    config,
+                    job.threads or default_threads(job.count),
+                    decided=job.choices,
+                    variables=job.variables | life_variable(life),
+                    columns=job.columns,
+                    cores=None if cores is None else sum(map(len, cores)),
+                    skips_breakpoints=stdin_rank not in (None, rank),
+                ),
+                has_stdin=rank == stdin_rank,
+                inherited=(*meeting, *files, theirs, *words),
+                asking=(signal.SIGUSR1,) if "log_dir" in job.choices else (),
+                cores=None if cores is None else cores[place],
+            )
+        finally:
+            os.close(theirs)
+        self._processes[rank], self._lives[rank] = process, life
+        self._guard.add(process.pid)
+        for is_error, file in zip((False, True), process.outputs, strict=True):
+            pipes.append(Pipe(file, self._selector, partial(_written, rank, life, is_error)))
 
     def is_suspended(self, rank: int) -> bool:
         """Whether the rank's process is stopped; see `Process.is_suspended`."""
@@ -121,10 +149,12 @@ class LocalHost:
         events: list[Event] = []
         for rank, process in self._processes.items():
             if process.returncode is None and process.reap():
-                for pipe in self._pipes[rank]:
+                life = self._lives[rank]
+                for pipe in self._pipes[rank, life]:
                     events += pipe.drain()
                 assert process.returncode is not None
-                events.append(Ended(rank, process.returncode, self._how(process), is_seen=True))
+                how = self._how(process)
+                events.append(Ended(rank, process.returncode, how, is_seen=True, life=life))
                 self._guard.remove(process.pid)
         return events
 
@@ -150,7 +180,7 @@ class LocalHost:
         if isinstance(event, Told) and isinstance(event.record, Notices):
             self._notices[event.rank] = event.record.signal
         if self._standings is not None and (standing := standing_of(event)) is not None:
-            self._standings.write(standing, event.rank)
+            self._standings.write(standing, event.rank, event.life)
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to a rank's processes.
@@ -175,12 +205,12 @@ def standing_of(event: Event) -> Standing | None:
     return None
 
 
-def _told(rank: int, records: Records[WorkerRecord], data: bytes) -> list[Event]:
-    return [Told(rank, record) for record in records.feed(data)]
+def _told(rank: int, life: int, records: Records[WorkerRecord], data: bytes) -> list[Event]:
+    return [Told(rank, record, life) for record in records.feed(data)]
 
 
-def _written(rank: int, is_error: bool, data: bytes) -> list[Event]:
-    return [Output(rank, is_error, data)]
+def _written(rank: int, life: int, is_error: bool, data: bytes) -> list[Event]:
+    return [Output(rank, is_error, data, life)]
 
 
 def listen(
