@@ -72,6 +72,7 @@ def run(
     bind: bool | None = options.BIND,
     max_restarts: int = options.MAX_RESTARTS,
     elastic: int | None = options.ELASTIC,
+    no_comeback: bool = options.NO_COMEBACK,
     grace: float = options.GRACE,
     output: str | None = options.OUTPUT,
     profile: bool = options.PROFILE,
@@ -113,6 +114,8 @@ def run(
         variables["RINGREDUCE_PROFILE"] = "1"
     if bind is not None:
         variables["RINGREDUCE_BIND"] = str(int(bind))
+    if no_comeback:
+        variables["RINGREDUCE_COMEBACK"] = "0"
     if unchanged:
         program = as_unchanged(program, variables)
     limits = {"timeout_s": timeout, "busy_timeout_s": busy_timeout}

@@ -134,6 +134,11 @@ ELASTIC = _number(
     least=1,
     shown="a lost rank ends the job",
 )
+NO_COMEBACK = typer.Option(
+    False,
+    "--no-comeback",
+    help="With --elastic on one host: do not start a lost rank again.",
+)
 GRACE = _number(
     "SECONDS",
     "How long workers have to end, after Ctrl-C, SIGTERM or the failure of another, until they "

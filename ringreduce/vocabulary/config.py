@@ -30,7 +30,8 @@ _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE"),
     *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE", "RINGREDUCE_VERIFY"),
     *("RINGREDUCE_ELASTIC", "RINGREDUCE_RING"),
-    *("RINGREDUCE_BIND", "RINGREDUCE_CORES", "RINGREDUCE_DOOR"),
+    *("RINGREDUCE_COMEBACK", "RINGREDUCE_LIFE", "RINGREDUCE_DOOR"),
+    *("RINGREDUCE_BIND", "RINGREDUCE_CORES"),
     *("RINGREDUCE_LEAVE_SIGNAL", "RINGREDUCE_LEAVE_S", "RINGREDUCE_LEAVE_CODE"),
 )
 
@@ -376,12 +377,13 @@ def elastic_minimum(variables: Mapping[str, str] | None = None) -> int | None:
     return int(text) if text else None
 
 
-def door_name() -> str | None:
-    """Where newcomers of this host meet the job: ``RINGREDUCE_DOOR``, which the launcher sets.
+def comeback_wanted(variables: Mapping[str, str] | None = None) -> bool | None:
+    """Whether a lost rank is to be started again; None: where the launcher can.
 
-    None: nobody can come.
+    ``RINGREDUCE_COMEBACK``, in `variables` or this process's environment.
     """
-    return os.environ.get("RINGREDUCE_DOOR") or None
+    text = {**os.environ, **(variables or {})}.get("RINGREDUCE_COMEBACK", "")
+    return text != "0" if text else None
 
 
 def leave_signal() -> str:

@@ -100,6 +100,16 @@ class Times:
     grace_said_s: float = 3.0  # ... and after this much of it the launcher says for whom it waits.
     # Before SIGTERM, for the other ranks to write their flight records, where these are kept.
     record_s: float = 1.5
+    # A lost rank of an elastic job is started again at once. The next time it waits this long, then
+    # twice as long ...
+    comeback_wait_s: float = 10.0
+    comeback_wait_max_s: float = (
+        600.0  # ... up to this; a host that fails for good costs little ...
+    )
+    # ... until it has worked for this long in the ring: what was before is forgotten.
+    comeback_worked_s: float = 3600.0
+    # When the job has ended, for one that is coming back to end by SIGTERM: nobody needs its work.
+    comeback_end_s: float = 5.0
     # The traceback of a program that an exception has ended is shown after this, if its process
     # has not ended: threads of its own may go on, and a loaded machine takes long.
     hold_s: float = 30.0

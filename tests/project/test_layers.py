@@ -38,7 +38,7 @@ NAMES_FOR_USERS = ("ringreduce.keras", "ringreduce.keras.parts")
 LAUNCH = "ringreduce.commands.launch"
 DECIDES = ["ringreduce.commands.doctor.findings", "ringreduce.commands.report.verdict"]
 DECIDES += [f"{LAUNCH}.{name}" for name in ("conclusion", "exchange", "failure", "frames", "hosts")]
-DECIDES += [f"{LAUNCH}.{name}" for name in ("output", "worker_records")]
+DECIDES += [f"{LAUNCH}.{name}" for name in ("comebacks", "output", "worker_records")]
 MODULES = [name for name in SOURCES if name != "ringreduce"]  # the facade, tested apart
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ringreduce.commands.launch.failure import Cause, Failure
-from ringreduce.commands.launch.worker_records import Goes, Raised
+from ringreduce.commands.launch.worker_records import Goes, Joined, Raised
 from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
 
@@ -91,6 +91,21 @@ def lost(ranks: Sequence[int], failures: Sequence[Failure], where: str) -> str:
     how = f" ({hows})" if hows else ""
     were = "was" if len(ranks) == 1 else "were"
     return f"{named('rank', ranks)}{on} {were} lost {where}".rstrip() + how
+
+
+def back(joined: Joined, started_s: float) -> str:
+    """``rank 2 is back in step 402, 41 s after it was started; training stopped for 0.6 s``."""
+    return (
+        f"rank {joined.place} is back in step {joined.step}, {started_s:.0f} s after it was "
+        f"started; training stopped for {joined.stopped_s:.1f} s"
+    )
+
+
+def not_back(failure: Failure) -> str:
+    """``rank 2 failed while it was coming back (exit code 1): ValueError: ...``."""
+    ended = "ended" if failure.returncode == 0 else "failed"
+    what = f": {failure.exception}" if failure.exception else ""
+    return f"{failure.who} {ended} while it was coming back ({failure.describe()}){what}"
 
 
 def left(goes: Mapping[int, Goes]) -> str:

@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from ringreduce.commands.launch import conclusion
+from ringreduce.commands.launch import comebacks, conclusion
 from ringreduce.commands.launch.display import Display, Logs
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Placed
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause, find_repeated
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.meeting import Meeting
+from ringreduce.commands.launch.newcomers import Newcomers
 from ringreduce.commands.launch.plan import JobPlan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import is_unchanged
@@ -27,10 +28,11 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import Goes, Killed, Reformed, Stands
-from ringreduce.vocabulary.config import TIMES, configured_secret
+from ringreduce.commands.launch.worker_records import Goes, Joined, Killed, Reformed, Stands
+from ringreduce.vocabulary.config import TIMES, comeback_wanted, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
+from ringreduce.vocabulary.worker_environment import door_variable
 
 
 class Job:
@@ -50,14 +52,20 @@ class Job:
         self._display = Display(screen, logs, plan)
         self._hosts: list[Host] = []
         self._agents: list[RemoteHost] = []
+        # By rank, its process that is, or was, in the ring; those that are to follow lost ones; and
+        # how those failed that others have followed.
         self._workers: dict[int, Worker] = {}
+        self._newcomers = Newcomers(self._display, screen)
+        self._followed: list[Failure] = []
         # Whether it was said that workers have not joined, and for which the launcher waits.
         self._has_warned = self._has_said = False
         # The last ring of an elastic job, and when it became known. Other ranks end nothing.
         self._ring, self._ring_s = Reformed(-1, tuple(range(plan.size)), "", 0.0), 0.0
-        # Rings of which nothing was said yet, with the ranks that were lost before; what was said.
-        self._unsaid: deque[tuple[Reformed, list[int]]] = deque()
+        # Rings of which nothing was said yet, with what was lost before; what was said.
+        self._unsaid: deque[tuple[Reformed, list[Worker]]] = deque()
         self._lost: list[str] = []
+        # How many elastic trainings have ended; whether one has since the last ring was formed.
+        self._trainings, self._is_trained = 0, False
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
         # When that signal came; whether it has told all ranks to go.
@@ -127,21 +135,23 @@ class Job:
         plan = self._plan
         if plan.elastic is not None and plan.elastic > plan.size:
             raise ConfigError(f"--elastic is {plan.elastic}; accepted: 1 to {plan.size}, all ranks")
-        choices = dict(plan.choices)
+        choices, variables = dict(plan.choices), dict(plan.variables)
+        if are_comebacks_on := self._are_comebacks_on():
+            variables |= door_variable(secrets.token_hex(16))
         # Workers read the user's own secret from the environment, on other hosts from here.
         secret = configured_secret()
         if plan.meeting is not None:
             choices["secret"] = plan.meeting.node.secret
         elif not secret or plan.spread is not None:
             choices["secret"] = secret or secrets.token_hex(32)
-        here = Placed(0, plan.count, secrets.token_hex(8), self._attempt, port=0)
-        placed = here if plan.meeting is None else plan.meeting.placed
+        alone = Placed(0, plan.count, secrets.token_hex(8), self._attempt, port=0)
+        placed = alone if plan.meeting is None else plan.meeting.placed
         assignment = Assignment(
             placed,
             plan.count,
             list(plan.arguments),
             choices,
-            dict(plan.variables),
+            variables,
             plan.threads,
             self._screen.columns,
         )
@@ -157,11 +167,24 @@ class Job:
             # Rank 0 inherits the listening socket, so that no other program can take the port, and
             # a rank that connects early waits instead of being refused.
             with listen("127.0.0.1", 0, plan.count) as listener:
-                self._start_ranks(assignment, listener.getsockname()[1], listener)
+                here = self._start_ranks(assignment, listener.getsockname()[1], listener)
+            if are_comebacks_on:
+                self._newcomers = Newcomers(self._display, self._screen, here)
+
+    def _are_comebacks_on(self) -> bool:
+        """Whether lost ranks are started again; says so, or that they are not."""
+        plan, wanted = self._plan, comeback_wanted(self._plan.variables)
+        wanted = comebacks.are_available() if wanted is None else wanted
+        if plan.elastic is None or plan.size == 1 or not wanted:
+            return False
+        is_here = plan.spread is None and plan.meeting is None
+        if self._attempt == 0:
+            self._screen.say(comebacks.ON if is_here else comebacks.ELSEWHERE)
+        return is_here
 
     def _start_ranks(
         self, assignment: Assignment, port: int, listener: socket.socket | None
-    ) -> None:
+    ) -> LocalHost:
         plan = self._plan
         host = LocalHost(assignment, self._selector, self._guard)
         self._hosts.append(host)
@@ -170,6 +193,7 @@ class Job:
         finally:
             name = "" if plan.meeting is None else plan.meeting.node.own.host
             self._workers |= {rank: Worker(rank, host, name) for rank in host.started}
+        return host
 
     def _reach(self, assignment: Assignment, spread: Spread) -> None:
         """Connect with an agent on each host; `_start_agents` goes on once all are ready."""
@@ -200,7 +224,7 @@ class Job:
 
     def _watch(self) -> None:
         """Until every worker has ended: show output, pass on signals, stop after a failure."""
-        while self._running() or self._await_others():
+        while self._processes() or self._await_others():
             self._read_all()
             self._start_agents()
             while self._signals:
@@ -214,6 +238,10 @@ class Job:
                 self._limit_grace(self._stop_s)
             elif self._is_doomed() and self._have_recorded():
                 self._stop(self._plan.grace_s)
+            if not any(self._workers[rank].alive for rank in self._ring.members):
+                self._newcomers.end()
+            elif self._goes_on():
+                self._newcomers.follow()
         deadline = time.monotonic() + TIMES.drain_s
         while self._selector.get_map() and time.monotonic() < deadline:
             self._read_all()
@@ -225,6 +253,16 @@ class Job:
     def _running(self) -> list[Worker]:
         """The living ranks of this launcher."""
         return [worker for worker in self._alive() if worker.is_ours]
+
+    def _processes(self) -> list[Worker]:
+        """These, and those that are to follow lost ones."""
+        return [*self._running(), *self._newcomers.running]
+
+    def _goes_on(self) -> bool:
+        """Whether an elastic training goes on, which a lost rank can come back to."""
+        members = [self._workers[rank] for rank in self._ring.members]
+        is_ending = self.ended_by is not None or self._stop_s is not None or self._is_trained
+        return not is_ending and all(worker.is_working for worker in members)
 
     def _read_all(self) -> None:
         for key, _ in self._selector.select(TIMES.poll_s):
@@ -259,10 +297,12 @@ class Job:
                 worker.end(0)
 
     def _take(self, event: Event) -> None:
-        worker, meeting = self._workers[event.rank], self._plan.meeting
         if isinstance(event, Output):
             self._display.take(event)
             return
+        # A rank's next process is started after all that its last one has said.
+        newcomer = self._newcomers.find(event.rank, event.life)
+        worker, meeting = newcomer or self._workers[event.rank], self._plan.meeting
         for host in self._hosts:
             host.inform(event)
         # What follows from a signal, or from the end of others, is no news to other launchers.
@@ -272,32 +312,48 @@ class Job:
         if isinstance(event, Ended):
             worker.end(event.returncode, event.how, is_final=event.is_final)
         elif isinstance(event.record, Stands):
-            pass  # It is for ranks.
+            # Else it is for ranks.
+            self._is_trained |= event.record.ended > self._trainings
+            self._trainings = max(self._trainings, event.record.ended)
         elif isinstance(event.record, Reformed):
-            self._note_ring(event.record, event.rank)
+            self._note_ring(event.record, (event.rank, event.life))
+        elif isinstance(event.record, Joined):
+            self._newcomers.say_back(event.record, self._workers.values())
         elif isinstance(event.record, Killed):
             text = f"killed by rank {event.rank}, which it did not answer"
-            self._workers[event.record.rank].how = text
+            killed = event.record.rank
+            (self._newcomers.last(killed) or self._workers[killed]).how = text
         else:
             worker.note(event.record)
             if worker.raised is event.record:
-                self._display.keep(worker.rank, worker.raised.whole or worker.raised.traceback)
+                lines = worker.raised.whole or worker.raised.traceback
+                self._display.keep(worker.rank, lines, worker.life)
 
-    def _note_ring(self, ring: Reformed, teller: int) -> None:
+    def _note_ring(self, ring: Reformed, teller: tuple[int, int]) -> None:
         """Take a ring that was formed anew for the present one, once, though several tell of it.
 
-        It comes after the present one if its number is higher and all its ranks are of that.
+        It comes after the present one if its number is higher, and all its ranks are of that or
+        newcomers. The first of a ring's ranks is never new.
         """
         # Ranks that are told to end do not do so at one moment.
         is_over = self._plan.elastic is None or self._stop_s is not None
-        follows = ring.number > self._ring.number and {*ring.members} <= {*self._ring.members}
-        if is_over or not follows or teller not in ring.members:
+        before, now = self._ring.processes, ring.processes
+        are_known = all(self._newcomers.find(*process) for process in now - before)
+        follows = ring.number > self._ring.number and now & before and are_known
+        if is_over or not follows or teller not in now:
             return
-        if lost := [rank for rank in self._ring.members if rank not in ring.members]:
+        lost = [self._workers[rank] for rank, _ in sorted(before - now)]
+        if lost:
             self._unsaid.append((ring, lost))
+        for rank, _ in now - before:
+            if (failed := self._workers[rank].failure()) is not None:
+                self._followed.append(failed)
+            self._workers[rank] = self._newcomers.join(rank)
+            self._workers[rank].rings[self._plan.size] = "formed"
         self._ring, self._ring_s = ring, time.monotonic()
+        self._is_trained = False
         self._display.follow(ring.members)
-        for worker in [self._workers[rank] for rank in lost]:
+        for worker in lost:
             # When it goes on, it could still write what the others have written since.
             if worker.alive and worker.is_suspended:
                 worker.how = "stopped, and killed since the others went on without it"
@@ -309,23 +365,25 @@ class Job:
         # Time for that to show, and for them to end by themselves.
         has_settled = time.monotonic() - self._ring_s >= TIMES.cause_s
         if has_settled and not running & {*self._ring.members}:
-            self._end(signal.SIGKILL)
+            self._end(self._running(), signal.SIGKILL)
             self._forget(self._workers)
         while self._unsaid:
             ring, lost = self._unsaid[0]
-            if not has_settled and running & {*lost}:
+            if not has_settled and any(worker.alive for worker in lost):
                 return
             self._unsaid.popleft()
             went_on = f"{named('rank', ring.members)} went on after {ring.seconds:.1f} s"
-            if went := {r: goes for r in lost if (goes := self._workers[r].goes)}:
+            if went := {worker.rank: worker.goes for worker in lost if worker.goes}:
                 self._screen.say(f"{conclusion.left(went)}; {went_on}")
-                lost = [rank for rank in lost if rank not in went]
-            for rank in lost:
-                self._display.reveal(rank)
-                self._show_error(self._workers[rank])
+                lost = [worker for worker in lost if worker.goes is None]
+            for worker in lost:
+                self._display.reveal(worker.rank)
+                self._show_error(worker)
+                self._newcomers.lose(worker)
             if lost:
-                losses = [loss for rank in lost if (loss := self._workers[rank].loss())]
-                self._lost.append(conclusion.lost(lost, losses, ring.where))
+                losses = [loss for worker in lost if (loss := worker.loss())]
+                ranks = [worker.rank for worker in lost]
+                self._lost.append(conclusion.lost(ranks, losses, ring.where))
                 self._screen.say(f"{self._lost[-1]}: {went_on}")
 
     def _pass_on(self, number: int) -> None:
@@ -335,7 +393,7 @@ class Job:
             if not (is_same and time.monotonic() - self._told_s < TIMES.notice_s):
                 self._stop_s, self._is_hurried = time.monotonic(), True
             return
-        for worker in self._running():
+        for worker in self._processes():
             worker.send(number)
         if number in STOPPING:
             self.ended_by = number
@@ -352,14 +410,14 @@ class Job:
     def _limit_grace(self, end_s: float) -> None:
         """Kill workers that have not ended by `end_s`; say so, and before that which those are."""
         left_s, grace_s = end_s - time.monotonic(), self._plan.grace_s
-        running = [worker.rank for worker in self._running()]
+        running = [worker.rank for worker in self._processes()]
         fields = {"ranks": named("rank", running), "grace_s": grace_s}
         if left_s <= 0:
             if running and not self._is_hurried and not self._is_killed:
                 name = signal.Signals(self.ended_by or signal.SIGTERM).name
                 self._screen.say(conclusion.KILLED.format(**fields, signal=name))
             self._is_killed = True
-            self._end(signal.SIGKILL)
+            self._end(self._processes(), signal.SIGKILL)
         elif running and not self._has_said and grace_s - left_s >= TIMES.grace_said_s:
             self._has_said = True
             self._screen.say(conclusion.WAITING.format(**fields))
@@ -372,7 +430,7 @@ class Job:
         states = {worker.rings.get(plan.size) for worker in workers}
         if plan.elastic is None or not (states == {"formed"} or self._ring.number > 0):
             return failures
-        if repeated := find_repeated(failures, by_text=meeting is None):
+        if repeated := find_repeated([*self._followed, *failures], by_text=meeting is None):
             return repeated
         # Those that are stopped go on with nobody: without them too few may be left to do so.
         may_go_on = any(not worker.is_suspended for worker in self._alive())
@@ -397,10 +455,11 @@ class Job:
             for worker in self._running():
                 if worker.raised_s <= due_s:
                     self._show_error(worker)
+            self._newcomers.show_late(due_s)
 
     def _show_error(self, worker: Worker) -> None:
         """Show its traceback, once for all ranks that have the same."""
-        if worker.raised is None or worker.is_shown:
+        if worker.raised is None or worker.is_shown or self._newcomers.knows(worker):
             return
         lines, alike = worker.raised.traceback, []
         for other in self._workers.values():
@@ -438,17 +497,17 @@ class Job:
         """Ask the workers that still run to end; `_watch` kills them after `grace_s`."""
         self._stop_s = time.monotonic() + grace_s
         self._poll()  # Workers that have ended were not stopped by the launcher.
-        for worker in self._running():
+        for worker in self._processes():
             # Where SIGTERM tells it to go, nothing else would end it, as it ends other programs.
             worker.stop(signal.SIGKILL if worker.notices else signal.SIGTERM)
         if grace_s == 0:
-            self._end(signal.SIGKILL)
-            while self._running():
+            self._end(self._processes(), signal.SIGKILL)
+            while self._processes():
                 self._read_all()
                 self._poll()
 
-    def _end(self, number: int) -> None:
-        for worker in self._running():
+    def _end(self, workers: Iterable[Worker], number: int) -> None:
+        for worker in workers:
             worker.stop(number)
 
     def consequences(self) -> list[str]:

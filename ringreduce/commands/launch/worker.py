@@ -21,17 +21,20 @@ _ENDING = *STOPPING, signal.SIGKILL, signal.SIGUSR2
 
 
 class Worker:
-    """One rank, on the host of that name; empty where all ranks are on this host.
+    """One process of a rank, on the host of that name; empty where all ranks are on this host.
 
-    `host` starts it; None: another launcher does, and tells what becomes of it.
+    `host` starts it; None: another launcher does, and tells what becomes of it. `life` is its
+    number, if the rank was lost before, and started again.
     """
 
-    def __init__(self, rank: int, host: Host | None, host_name: str = "") -> None:
-        self.rank, self._host, self._host_name = rank, host, host_name
+    def __init__(self, rank: int, host: Host | None, host_name: str = "", life: int = 0) -> None:
+        self.rank, self._host, self._host_name, self.life = rank, host, host_name, life
+        self.started_s = time.monotonic()
         self.exit_s: float | None = None  # when it ended, on `time.monotonic`; None until then
         self._returncode = 0
         self.how, self._is_final = "", False
-        self._stopped_s: float | None = None
+        self.stopped_s: float | None = None  # when the launcher began to end it; None: it did not
+        self.is_back = False  # whether it was said that it has taken a lost rank's place
         self.rings: dict[int, str] = {}  # the state of those that it has joined, by size
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
         self.notices = False  # whether a signal tells it to go, rather than to end at once
@@ -63,7 +66,7 @@ class Worker:
 
     @property
     def is_stopped(self) -> bool:
-        return self._stopped_s is not None
+        return self.stopped_s is not None
 
     @property
     def goes_in_order(self) -> bool:
@@ -74,6 +77,18 @@ class Worker:
         if self.goes is None:
             return False
         return self.alive or self._returncode in {self.goes.code, *(-each for each in _ENDING)}
+
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether somebody wanted this one to end: by a signal, or since it has left in order."""
+        is_interrupted = self.raised is not None and self.raised.kind == "KeyboardInterrupt"
+        return self.goes is not None or is_interrupted or -self._returncode in STOPPING
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it lives, and has not said that it is about to end."""
+        is_ending = self.exits is not None or self.raised is not None or self.goes is not None
+        return self.alive and not is_ending
 
     @property
     def is_suspended(self) -> bool:
@@ -92,7 +107,7 @@ class Worker:
     @property
     def has_ended_well(self) -> bool:
         """Whether it has ended by itself, with exit code 0."""
-        return not self.alive and self._returncode == 0 and self._stopped_s is None
+        return not self.alive and self._returncode == 0 and self.stopped_s is None
 
     @property
     def ending(self) -> str:
@@ -103,7 +118,8 @@ class Worker:
 
     def send(self, number: int) -> None:
         """Send a signal to its processes; one that ends them also to those that are stopped."""
-        if self._host is None:
+        # Where it has ended, another process may have its place.
+        if self._host is None or not self.alive:
             return
         self._host.send(self.rank, number)
         if number in STOPPING:
@@ -112,8 +128,8 @@ class Worker:
 
     def stop(self, number: int) -> None:
         """End it; its exit code then is not a failure."""
-        if self._stopped_s is None:
-            self._stopped_s = time.monotonic()
+        if self.stopped_s is None:
+            self.stopped_s = time.monotonic()
         self.send(number)
 
     def failure(self, ring_of: int = 0) -> Failure | None:
@@ -124,8 +140,8 @@ class Worker:
         if self.goes_in_order:
             return None
         code = 1 if self.raised is None else self.raised.code
-        if self._stopped_s is not None:
-            is_late = self.raised is None or self.raised_s > self._stopped_s
+        if self.stopped_s is not None:
+            is_late = self.raised is None or self.raised_s > self.stopped_s
             return None if is_late else self._failure(code, was_stopped=True)
         if self._returncode or (self.raised is not None and self.alive):
             return self._failure(self._returncode or code)

@@ -17,12 +17,28 @@ class Joins(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reformed(msgspec.Struct, tag=True, frozen=True):
-    """The ring was formed anew after a failure; each of its ranks says so."""
+    """The ring was formed anew, after a failure or with newcomers; each of its ranks says so."""
 
     number: int  # of this ring; later ones have larger ones
     members: tuple[int, ...]  # its ranks, by their numbers in the job
     where: str  # the ring before it failed: ``in step 7``; empty if unknown
     seconds: float  # from the failure to the next step
+    lives: tuple[int, ...] = ()  # by rank, which of its processes was last: `pure.views.View`
+
+    @property
+    def processes(self) -> frozenset[tuple[int, int]]:
+        """Its members, each with which of its processes that is."""
+        lives = dict(enumerate(self.lives))
+        return frozenset((rank, lives.get(rank, 0)) for rank in self.members)
+
+
+class Joined(msgspec.Struct, tag=True, frozen=True):
+    """A lost rank is back in training; any rank may say so, the first report counts."""
+
+    place: int  # its rank
+    life: int  # which of its processes
+    step: int  # the first that it takes part in
+    stopped_s: float  # for how long all others waited for it
 
 
 class Killed(msgspec.Struct, tag=True, frozen=True):
@@ -76,4 +92,6 @@ class Raised(ErrorRecord, tag=True, frozen=True):
     code: int = 1  # the exit code that follows
 
 
-WorkerRecord = Joins | Reformed | Killed | Stands | Notices | Goes | ImportedKeras | Exits | Raised
+WorkerRecord = (
+    Joins | Reformed | Joined | Killed | Stands | Notices | Goes | ImportedKeras | Exits | Raised
+)
