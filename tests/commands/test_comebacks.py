@@ -3,6 +3,7 @@
 No rank here trains: they tell the launcher of rings that none has formed.
 """
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -189,7 +190,7 @@ def test_a_lost_rank_is_started_again_at_its_place_and_is_back(tmp_path):
             beside("up").touch()
             print("of the newcomer", flush=True)
         """
-    options = ("--log-dir", "logs")
+    options = ("--log-dir", "logs", "--bind" if len(os.sched_getaffinity(0)) > 1 else "--no-bind")
     with job(tmp_path, FACTS, LOST, text, options=options) as process:
         assert process.wait() == 0, process.stderr
     lines = said(process.stderr)
@@ -298,6 +299,32 @@ def test_what_is_back_may_be_lost_and_is_started_again_after_a_while(tmp_path):
         "rank 1 was started again (life 2)",
         "ended well without rank 1",
     ]
+
+
+def test_what_is_back_and_lost_by_the_same_exception_is_not_started_again(tmp_path):
+    """Nor is that shown again."""
+    text = """
+        if rank == 1:
+            if life:
+                beside("up").touch()
+                wait_for("joined")
+            raise ValueError("bad")
+        wait_for_end()
+        handover.tell(Reformed(1, (0,), "in step 3", 0.4))
+        wait_for("up")
+        handover.tell(Reformed(2, (0, 1), "", 0.2, lives=(0, 1)))
+        beside("joined").touch()
+        while not handover.word_of(1, life=1).is_gone:
+            time.sleep(0.01)
+        handover.tell(Reformed(3, (0,), "in step 5", 0.3, lives=(0, 1)))
+        wait_for("tried")
+        """
+    with job(tmp_path, text) as process:
+        process.wait_error("rank 1 is not started again, ended twice by: ValueError: bad")
+        (tmp_path / "tried").touch()
+        assert process.wait() == 0
+    assert "rank 1 was lost in step 5 (exit code 1): rank 0 went on" in process.stderr
+    assert process.stderr.count("[1] ValueError: bad") == 1
 
 
 def test_a_ring_with_a_process_that_was_lost_is_none(tmp_path):
