@@ -1,11 +1,12 @@
 """The states of a session, and the transitions between them.
 
-    working ----> broken
-       |            |
-       +------------+----> leaving ----> closed
+    coming, or working ----> broken
+               |               |
+               +---------------+----> leaving ----> closed
 
 | to | made by | when |
 | --- | --- | --- |
+| coming | a newcomer, when it is made | until another session has joined the ring in its place |
 | broken | a call's thread, the watcher's, the engine's, or a layer above | the first error |
 | leaving | the thread that closes, or a signal handler in a call | at once; calls are refused |
 | closed | the thread that closes | no call runs any more; then goodbyes are sent, all is freed |
@@ -20,24 +21,25 @@ from ringreduce.vocabulary.errors import RingReduceError
 
 
 class SessionState(enum.IntEnum):
-    """In the order in which they can follow each other."""
+    """In the order in which they can follow each other; a session begins in the first or second."""
 
-    WORKING = 0
-    BROKEN = 1
-    LEAVING = 2
-    CLOSED = 3
+    COMING = 0
+    WORKING = 1
+    BROKEN = 2
+    LEAVING = 3
+    CLOSED = 4
 
 
 class LifeCycle:
     """The state of one session; from any thread, and from signal handlers.
 
     The `lock` is held for moments only, never while anything waits; a signal handler may take it
-    again. Calls may begin in the first state. `failure` is the first error.
+    again. Calls may begin where it is working. `failure` is the first error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: SessionState) -> None:
         self.lock = threading.RLock()
-        self.state = SessionState.WORKING
+        self.state = state
         self.failure: RingReduceError | None = None
 
     def advance(self, state: SessionState) -> bool:

@@ -5,7 +5,12 @@ import sys
 import threading
 
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ClosedError, PeerLostError, RingReduceError
+from ringreduce.vocabulary.errors import (
+    ClosedError,
+    MismatchError,
+    PeerLostError,
+    RingReduceError,
+)
 
 
 def closed(config: Config) -> ClosedError:
@@ -20,6 +25,16 @@ def forked(config: Config) -> ClosedError:
         **config.who,
         remedy="Make it in the parent, in a file that spawned children import below `if __name__ "
         "== '__main__':`. `ringreduce run -n 1` starts a child that is a job of its own.",
+    )
+
+
+def not_joined(config: Config) -> MismatchError:
+    """The error of a call of a newcomer that the other ranks do not make with it."""
+    return MismatchError(
+        "made a call before it has joined the job that it comes to, which nobody else makes",
+        **config.who,
+        remedy="Between its start and its first step a rank that comes back gets only what the "
+        "others' calls have given before they began to train.",
     )
 
 

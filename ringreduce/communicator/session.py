@@ -25,7 +25,14 @@ from ringreduce.commands.launch.worker_records import Joins
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lifecycle import LifeCycle, SessionState
-from ringreduce.communicator.refusals import again, closed, described, ending_error, forked
+from ringreduce.communicator.refusals import (
+    again,
+    closed,
+    described,
+    ending_error,
+    forked,
+    not_joined,
+)
 from ringreduce.communicator.send_recv import Messages
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.communicator.uneven import Uneven
@@ -80,7 +87,8 @@ class Session:
 
     Users see `group_rank` as this rank, and `size` as the number of ranks; `local_rank` is its
     number among the `local_size` ranks of its host. `lasting` is what it has of the session before
-    it; `job`, what is known of all ranks, is None for a rank alone. Raises as `Communicator`.
+    it; `job`, what is known of all ranks, is None for a rank alone. `state` is the one that it
+    begins in. Raises as `Communicator`.
     """
 
     def __init__(
@@ -90,11 +98,12 @@ class Session:
         job: Job | None,
         form: Callable[[Waiting], Formed] | None,
         lasting: Lasting,
+        state: SessionState = SessionState.WORKING,
     ) -> None:
         self.config, self.membership = config, membership
         self.group_rank, self.size = membership.group_rank(config.rank), membership.size
         self.is_inherited = False  # whether this is a child's copy; asking the system takes 0.2 us
-        self._life = LifeCycle()
+        self._life = LifeCycle(state)
         self.lasting = lasting
         self.events = lasting.events
         self._waiting = Waiting(Timeouts(config.timeout_s, config.busy_timeout_s), self.events)
@@ -350,6 +359,8 @@ class Session:
         if self._refusal is not None and self._refusal[0] == threading.get_ident():
             raise self._refusal[1]
         if self._life.state is not SessionState.WORKING:
+            if self._life.state is SessionState.COMING:
+                raise not_joined(self.config)
             if self.failure is None or self.is_closed:
                 raise closed(self.config)
             raise again(self.failure)
@@ -451,7 +462,7 @@ class Session:
                 self._watcher.join()
             self._close_flight()
             _formed.discard(self)
-            if self.size > 1:
+            if self.size > 1 and self.job is not None:
                 text = "[%d/%d] ring closed after %s"
                 _log.info(text, self.config.rank, self.config.size, self.statistics())
 
