@@ -20,7 +20,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,6 +48,9 @@ from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 from ringreduce.vocabulary.worker_environment import parents_ring
 
+if TYPE_CHECKING:
+    from ringreduce.communicator.journal import BeforeTraining, Journal
+
 _log = logging.getLogger(__name__)
 
 
@@ -68,6 +71,9 @@ class Communicator:
     """
 
     _parent: Communicator | None = None
+    # In an elastic job: what gets its calls until it trains, and what keeps them for newcomers.
+    _before_training: BeforeTraining | None = None
+    _journal: Journal | None = None
 
     def __init__(self, config: Config) -> None:
         inherited = parents_ring(config)

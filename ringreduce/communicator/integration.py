@@ -42,7 +42,17 @@ def fail(ring: Communicator, error: RingReduceError) -> RingReduceError:
 
 def check(ring: Communicator) -> None:
     """Raise the error of a call that may not begin: it is broken, closed, or refuses calls."""
-    ring._session.check()
+    if ring._before_training is None or not ring._before_training.replays:
+        ring._session.check()
+
+
+def note_unkept(ring: Communicator, what: str) -> None:
+    """Note a collective that `call` does not see as the program's, such as one in a graph.
+
+    MismatchError at a newcomer before training: the others have made none.
+    """
+    if ring._before_training is not None:
+        ring._before_training.note_other(what)
 
 
 def refusing(ring: Communicator, error: Exception) -> AbstractContextManager[None]:

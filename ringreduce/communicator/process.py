@@ -4,7 +4,8 @@ import threading
 from inspect import signature
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.vocabulary.config import Config, describe
+from ringreduce.communicator.journal import keep_calls
+from ringreduce.vocabulary.config import Config, describe, elastic_minimum
 from ringreduce.vocabulary.errors import ClosedError, ConfigError
 from ringreduce.vocabulary.worker_environment import tell_children
 
@@ -44,7 +45,7 @@ def init(
 
     Raises:
         ConfigError: settings are impossible or incomplete, differ from the open default's, or two
-            launchers contradict each other.
+            launchers contradict each other; or ``RINGREDUCE_ELASTIC`` is no number from 1 on.
         RendezvousError, MismatchError, PeerError, NativeError: as `Communicator`.
     """
     global _default
@@ -57,7 +58,10 @@ def init(
                     remedy="Call shutdown() first, or make a second ring with Communicator().",
                 )
             return _default
+        is_elastic = elastic_minimum() is not None
         _default = Communicator(config)
+        if is_elastic and _default.size > 1 and not _default._session.is_inherited:
+            keep_calls(_default)
         tell_children(config, _default.members, _default.local_rank, _default.local_size)
         return _default
 

@@ -6,9 +6,11 @@ forgotten `if` would do the work once per rank without an error.
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.journal import passed
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.payload import encode
 from ringreduce.vocabulary.errors import ArrayError, ConfigError, WorkerError
@@ -76,33 +78,44 @@ def on_rank_zero(
         )
     if ring.size == 1:
         return function(*args, **kwargs)
-    ring._session.check()  # Before the function: a child of rank 0 must not call it too.
     name = getattr(function, "__qualname__", None) or repr(function)
+    run = partial(_outcome, ring, name, partial(function, *args, **kwargs))
+    known = {"name": getattr(function, "__qualname__", "") or type(function).__name__}
+    result, error = passed(ring, "on_rank_zero", known, run)
+    if isinstance(error, Exception):
+        raise error
+    if error:
+        raise WorkerError(
+            f"waited for {name} on rank {ring.members[0]}, which raised {error}",
+            **ring.config.who,
+            peer=ring.members[0],
+            remedy=f"Read rank {ring.members[0]}'s log first.",
+        )
+    return result
+
+
+def _outcome(
+    ring: Communicator, name: str, function: Callable[[], _Result]
+) -> tuple[_Result, Exception | str]:
+    """The result of `function` on all ranks, and its exception, in words but on rank 0."""
+    ring._session.check()  # Before the function: a child of rank 0 must not call it too.
     if ring.rank != 0:
         asked, told = ring.broadcast_object(None)
         while asked:
             assistants[asked](told)
             asked, told = ring.broadcast_object(None)
-        result, error = told
-        if error:
-            raise WorkerError(
-                f"waited for {name} on rank {ring.members[0]}, which raised {error}",
-                **ring.config.who,
-                peer=ring.members[0],
-                remedy=f"Read rank {ring.members[0]}'s log first.",
-            )
-        return result  # type: ignore[no-any-return]
+        return told  # type: ignore[no-any-return]
     before, _asking.ring = waiting_ranks(), ring
     try:
-        result = function(*args, **kwargs)
+        result = function()
         _check_sendable(result, name)
     except Exception as error:
         ring.broadcast_object(["", (None, f"{type(error).__name__}: {error}")])
-        raise
+        return None, error  # type: ignore[return-value]
     finally:
         _asking.ring = before
     ring.broadcast_object(["", (result, "")])
-    return result
+    return result, ""
 
 
 def _check_sendable(result: Any, name: str) -> None:

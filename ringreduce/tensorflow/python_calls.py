@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.integration import drain_engine, note_blocked
+from ringreduce.communicator.integration import drain_engine, note_blocked, note_unkept
 from ringreduce.effects.handoff import Area, BucketItem, Layout, RoundFailed
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow import failures, order, private, xla
@@ -50,6 +50,7 @@ def call(
     if private.is_for_shapes(tf.compat.v1.get_default_graph()):
         # The input of a model is no tensor yet.
         return [tf.compat.v1.placeholder(dtype, shape) for shape, dtype in results]
+    note_unkept(ring, f"a collective in a tf.function, to {what},")
     refuse_unreachable(ring, what, of_gradient=of_gradient)
     if xla.is_compiling():
         return _compiled(ring, what, run, arguments, results)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.outermost import outermost
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.buckets import ALIGNMENT, GradientSpec, first_difference
 from ringreduce.pure.payload import aligned, bounds_of, checked_root, cut
@@ -19,13 +20,15 @@ from ringreduce.tensorflow.agreement import Difference, agree, refuse
 from ringreduce.vocabulary.words import named
 
 
+@outermost
 def broadcast_variables(
     variables: Sequence[Any], ring: Communicator, root: int = 0, *, state: Sequence[Any] = ()
 ) -> list[Any]:
     """Give all ranks `root`'s values of `variables`, and of an optimizer's `state`.
 
     Returns those that differed on this rank. A variable, `tf.Variable` or `keras.Variable`, is
-    assigned only where its value differs. Raises as `require_alike`. Collective: two exchanges.
+    assigned only where its value differs. Raises as `require_alike`. Collective: two exchanges; a
+    newcomer that has not begun to train gets the first rank's values of now.
     """
     checked_root(root, ring.size, ring.config.who)
     if ring.size == 1:
@@ -157,6 +160,7 @@ def path_of(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
+@outermost
 def verify_replicas(variables: Sequence[Any], communicator: Communicator | None = None) -> None:
     """Return if every rank holds the same values of `variables`, to the last bit.
 

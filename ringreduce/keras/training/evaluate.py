@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.outermost import outermost
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import metric_states
 from ringreduce.keras.checks.models import (
@@ -45,6 +46,7 @@ _WHAT = "data to evaluate or predict"
 _IF_RANDOM = ", for x that is random on purpose"
 
 
+@outermost
 def evaluate(
     model: Any,
     x: Any,
@@ -149,6 +151,7 @@ def evaluate(
     return values[0] if len(values) == 1 else values
 
 
+@outermost
 def predict(
     model: Any,
     x: Any,
