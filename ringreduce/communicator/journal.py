@@ -71,8 +71,8 @@ class KeptCall(msgspec.Struct, frozen=True, array_like=True):
 class Journal:
     """What the calls of `ring` before training have given, up to `limit_bytes`.
 
-    Calls may come from any thread; those of one's own thread, but within another call, are none of
-    the program's order, and end growing.
+    The thread that makes it is the one whose calls have an order. A call of another thread ends
+    growing, unless it is made while that thread is in a call, as the threads of an evaluation do.
 
     Attributes:
         ends_growing: why no rank can come back, in words; None while one can.
@@ -127,8 +127,7 @@ class Journal:
         try:
             result = run()
         except BaseException as error:
-            if self._ring.failure is None and not self._ring.closed:
-                self.end_growing(f"{kind} failed with {type(error).__name__}")
+            self.end_growing(f"{kind} failed with {type(error).__name__}")
             raise
         finally:
             self._is_in_call = False
@@ -152,9 +151,8 @@ class Journal:
             self.end_growing(f"its calls before training have given more than {limit} together")
 
     def note_other(self, what: str) -> None:
-        # Within a call of this thread it is a part of that, as in the threads of an evaluation.
-        if not self._is_in_call:
-            self.end_growing(f"{what} before training, which has nothing that all ranks get")
+        if not self._is_in_call:  # Else it is a part of that.
+            self.end_growing(f"{what} before training, and what that gives cannot be kept")
 
     def end_growing(self, reason: str) -> None:
         """From now on no rank can come back, because of `reason`; frees what was kept."""
@@ -222,7 +220,7 @@ class Replay:
         if threading.get_ident() != self._thread:
             raise self._differs(ours, " in another thread than init()")
         theirs = self._next
-        if theirs is None or str(ours) != str(theirs):
+        if theirs is None or (ours.kind, ours.said) != (theirs.kind, theirs.said):
             raise self._differs(ours)
         number, self._made = self._made, self._made + 1
         if kind == "broadcast_variables":
@@ -242,6 +240,7 @@ class Replay:
         if self._next is not None:
             raise self._fail(f"began to train after {self._made} calls, where the job ")
         _detach(self._ring, self)
+        self._calls = ()
 
     @property
     def _next(self) -> KeptCall | None:

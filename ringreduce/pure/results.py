@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ringreduce.pure import payload
 from ringreduce.pure.decoding import UNREADABLE
-from ringreduce.pure.payload import encode
 from ringreduce.vocabulary.errors import ArrayError, ProtocolError
 from ringreduce.vocabulary.types import DTYPE_NAMES, dtype_named
 
@@ -22,8 +22,11 @@ _KINDS = "biufcSUMm"  # numpy's kinds of dtypes whose elements are their bytes, 
 
 
 def pack(value: Any) -> bytes:
-    """Encode `value`; ArrayError, which names it, for what has a type that is none of these."""
-    return encode(_prepared(value)).tobytes()
+    """Encode `value`; ArrayError, which names it, for another type, or if it is too large.
+
+    The limit is that of objects that travel.
+    """
+    return payload.encode(_prepared(value)).tobytes()
 
 
 def unpack(packed: bytes) -> Any:
@@ -47,6 +50,8 @@ def _prepared(value: Any) -> Any:
         return {key: _prepared(each) for key, each in value.items()}
     if kind is np.ndarray or isinstance(value, np.generic):
         dtype = value.dtype
+        if value.nbytes > payload.OBJECT_BYTES_MAX:
+            raise ArrayError(f"cannot keep an array of {value.nbytes} bytes")
         name = dtype.name if dtype.name in DTYPE_NAMES and dtype.isnative else dtype.str
         if dtype.name in DTYPE_NAMES or (dtype.kind in _KINDS and dtype.itemsize):
             described = msgspec.msgpack.encode([name, value.shape, value.tobytes()])

@@ -13,6 +13,7 @@ from ringreduce.communicator.integration import check, note_unkept
 from ringreduce.communicator.journal import Replay, begin_training, journal_of, keep_calls
 from ringreduce.communicator.kept_calls import OF_A_RING, RULES
 from ringreduce.communicator.outermost import outermost
+from ringreduce.pure import payload
 from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.testing import ring_of_threads
 from tests.pure.test_results import NAN, same
@@ -373,13 +374,12 @@ def test_a_result_that_cannot_be_encoded_ends_growing_by_name(comm):
 
 
 @on_each_rank(2)
-def test_the_error_of_a_ring_that_has_failed_is_none_of_growing(comm):
+def test_a_result_that_is_too_large_is_not_even_copied(comm, monkeypatch):
+    monkeypatch.setattr(payload, "OBJECT_BYTES_MAX", 1000)
     journal = keep_calls(comm)
-    comm.barrier()
-    comm.close()
-    with pytest.raises(rr.ClosedError):
-        comm.barrier()
-    assert journal.ends_growing is None
+    comm.all_reduce(np.ones(2000))
+    kept = "all_reduce has given what cannot be kept: cannot keep an array of 16000 bytes"
+    assert journal.ends_growing == kept
 
 
 @on_each_rank(2)
