@@ -7,7 +7,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.journal import keep_calls
 from ringreduce.vocabulary.config import Config, describe, elastic_minimum
 from ringreduce.vocabulary.errors import ClosedError, ConfigError
-from ringreduce.vocabulary.worker_environment import tell_children
+from ringreduce.vocabulary.worker_environment import door_name, tell_children
 
 _lock = threading.Lock()
 _default: Communicator | None = None
@@ -58,9 +58,9 @@ def init(
                     remedy="Call shutdown() first, or make a second ring with Communicator().",
                 )
             return _default
-        is_elastic = elastic_minimum() is not None
+        may_grow = elastic_minimum() is not None and bool(door_name())
         _default = Communicator(config)
-        if is_elastic and _default.size > 1 and not _default._session.is_inherited:
+        if may_grow and _default.size > 1 and not _default._session.is_inherited:
             keep_calls(_default)
         tell_children(config, _default.members, _default.local_rank, _default.local_size)
         return _default

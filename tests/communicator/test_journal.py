@@ -502,10 +502,11 @@ def test_other_bytes_are_no_journal(encoded):
         Replay.of(encoded, lambda *_: [])
 
 
-@pytest.mark.parametrize("elastic", ["", "1"])
-def test_jobs_that_are_not_elastic_keep_nothing(monkeypatch, elastic):
+@pytest.mark.parametrize(("elastic", "door"), [("", "a"), ("1", ""), ("1", "a")])
+def test_jobs_to_which_no_rank_can_come_back_keep_nothing(monkeypatch, elastic, door):
     """Nor has the communicator any method in place of one of its class; nor in a rank's child."""
     monkeypatch.setenv("RINGREDUCE_ELASTIC", elastic)
+    monkeypatch.setenv("RINGREDUCE_DOOR", door)
 
     def work(comm):
         if comm.rank == 0:
@@ -514,7 +515,7 @@ def test_jobs_that_are_not_elastic_keep_nothing(monkeypatch, elastic):
             assert rr.init(**CONFIG) is comm
             rr.shutdown()
         journal = journal_of(comm)
-        assert (journal is not None) == bool(elastic and comm.rank == 0)
+        assert (journal is not None) == bool(elastic and door and comm.rank == 0)
         assert ("barrier" in vars(comm)) == (journal is not None)
         return True
 
