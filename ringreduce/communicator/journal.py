@@ -19,22 +19,21 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.kept_calls import OF_A_RING, RULES, Arguments
 from ringreduce.communicator.refusals import again
 from ringreduce.pure.decoding import UNREADABLE
 from ringreduce.vocabulary.errors import ArrayError, ConfigError, MismatchError, ProtocolError
 
-if TYPE_CHECKING:
-    from ringreduce.communicator.communicator import Communicator
-
 _log = logging.getLogger(__name__)
 
 LIMIT_BYTES = 64 << 20  # of all that a journal keeps
 _CALL_BYTES = 64  # of each call, besides what it has given
+_PARAMETERS = {name: inspect.signature(getattr(Communicator, name)) for name in OF_A_RING}
 
 _Result = TypeVar("_Result")
 # Gives a newcomer's variables, of the broadcast with that number among all calls, the first rank's
@@ -291,8 +290,7 @@ def passed(
 def _attach(ring: Communicator, before: BeforeTraining) -> None:
     ring._before_training = before
     for name in OF_A_RING:
-        method = getattr(type(ring), name).__get__(ring)
-        vars(ring)[name] = functools.partial(_call, ring, before, name, method)
+        vars(ring)[name] = functools.partial(_call, ring, before, name)
 
 
 def _detach(ring: Communicator, before: BeforeTraining) -> None:
@@ -302,16 +300,11 @@ def _detach(ring: Communicator, before: BeforeTraining) -> None:
             vars(ring).pop(name, None)
 
 
-def _call(
-    ring: Communicator,
-    before: BeforeTraining,
-    name: str,
-    method: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _call(ring: Communicator, before: BeforeTraining, name: str, *args: Any, **kwargs: Any) -> Any:
+    # As the class has it now: a profiler may have put another one there.
+    run = functools.partial(getattr(type(ring), name), ring, *args, **kwargs)
     if ring._before_training is not before:  # The program has kept the method until training.
-        return method(*args, **kwargs)
-    bound = inspect.signature(method).bind(*args, **kwargs)
+        return run()
+    bound = _PARAMETERS[name].bind(ring, *args, **kwargs)
     bound.apply_defaults()
-    return before.call(name, bound.arguments, functools.partial(method, *args, **kwargs))
+    return before.call(name, bound.arguments, run)

@@ -414,6 +414,32 @@ def test_a_journal_is_sent_once_it_is_whole(comm):
     assert not journal.is_whole
 
 
+def test_methods_that_something_else_replaces_meanwhile_are_called(monkeypatch):
+    """As a profiler does; with any names of arguments."""
+    calls, broadcast = [], rr.Communicator.broadcast_object
+
+    def replaced(*args):
+        calls.append(args[1:])
+        return broadcast(*args)
+
+    def work(comm):
+        journal = keep_calls(comm)
+        comm.barrier()
+        monkeypatch.setattr(rr.Communicator, "broadcast_object", replaced)
+        comm.barrier()
+        assert comm.broadcast_object(7, 0) == 7
+        begin_training(comm)
+        return journal.encoded()
+
+    first, second = ring_of_threads(2, work)
+    assert calls == [(7, 0)] * 2
+    assert first == second
+    with newcomer(first, size=2) as comm:
+        comm.barrier()
+        comm.barrier()
+        assert comm.broadcast_object(root=0) == 7
+
+
 def test_variables_get_their_values_of_now():
     """The first rank knows which, by the number of the call; their values of then are not sent."""
     kept = {}
