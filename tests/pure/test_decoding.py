@@ -4,6 +4,7 @@ import contextlib
 import re
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from ringreduce.commands.doctor import view
 from ringreduce.commands.doctor.findings import Link
 from ringreduce.commands.launch import exchange
 from ringreduce.commands.launch.frames import Records
-from ringreduce.pure import flight, payload, trace, watcher_messages
+from ringreduce.communicator.journal import KeptCall, Replay
+from ringreduce.pure import flight, payload, results, trace, watcher_messages
 from ringreduce.pure.membership import whole
 from ringreduce.pure.views import Message, Verb
 from ringreduce.pure.watching import Watch
@@ -69,8 +71,18 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], tuple[type[Exception], ...]
     "bootstrap/hello.py": (hello.read, (), hello_of_rank_1()),
     "commands/doctor/view.py": (doctored, (), text(Link((0, 1), "shm", (1e-5, 1e-3)))),
     "commands/launch/frames.py": (fed, (ConfigError,), pack(exchange.Hello("1.0"))),
+    "communicator/journal.py": (
+        partial(Replay.of, gives_variables=lambda *_: []),
+        (ProtocolError,),
+        pack([KeptCall("all_reduce", "float32 (3,)", b"abc")]),
+    ),
     "pure/flight.py": (flight.decode_dump, (ValueError,), text(DUMP)),
     "pure/payload.py": (decoded, (ProtocolError,), pack({"metrics": [1, 2.5, "text", None]})),
+    "pure/results.py": (
+        results.unpack,
+        (ProtocolError,),
+        results.pack({"metrics": [1, ("text", np.arange(3.0, dtype=np.float32))]}),
+    ),
     "pure/trace.py": (trace.decode_trace, (ValueError,), text(HEAD) + b"\n"),
     "pure/watcher_messages.py": (watched, (), pack(watcher_messages.Left(1, 3, "why"))),
     "transport/visits.py": (visited, (), pack((7, Message(Verb.PREPARE, 1, 0, 0)))),
