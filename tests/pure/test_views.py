@@ -640,16 +640,9 @@ def test_each_rule_about_newcomers_is_needed(rule, monkeypatch):
         Growing(size, ballots, kills, rows).run()
 
 
-@pytest.mark.parametrize(
-    ("size", "ballots", "kills"),
-    [
-        (2, ("01", "012"), 2),
-        pytest.param(2, ("01", "01", "012"), 2, marks=pytest.mark.full),
-        pytest.param(3, ("0", "0123"), 2, marks=pytest.mark.full),
-    ],
-)
-def test_every_view_has_one_successor_where_newcomers_come(size, ballots, kills):
-    Growing(size, ballots, kills).run()
+def test_every_view_has_one_successor_where_newcomers_come():
+    """Every order of events; of three ranks and a newcomer there are too many for a test."""
+    Growing(2, ("01", "012"), 2).run()
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
