@@ -1,5 +1,7 @@
 """The results of an elastic job's collective calls before training, for a rank that comes back.
 
+Only in a job whose launcher has a door for such ranks (``RINGREDUCE_DOOR``).
+
 A rank that comes back runs the program from its first line, alone. Until it begins to train, its
 calls give what those of the others gave at the same place (`Replay`), which these have kept for it
 (`Journal`): in order, the outermost ones in the thread that called `init`.
