@@ -21,7 +21,7 @@ from ringreduce.commands.launch.worker_records import Goes, Joined, Raised, Refo
 from ringreduce.vocabulary.config import TIMES, comeback_wanted
 from tests.commands.test_elastic_jobs import said
 from tests.commands.test_nodes import free_port
-from tests.launching import RANK, command_line, numbers, script
+from tests.launching import RANK, numbers, script
 from tests.processes import is_running, launcher, wait_gone
 
 ON = "a lost rank is started again (--no-comeback: it is not)"
@@ -425,7 +425,3 @@ def test_where_it_cannot_be_started_again_that_is_said(tmp_path):
     with job(tmp_path, LOST, options=where, HOME=str(tmp_path)) as process:
         process.wait()
     assert said(process.stderr)[0] == comebacks.ELSEWHERE
-
-
-def test_the_option_is_in_the_help():
-    assert "--no-comeback" in command_line("run", "--help").stdout
