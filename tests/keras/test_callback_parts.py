@@ -472,3 +472,32 @@ def test_horovods_names_and_arguments_are_taken():
     given = {"initial_lr": 0.1, "momentum_correction": True, "steps_per_epoch": None}
     assert warmup(**given, warmup_epochs=5, verbose=1)
     assert schedule(**given, multiplier=1.0, start_epoch=5, end_epoch=30, staircase=True)
+
+
+class _Counted(keras.metrics.MeanSquaredError):
+    """A user's, whose result follows from more than its variables."""
+
+    calls = 0
+
+    def result(self):
+        type(self).calls += 1
+        return super().result() + self.calls
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_results_are_computed_anew_where_states_or_a_metric_of_ones_own_changed_them(is_own):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[_Counted()] if is_own else ["mae"])
+    model.train_on_batch(np.ones((4, 1)), np.zeros((4, 1)))
+    first = states_of(model, 1)
+    again = states_of(model, 3, known=first)
+    assert again.batches == 3
+    assert (again.results is first.results) == (not is_own)
+    assert (again.results == first.results) == (not is_own)
+    given = states_of(model, 1, results={"loss": tf.constant(3.0)})
+    assert given.results == {"loss": 3.0}
+    model.train_on_batch(np.ones((4, 1)), np.ones((4, 1)))
+    later = states_of(model, 2, known=first)
+    assert later.results["loss"] == pytest.approx(float(model.get_metrics_result()["loss"]))
+    assert later.results != first.results

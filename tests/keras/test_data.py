@@ -1,5 +1,6 @@
 """`rr.shard`: each rank's part of data in every form, and data that differs between ranks."""
 
+import itertools
 import warnings
 from types import SimpleNamespace
 
@@ -180,6 +181,31 @@ def test_a_dataset_that_differs_from_the_second_pass_on_ends_the_job():
         passes_until_refused(comm, read)
 
     with pytest.raises(MismatchError, match="differs in element 1 of pass 2"):
+        ring_of_threads(SIZE, work)
+
+
+@pytest.mark.parametrize(
+    ("is_known", "where"), [(True, "elements 1 to 5 of pass 2"), (False, "element 1 of pass 2")]
+)
+def test_elements_that_differ_from_the_second_pass_on_end_the_job(is_known, where):
+    """Where it is known which element is the last, one comparison has all of them."""
+
+    def work(comm):
+        passes = itertools.count()
+
+        def read():
+            apart = 5 * comm.rank * (next(passes) > 0)
+            yield from ([apart + number] for number in range(5))
+
+        # Elements of unknown shape are not read in groups.
+        spec = tf.TensorSpec((None,), tf.int64)
+        data = tf.data.Dataset.from_generator(read, output_signature=spec)
+        if is_known:
+            data = data.apply(tf.data.experimental.assert_cardinality(5))
+        part = rr.shard(data, comm, even=False)
+        passes_until_refused(comm, lambda: list(part))
+
+    with pytest.raises(MismatchError, match=where):
         ring_of_threads(SIZE, work)
 
 

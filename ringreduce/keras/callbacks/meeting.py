@@ -171,12 +171,12 @@ class EpochMeetings:
         states = [] if group is not None else seeds.states_of(model)
 
         kinds, digests = fields.digests()
+        here = np.array([float(rate) for rate in rates], np.float64).tobytes()
 
         def tell() -> list[Any]:
             callbacks = states_now(acting_once, every) if is_repeating(every) else []
-            values = np.array([float(rate) for rate in rates], np.float64).tobytes()
             alike = [zlib.crc32(" ".join(kinds).encode()), *digests]
-            own = [bool(model.stop_training), values, seeds.seeds_of(states), callbacks, alike]
+            own = [bool(model.stop_training), here, seeds.seeds_of(states), callbacks, alike]
             return [list(every.members), every.all_gather_object(own)]
 
         members, told = repeated(every, tell)
@@ -185,8 +185,9 @@ class EpochMeetings:
         _, of_first, _, callbacks, _ = told[0]
         refuse(every, _unlike_counts(members, told), "comparison of learning rates")
         refuse(every, _unlike_fields(members, told, kinds), "comparison of callbacks")
-        for rate, value in zip(rates, np.frombuffer(of_first, np.float64), strict=True):
-            rate.assign(value)
+        if of_first != here:
+            for rate, value in zip(rates, np.frombuffer(of_first, np.float64), strict=True):
+                rate.assign(value)
         take_states(acting_once, callbacks)
         if group is not None:
             repeated(ring, lambda: seeds.fold_seeds(model, ring))

@@ -95,7 +95,8 @@ class MetricAverage(keras.callbacks.Callback):
     def _of_training(self) -> MetricStates:
         progress = progress_of(self.model)
         has_earlier = progress is not None and progress.has_earlier_steps
-        return states_of(self.model, self._batches or int(has_earlier))
+        known = None if progress is None else progress.ended
+        return states_of(self.model, self._batches or int(has_earlier), known)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         ring = self._communicator or default_communicator()

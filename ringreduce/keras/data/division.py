@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.data.batch_shares import Shares
-from ringreduce.keras.data.fingerprint import FingerprintedPasses, Reads, passing
+from ringreduce.keras.data.fingerprint import FingerprintedPasses, Noting, Reads, passing
 from ringreduce.keras.rows import from_windows
 from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.config import recording_wanted
@@ -50,8 +50,8 @@ class Feed:
     # The exception of the user's generator or PyDataset; TensorFlow shows only its text.
     failure: Exception | None = None
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so
-    # The first rows of all data, or the first batch; of a tf.data.Dataset once it was read.
-    first: Any = None
+    _first: Any = None
+    _noted: Callable[[], Any] | None = None
     # What the steps of an epoch follow from, by name as text; nothing where that is not known.
     facts: Callable[[], Mapping[str, str]] = dict
 
@@ -67,9 +67,20 @@ class Feed:
     def end(self) -> None:
         """The epoch has ended."""
 
-    def note_first(self, rows: Any) -> None:
-        """Keep the first rows of a pass as `first`."""
-        self.first = rows
+    @property
+    def first(self) -> Any:
+        """The first rows of all data, or the first batch; of a tf.data.Dataset once it was read."""
+        if self._noted is not None:
+            self._first, self._noted = self._noted(), None
+        return self._first
+
+    @first.setter
+    def first(self, rows: Any) -> None:
+        self._first, self._noted = rows, None
+
+    def note_first(self, rows: Callable[[], Any]) -> None:
+        """Keep what makes the first rows of a pass, for `first`: most passes need none."""
+        self._noted = rows
 
 
 @dataclass(frozen=True)
@@ -100,12 +111,10 @@ class Plan:
         """The shares of each rank."""
         return self.shares or Shares(self.ring)
 
-    def divide(
-        self, batches: Any, counts: bool = False, first: Callable[[Any], None] | None = None
-    ) -> Any:
+    def divide(self, batches: Any, counts: bool = False, first: Noting | None = None) -> Any:
         """This rank's part of a tf.data.Dataset of global batches; with `counts` in pairs.
 
-        `first` gets the first rows of the whole's first batch when they have passed.
+        `first` gets what makes the first rows of the whole's first batch when they have passed.
         """
         ring, readers = self.ring, self.readers or self.ring
         if isinstance(self.check, Reads):

@@ -7,9 +7,10 @@ never. Reading ahead to find out would change what is read, so elements are look
                 `- sometimes a `Claim`: the neighbours compare
 
 The last fingerprint stands for all elements before it. It is compared after each of the first 64
-elements, in later passes after the 1st, 2nd, 4th and so on of them; then after every 64th, and
-after the last if known. Single samples are handled, and compared, in groups. What `rr.evaluate` and
-`rr.predict` have read is compared when they end: `Reads`.
+elements; in later passes, where it is not known which is the last, after the 1st, 2nd, 4th and so
+on of them; then after every 64th, and after the last if known. Single samples are handled, and
+compared, in groups. What `rr.evaluate` and `rr.predict` have read is compared when they end:
+`Reads`.
 """
 
 import itertools
@@ -46,6 +47,7 @@ compares_all_inputs = False  # whether x is compared whatever it holds: unchange
 # A group of elements that are handled together has at most this many bytes.
 _GROUP_BYTES = 1 << 20
 _STRING_BYTES = 64  # a guess
+Noting = Callable[[Callable[[], Any]], None]
 
 
 def fingerprinted(dataset: Any, what: str, remedy: str, ring: Communicator) -> Any:
@@ -70,31 +72,35 @@ def passing(
     dataset: tf.data.Dataset,
     then: Callable[[Any, Any], Any],
     passes: "FingerprintedPasses | None" = None,
-    first: Callable[[Any], None] | None = None,
+    first: Noting | None = None,
     are_groups: bool = False,
 ) -> Any:
     """`dataset` with what `then` makes of each batch, given its number in the pass and itself.
 
     `passes` compares batches among ranks, or groups of elements; `first`, a method, is called with
-    the first rows of each pass, as long as its object lives. All in one function: each that tf.data
-    calls costs as much as a step of a small model.
+    what makes the first rows of each pass, as long as its object lives. All in one function: each
+    that tf.data calls costs as much as a step of a small model.
     """
     zero, length, spec = np.int64(0), int(dataset.cardinality()), dataset.element_spec
     if passes is None and first is None:
         return dataset.enumerate().map(then)
     # TensorFlow keeps what it calls from a graph for ever, and a feed has all its data.
     noting = None if first is None else weakref.WeakMethod(first)
+    # Steps wait while the first batches of a pass are read. Where the last is known, its claim has
+    # all before it.
+    is_known = length >= 0
 
     def see(number: Any, before: Any, total: Any, fingerprint: Any, *rows: Any) -> Any:
         note = None if noting is None or before else noting()
         if note is not None:
-            tensors = [tf.convert_to_tensor(part) for part in rows]
-            note(packed(tensors, spec))
+            note(lambda: packed(map(tf.convert_to_tensor, rows), spec))
         if passes is None:
             return number
         number = np.int64(passes.next_number()) if before == 0 else number
-        since = int(before) if are_groups else _compared_before(int(total), number == 1)
-        passes.claim(int(number), since, int(total), int(fingerprint))
+        is_due = are_groups or number == 1 or total == length or total % _PERIOD == 0
+        if is_due or not is_known:
+            since = before if are_groups else _compared_before(total, number == 1, is_known)
+            passes.claim(int(number), int(since), int(total), int(fingerprint))
         return number
 
     def step(state: Any, batch: Any) -> Any:
@@ -104,7 +110,7 @@ def passing(
         if passes is not None:
             fingerprint = _joint(components(targets(batch)), fingerprint)
             is_power = tf.bitwise.bitwise_and(total, count) == 0
-            is_early = (total <= _PERIOD) & ((number <= 1) | is_power)
+            is_early = (total <= _PERIOD) & ((number <= 1) | (is_power & (not is_known)))
             is_due = are_groups | is_early | (total % _PERIOD == 0) | (total == length)
 
         def call() -> Any:
@@ -118,12 +124,13 @@ def passing(
     return dataset.scan((zero, zero, zero), step)
 
 
-def _compared_before(total: int, is_first: bool) -> int:
-    """How many elements of a pass were compared before the first `total` are."""
-    before = total - 1
+def _compared_before(total: Any, is_first: bool, is_known: bool) -> int:
+    """How many elements of a pass were compared before the first `total` are, as `passing` does."""
+    before = int(total) - 1
     if is_first and total <= _PERIOD:
         return before
-    return before // _PERIOD * _PERIOD or (1 << before.bit_length() >> 1)
+    power = 0 if is_known else 1 << before.bit_length() >> 1
+    return before // _PERIOD * _PERIOD or power
 
 
 def _group_length(dataset: tf.data.Dataset) -> int:

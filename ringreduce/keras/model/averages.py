@@ -97,15 +97,18 @@ class Averages:
         self._model, self._ring = model, ring
         self._before = Held([])
         self._compared: Sequence[Any] = ()  # variables that are alike on all ranks
+        # Those of the epoch before: to look through the model takes as long as small steps.
+        self._latest: Sequence[Any] | None = None
         # Places of those that have changed in epochs before, where that is all that is asked of an
         # epoch; else None.
         self._moving: list[int] | None = None
         self._has_warned = False
 
     def begin(self) -> None:
-        """Steps begin: what they change is that from now on."""
+        """Steps begin: what they change is that from now on; and what is new when they end."""
         if self._ring.size > 1:
-            self._before = Held(untrained(self._model))
+            latest = self._latest
+            self._before = Held(untrained(self._model) if latest is None else latest)
 
     def take_those_of_rank_0(self) -> None:
         """Give all ranks rank 0's of what has changed since on any rank. Collective.
@@ -117,6 +120,7 @@ class Averages:
         if self._ring.size == 1:
             return
         variables, before, self._before = untrained(self._model), self._before, Held([])
+        self._latest = variables
         if not variables:
             return
         changed = [before.is_changed(variable) for variable in variables]

@@ -53,6 +53,7 @@ class Elastic:
 
     # Batches of the present epoch that have been made, or read and skipped.
     made = 0
+    logs_are_results = False  # Those of a step that another rank has told of may be a rank's.
 
     def __init__(
         self,

@@ -130,7 +130,7 @@ class Loop:
             self._feed.begin(epoch)
             callbacks.on_epoch_begin(epoch)
             averages.begin()
-            logs = _results_or(model, self._pass(epoch))
+            logs = self._results_or(self._pass(epoch))
             averages.take_those_of_rank_0()
             if validation is not None and model._should_eval(epoch, validation_freq):
                 how = {"callbacks": callbacks, "verbose": 0, "return_dict": True}
@@ -238,6 +238,15 @@ class Loop:
         else:
             passes.finish()
         return self._logs
+
+    def _results_or(self, logs: Any) -> Any:
+        """The results of the metrics, unless a step of one's own logs under other names."""
+        # What a call has computed, where no callback can have changed metrics since.
+        is_known = self._makes.logs_are_results and not self._is_watched
+        results = logs if is_known else self._model.get_metrics_result()
+        if self._who.data.size > 1:
+            self._progress.ended = metric_states.states_of(self._model, 1, results=results)
+        return dict(results if isinstance(logs, dict) and logs.keys() == results.keys() else logs)
 
     def _tried(self, iterator: Any) -> Any:
         """Have the step tried; what the first step reads from."""
@@ -463,9 +472,3 @@ def _limited(epochs: int, steps: int | None) -> tuple[int, int | None]:
         warnings.warn(f"Limiting steps_per_epoch to {most_steps}", stacklevel=2)
         steps = most_steps
     return epochs, steps
-
-
-def _results_or(model: keras.Model, logs: Any) -> Any:
-    """The results of the metrics, unless a step of one's own logs under other names."""
-    results = model.get_metrics_result()
-    return dict(results if isinstance(logs, dict) and logs.keys() == results.keys() else logs)

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from ringreduce.keras import weighting
 from ringreduce.keras.model.weighted import weighed
+from ringreduce.keras.private import is_of_keras
 from ringreduce.keras.rows import rows_in
 from ringreduce.keras.step import WEIGHTED, own_step, step_without
 from ringreduce.keras.training.elements import Reader, read_next
@@ -30,6 +31,9 @@ from ringreduce.tensorflow.private import traced_for
 
 class MakesSteps(Protocol):
     """What makes the steps of a training, call by call, on the elements that `Loop` reads."""
+
+    # Whether the latest logs are surely what metrics would give now.
+    logs_are_results: bool
 
     def begin_epoch(self, epoch: int, length: int | None) -> None:
         """Epoch `epoch` begins, counted from 0, of `length` steps if that is known."""
@@ -66,6 +70,9 @@ class Steps:
         self._is_eager = model.run_eagerly
         self._step = model.train_step if ranks is None else step_without(model, WEIGHTED)
         self._one: Any = tf.autograph.experimental.do_not_convert(self._on)
+        of_metrics = model.compute_metrics, model.get_metrics_result
+        self._is_of_keras = own_step(model) is None and all(map(is_of_keras, of_metrics))
+        self.logs_are_results = False
         # Keyed by the elements' specs. None: eagerly, and where the logs' shapes are not known
         # before, steps are made one by one.
         self._several: dict[str, Callable[..., tuple[Any, Any, Any, Any, Any]] | None] = {}
@@ -112,6 +119,7 @@ class Steps:
         key = self._key_of(iterator)
         several = None if limit_s is None else self._several_for(iterator, key)
         made, logs, reading_s, left_s, began = 0, None, 0.0, limit_s, time.perf_counter()
+        self.logs_are_results = several is not None and self._is_of_keras
         while made < most and (made == 0 or left_s is None or left_s > 0.0):
             if several is None:
                 try:
@@ -128,6 +136,8 @@ class Steps:
                 if not has_short:
                     break
                 made, logs = made + 1, self._short(short.get_value())
+                # Of one without rows here it has other logs, and puts back what metrics hold.
+                self.logs_are_results = False
             if limit_s is not None:
                 left_s = limit_s - (time.perf_counter() - began)
         return made, logs, reading_s
