@@ -378,7 +378,7 @@ def elastic_minimum(variables: Mapping[str, str] | None = None) -> int | None:
 
 
 def comeback_wanted(variables: Mapping[str, str] | None = None) -> bool | None:
-    """Whether a lost rank is to be started again; None: where the launcher can.
+    """Whether a lost rank is to be started again; None: nobody has chosen.
 
     ``RINGREDUCE_COMEBACK``, in `variables` or this process's environment.
     """

@@ -3,21 +3,27 @@
 No rank here trains: they tell the launcher of rings that none has formed.
 """
 
+import io
 import os
 import re
 import signal
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ringreduce.commands.launch import comebacks
+from ringreduce.commands.launch import comebacks, newcomers, worker
 from ringreduce.commands.launch.comebacks import Place, ending_of
 from ringreduce.commands.launch.conclusion import back, not_back
+from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.newcomers import Newcomers
+from ringreduce.commands.launch.plan import JobPlan
+from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.worker import Worker
-from ringreduce.commands.launch.worker_records import Goes, Joined, Raised, Reformed
+from ringreduce.commands.launch.worker_records import Goes, Grows, Joined, Raised, Reformed
 from ringreduce.vocabulary.config import TIMES, comeback_wanted
 from tests.commands.test_elastic_jobs import said
 from tests.commands.test_nodes import free_port
@@ -25,12 +31,15 @@ from tests.launching import RANK, numbers, script
 from tests.processes import is_running, launcher, wait_gone
 
 ON = "a lost rank is started again (--no-comeback: it is not)"
+WHY = "the calls before training gave more than is kept"
+OFF = f"a lost rank is not started again: {WHY}"
 # Rank 1 of two is lost, and its next processes do what a test says; rank 0 goes on.
 COMES = f"""{RANK}
 import json
 life, size = int(os.environ.get("RINGREDUCE_LIFE", "0")), int(os.environ["RINGREDUCE_SIZE"])
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.worker_records import Joined, Joins, Goes, Reformed, Stands
+from ringreduce.commands.launch.worker_records import Goes, Grows, Joined, Joins
+from ringreduce.commands.launch.worker_records import Reformed, Stands
 
 def wait_for_end():
     pid = int(beside("pid").read_text())
@@ -47,19 +56,22 @@ if life == 0:
 print("pid", os.getpid(), flush=True)
 """
 # Rank 1 is killed, and rank 0 goes on without it.
-LOST = """
+LOST_BEFORE = """
 if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
 if rank == 0:
     wait_for_end()
     handover.tell(Reformed(1, (0,), "in step 3", 0.4))
 """
+# Rank 0 has said before that it can come back.
+GROWS = "\nif rank == 0:\n    handover.tell(Grows())\n"
+LOST = GROWS + LOST_BEFORE
 
 
 @contextmanager
 def job(directory: Path, *texts: str, options: tuple[str, ...] = (), **variables: str):
     """A job of two ranks, with `texts` after the common beginning; its processes end with it."""
-    given = {"RINGREDUCE_COMEBACK": "1", "RINGREDUCE_TIME_SCALE": "0.05", **variables}
+    given = {"RINGREDUCE_TIME_SCALE": "0.05", **variables}
     name = script(directory, COMES, *texts)
     arguments = ("run", "-n", "2", "--elastic", *options, name)
     with launcher(directory, *arguments, **given) as process:
@@ -164,6 +176,45 @@ def test_what_is_said_of_one_that_comes_back_and_of_one_that_does_not():
 
 def test_a_ring_is_known_by_its_processes():
     assert Reformed(4, (0, 2, 1), "", 0.0, (0, 3)).processes == {(0, 0), (1, 3), (2, 0)}
+
+
+def test_whether_one_can_come_back_is_said_once_and_holds_until_the_next_word(monkeypatch):
+    """Also for one that waits for its turn."""
+    clock = types.SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    for module in (newcomers, worker):
+        monkeypatch.setattr(module, "time", clock)
+    started, shown = [], io.StringIO()
+    host = types.SimpleNamespace(start_again=lambda rank, life: started.append((rank, life)))
+    screen = Screen(["0", "1"], shown, shown)
+    places = Newcomers(Display(screen, None, JobPlan([], 2)), screen, host)
+    lost = Worker(1, None)
+    lost.end(-9)
+    places.lose(lost)
+    places.follow()
+    assert not started
+    places.hear(Grows())
+    places.follow()
+    assert started == [(1, 1)]
+    places.last(1).end(-9)
+    clock.now_s += TIMES.cause_s
+    places.follow()
+    for reason in (WHY, WHY, "another"):
+        places.hear(Grows(reason))
+    clock.now_s += TIMES.comeback_wait_s
+    places.follow()
+    assert started == [(1, 1)]
+    for _ in range(2):
+        places.hear(Grows())
+    places.follow()
+    assert started == [(1, 1), (1, 2)]
+    assert said(shown.getvalue()) == [
+        ON,
+        "rank 1 was started again (life 1)",
+        "rank 1 failed while it was coming back (killed by signal 9 (SIGKILL))",
+        f"rank 1 is started again in {TIMES.comeback_wait_s:g} s",
+        OFF,
+        "rank 1 was started again (life 2)",
+    ]
 
 
 # --- Jobs -----------------------------------------------------------------------------------
@@ -319,7 +370,7 @@ def test_what_is_back_and_lost_by_the_same_exception_is_not_started_again(tmp_pa
         handover.tell(Reformed(3, (0,), "in step 5", 0.3, lives=(0, 1)))
         wait_for("tried")
         """
-    with job(tmp_path, text) as process:
+    with job(tmp_path, GROWS, text) as process:
         process.wait_error("rank 1 is not started again, ended twice by: ValueError: bad")
         (tmp_path / "tried").touch()
         assert process.wait() == 0
@@ -336,14 +387,15 @@ def test_a_ring_with_a_process_that_was_lost_is_none(tmp_path):
     assert said(process.stderr)[-1] == "ended well without rank 1"
 
 
-LEAVES = """
+LEAVES = f"""{GROWS}
 if rank == 1:
-    handover.tell(Goes({1: "SIGTERM"}, "after step 4", 0))
+    handover.tell(Goes({{1: "SIGTERM"}}, "after step 4", 0))
     exit()
 wait_for_end()
 handover.tell(Reformed(1, (0,), "in step 3", 0.4))
 """
 TRAINED = LOST + "handover.tell(Stands(1, 1, is_gone=False))"
+REFUSES = f"{GROWS}    handover.tell(Grows({WHY!r}))\n{LOST_BEFORE}"
 
 
 @pytest.mark.parametrize(
@@ -353,8 +405,10 @@ TRAINED = LOST + "handover.tell(Stands(1, 1, is_gone=False))"
         (LOST, ("--no-comeback",), "rank 1 was lost in step 3"),
         (TRAINED, (), "rank 1 was lost in step 3"),
         (LOST.replace("9)", "15)"), (), "rank 1 was lost in step 3"),
+        (REFUSES, (), "rank 1 was lost in step 3"),
+        (REFUSES, ("--no-comeback",), "rank 1 was lost in step 3"),
     ],
-    ids=["left", "option", "trained", "told to end"],
+    ids=["left", "option", "trained", "told to end", "reason", "option and reason"],
 )
 def test_what_is_not_started_again(tmp_path, text, options, shown):
     waits = "\nprint('waits', flush=True)\nwait_for('shown')\n"
@@ -362,7 +416,9 @@ def test_what_is_not_started_again(tmp_path, text, options, shown):
         process.wait_error(shown)
         (tmp_path / "shown").touch()
         assert process.wait() == 0
-    assert ("--no-comeback" in options) == (ON not in process.stderr)
+    is_heard = "--no-comeback" not in options
+    assert process.stderr.count(ON) == is_heard
+    assert process.stderr.count(OFF) == (is_heard and text == REFUSES)
     assert "was started again" not in process.stderr
     assert said(process.stderr)[-1] == "ended well without rank 1"
 
@@ -380,12 +436,39 @@ def test_it_waits_until_the_lost_process_has_ended(tmp_path):
             assert not pathlib.Path("/proc", beside("pid").read_text()).exists()
             beside("up").touch()
         """
-    with job(tmp_path, text) as process:
+    with job(tmp_path, GROWS, text) as process:
         process.wait_error("rank 1 was lost in step 3")
         assert "started again (life" not in process.stderr
         (tmp_path / "left out").touch()
         assert process.wait() == 0
     assert "rank 1 was started again (life 1)" in said(process.stderr)
+
+
+def test_it_is_started_once_the_others_say_that_it_can_come_back(tmp_path):
+    """What the lost one says counts for nothing."""
+    text = """
+        if rank == 1 and life == 0:
+            wait_for("left out")
+            handover.tell(Grows())
+            os.kill(os.getpid(), 9)
+        if rank == 1:
+            beside("up").touch()
+            exit()
+        handover.tell(Reformed(1, (0,), "in step 3", 0.4))
+        wait_for_end()
+        print("waits", flush=True)
+        wait_for("shown")
+        handover.tell(Grows())
+        wait_for("up")
+        """
+    with job(tmp_path, text) as process:
+        process.wait_error("rank 1 was lost in step 3")
+        (tmp_path / "left out").touch()
+        process.wait_shown("waits")
+        assert "started again" not in process.stderr
+        (tmp_path / "shown").touch()
+        assert process.wait() == 0
+    assert said(process.stderr)[1:3] == [ON, "rank 1 was started again (life 1)"]
 
 
 STAYS = """
@@ -413,15 +496,11 @@ def test_a_failure_of_the_job_ends_what_comes_back(tmp_path):
     assert "rank 0 failed first (exit code 7)" in process.stderr
 
 
-def test_by_default_a_lost_rank_is_not_started_again_until_programs_can_come_back(tmp_path):
-    assert not comebacks.are_available()
-    with job(tmp_path, LOST, RINGREDUCE_COMEBACK="") as process:
-        assert process.wait() == 0
-    assert ON not in process.stderr
-
-
-def test_where_it_cannot_be_started_again_that_is_said(tmp_path):
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_where_it_cannot_be_started_again_that_is_said_if_it_was_wanted(tmp_path, wanted):
     where = ("--nnodes", "1", "--node-rank", "0", "--rendezvous", f"127.0.0.1:{free_port()}")
-    with job(tmp_path, LOST, options=where, HOME=str(tmp_path)) as process:
+    given = {"HOME": str(tmp_path), "RINGREDUCE_COMEBACK": wanted}
+    with job(tmp_path, REFUSES, options=where, **given) as process:
         process.wait()
-    assert said(process.stderr)[0] == comebacks.ELSEWHERE
+    lines = [line for line in said(process.stderr) if "start" in line]
+    assert lines == [comebacks.ELSEWHERE] * bool(wanted)

@@ -1,11 +1,12 @@
 """Decides when a lost rank is started again, and when it is not. Pure: the caller has the clock.
 
 A rank that the others have gone on without is started again at its place, as another process with
-the next number: its life. The first time that is at once, since most losses are of a process or
-come from outside, such as a kernel that lacked memory. A place whose processes fail again and again
-waits longer each time, so that forming the ring anew does not take the others' time; but never for
-ever, since what is wrong may pass. Only where the same exception ends two processes of a place, at
-the same line, nothing will come of a third.
+the next number: its life. That is only while workers say that it can come back (`Grows`), and not
+once they have said why it cannot. The first time it is at once, since most losses are of a process
+or come from outside, such as a kernel that lacked memory. A place whose processes fail again and
+again waits longer each time, so that forming the ring anew does not take the others' time; but
+never for ever, since what is wrong may pass. Only where the same exception ends two processes of a
+place, at the same line, nothing will come of a third.
 
 A newcomer runs with the cores that the lost rank had, and at the same priority as the others: an
 unprivileged process that has been made `nice` can never be made less so, and neither can one with
@@ -17,16 +18,9 @@ from typing import NamedTuple
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.vocabulary.config import TIMES
 
-# Whether the programs of workers can come back, so that the launcher does it unasked.
-_WORKERS_CAN = False
-
 ON = "a lost rank is started again (--no-comeback: it is not)"
+OFF = "a lost rank is not started again: {reason}"
 ELSEWHERE = "a lost rank is not started again, as it is without -H, --hostfile and --nnodes"
-
-
-def are_available() -> bool:
-    """Whether lost ranks are started again where nobody has chosen."""
-    return _WORKERS_CAN
 
 
 class Place(NamedTuple):

@@ -28,7 +28,14 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.worker import Host, Worker
-from ringreduce.commands.launch.worker_records import Goes, Joined, Killed, Reformed, Stands
+from ringreduce.commands.launch.worker_records import (
+    Goes,
+    Grows,
+    Joined,
+    Killed,
+    Reformed,
+    Stands,
+)
 from ringreduce.vocabulary.config import TIMES, comeback_wanted, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
@@ -172,14 +179,13 @@ class Job:
                 self._newcomers = Newcomers(self._display, self._screen, here)
 
     def _are_comebacks_on(self) -> bool:
-        """Whether lost ranks are started again; says so, or that they are not."""
+        """Whether the launcher may start lost ranks again; says if it was asked to and cannot."""
         plan, wanted = self._plan, comeback_wanted(self._plan.variables)
-        wanted = comebacks.are_available() if wanted is None else wanted
-        if plan.elastic is None or plan.size == 1 or not wanted:
+        if plan.elastic is None or plan.size == 1 or wanted is False:
             return False
         is_here = plan.spread is None and plan.meeting is None
-        if self._attempt == 0:
-            self._screen.say(comebacks.ON if is_here else comebacks.ELSEWHERE)
+        if wanted and not is_here and self._attempt == 0:
+            self._screen.say(comebacks.ELSEWHERE)
         return is_here
 
     def _start_ranks(
@@ -319,6 +325,10 @@ class Job:
             self._note_ring(event.record, (event.rank, event.life))
         elif isinstance(event.record, Joined):
             self._newcomers.say_back(event.record, self._workers.values())
+        elif isinstance(event.record, Grows):
+            # One that is not in the ring cannot know whether others can come in.
+            if event.record.reason or (event.rank, event.life) in self._ring.processes:
+                self._newcomers.hear(event.record)
         elif isinstance(event.record, Killed):
             text = f"killed by rank {event.rank}, which it did not answer"
             killed = event.record.rank

@@ -14,18 +14,20 @@ from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.worker import Worker
-from ringreduce.commands.launch.worker_records import Joined
+from ringreduce.commands.launch.worker_records import Grows, Joined
 from ringreduce.vocabulary.config import TIMES
 
 
 class Newcomers:
-    """Started on `host`; None: lost ranks are not started again.
+    """Started on `host` while they can come back; None: lost ranks are not started again.
 
     What their programs raise is shown by `display`, and what is said of them on the `screen`.
     """
 
     def __init__(self, display: Display, screen: Screen, host: LocalHost | None = None) -> None:
         self._display, self._screen, self._host = display, screen, host
+        # Whether a lost rank can come back, as it was said last; which of both the screen has had.
+        self._can_come, self._shown = False, set[bool]()
         self._places: dict[int, Place] = {}
         # Lost ranks, until their processes have ended.
         self._lost: list[Worker] = []
@@ -50,6 +52,16 @@ class Newcomers:
         failure, place = worker.failure(), self._places.get(worker.rank, Place())
         return failure is not None and comebacks.ending_of(failure) in place.endings
 
+    def hear(self, grows: Grows) -> None:
+        """Start lost ranks from now on, or no more; the first time, say so."""
+        if self._host is None:
+            return
+        self._can_come = not grows.reason
+        if self._can_come not in self._shown:
+            self._shown.add(self._can_come)
+            off = comebacks.OFF.format(reason=grows.reason)
+            self._screen.say(comebacks.ON if self._can_come else off)
+
     def lose(self, worker: Worker) -> None:
         """The others have gone on without this member: another is started once it has ended."""
         if self._host is not None:
@@ -72,7 +84,7 @@ class Newcomers:
                 self._show(worker)
                 self._end(worker, now_s)
         for rank, place in self._places.items():
-            if place.is_due(now_s):
+            if self._can_come and place.is_due(now_s):
                 self._start(rank, place, now_s)
 
     def show_late(self, due_s: float) -> None:
@@ -141,6 +153,6 @@ class Newcomers:
 
     def _said(self, rank: int, place: Place, now_s: float) -> Place:
         """Say when the next process of that place is started, if not at once."""
-        if place.due_s is not None and place.due_s > now_s:
+        if self._can_come and place.due_s is not None and place.due_s > now_s:
             self._screen.say(f"rank {rank} is started again in {place.due_s - now_s:g} s")
         return place

@@ -41,6 +41,15 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     stopped_s: float  # for how long all others waited for it
 
 
+class Grows(msgspec.Struct, tag=True, frozen=True):
+    """A lost rank can come back to the job from now on; with a `reason`: it cannot, or no more.
+
+    Any rank may say so, several times; what was said last holds.
+    """
+
+    reason: str = ""
+
+
 class Killed(msgspec.Struct, tag=True, frozen=True):
     """The rank has ended another one's process, which did not answer."""
 
@@ -93,5 +102,15 @@ class Raised(ErrorRecord, tag=True, frozen=True):
 
 
 WorkerRecord = (
-    Joins | Reformed | Joined | Killed | Stands | Notices | Goes | ImportedKeras | Exits | Raised
+    Joins
+    | Reformed
+    | Joined
+    | Grows
+    | Killed
+    | Stands
+    | Notices
+    | Goes
+    | ImportedKeras
+    | Exits
+    | Raised
 )
