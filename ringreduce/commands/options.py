@@ -138,7 +138,6 @@ NO_COMEBACK = typer.Option(
     False,
     "--no-comeback",
     help="With --elastic on one host: do not start a lost rank again.",
-    hidden=True,  # Until lost ranks come back unasked.
 )
 GRACE = _number(
     "SECONDS",

@@ -27,7 +27,7 @@ from ringreduce.commands.launch.worker_records import Goes, Grows, Joined, Raise
 from ringreduce.vocabulary.config import TIMES, comeback_wanted
 from tests.commands.test_elastic_jobs import said
 from tests.commands.test_nodes import free_port
-from tests.launching import RANK, numbers, script
+from tests.launching import RANK, command_line, numbers, script
 from tests.processes import is_running, launcher, wait_gone
 
 ON = "a lost rank is started again (--no-comeback: it is not)"
@@ -504,3 +504,7 @@ def test_where_it_cannot_be_started_again_that_is_said_if_it_was_wanted(tmp_path
         process.wait()
     lines = [line for line in said(process.stderr) if "start" in line]
     assert lines == [comebacks.ELSEWHERE] * bool(wanted)
+
+
+def test_the_option_is_in_the_help():
+    assert "--no-comeback" in command_line("run", "--help").stdout
