@@ -49,6 +49,7 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 from ringreduce.vocabulary.worker_environment import parents_ring
 
 if TYPE_CHECKING:
+    from ringreduce.communicator.arrival import Arrival
     from ringreduce.communicator.journal import BeforeTraining, Journal
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Communicator:
     # In an elastic job: what gets its calls until it trains, and what keeps them for newcomers.
     _before_training: BeforeTraining | None = None
     _journal: Journal | None = None
+    _arrival: Arrival | None = None  # of a newcomer
 
     def __init__(self, config: Config) -> None:
         inherited = parents_ring(config)

@@ -17,6 +17,7 @@ from ringreduce.engine.engine import Engine
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import SpanKind
+from ringreduce.pure.views import Row
 from ringreduce.vocabulary.errors import RingReduceError
 
 
@@ -30,6 +31,18 @@ def job_size(ring: Communicator) -> int:
     while ring.parent is not None:
         ring = ring.parent
     return ring.size
+
+
+def newcomers_of(ring: Communicator) -> tuple[Row, ...]:
+    """The ranks that the ring, as it is now, has taken in when it was formed; last in its order."""
+    job = ring._session.job
+    return () if job is None else job.agreement.view.newcomers
+
+
+def lives_of(ring: Communicator) -> tuple[int, ...]:
+    """By rank of the job, which of its processes was in the ring last."""
+    job = ring._session.job
+    return () if job is None else job.agreement.view.lives
 
 
 def fail(ring: Communicator, error: RingReduceError) -> RingReduceError:

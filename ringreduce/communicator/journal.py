@@ -16,11 +16,12 @@ removed with the last call before training: neither jobs that are not elastic no
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -77,12 +78,16 @@ class Journal:
 
     Attributes:
         ends_growing: why no rank can come back, in words; None while one can.
+        facts: of the program, as they were when the job began.
+        has_served: whether a training has begun that newcomers may come into, or may not.
     """
 
     replays = False
 
     def __init__(self, ring: Communicator, limit_bytes: int = LIMIT_BYTES) -> None:
         self.ends_growing: str | None = None
+        self.facts: dict[str, str] = {}
+        self.has_served = False
         self._ring, self._bytes_left, self._limit_bytes = ring, limit_bytes, limit_bytes
         self._thread, self._is_in_call = threading.get_ident(), False
         self._lock = threading.Lock()  # for moments; not held in a call
@@ -103,12 +108,12 @@ class Journal:
                 raise ConfigError("no rank can come back before training has begun")
             return msgspec.msgpack.encode(self._calls)
 
-    def variables(self, number: int) -> list[Any]:
-        """The variables, and an optimizer's state, of the broadcast that was call `number`.
+    def all_variables(self) -> dict[int, list[Any]]:
+        """The variables, and optimizers' states, that were broadcast, by the number of the call.
 
-        They are the program's own. KeyError if that was no broadcast of variables.
+        They are the program's own.
         """
-        return self._variables[number]
+        return dict(self._variables)
 
     def call(self, kind: str, arguments: Arguments, run: Callable[[], _Result]) -> _Result:
         if self._thread != threading.get_ident():
@@ -278,6 +283,31 @@ def begin_training(ring: Communicator) -> None:
     """End what comes before training. MismatchError at a newcomer that has not made all calls."""
     if ring._before_training is not None:
         ring._before_training.end()
+
+
+@contextlib.contextmanager
+def reopened(ring: Communicator) -> Iterator[None]:
+    """Within the block what the calls of `ring` give is kept as before training, if it is at all.
+
+    For what a newcomer does before it joins: the preparations of a first step.
+    """
+    journal = ring._journal
+    if journal is None or journal.ends_growing is not None:
+        yield
+        return
+    _attach(ring, journal)
+    try:
+        yield
+    finally:
+        _detach(ring, journal)
+
+
+def compared(ring: Communicator, value: Any) -> Any:
+    """The `value`, of plain types, that all ranks of the job have found equal to theirs.
+
+    At a newcomer it is the job's, and may be another one.
+    """
+    return passed(ring, "comparison", {}, lambda: value)
 
 
 def passed(

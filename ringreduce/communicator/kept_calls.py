@@ -145,6 +145,13 @@ def _decoded(ring: Communicator, _: Arguments, kept: bytes) -> Any:
     return decode(np.frombuffer(kept, np.uint8), ring.config.who)
 
 
+def _give_objects(ring: Communicator, arguments: Arguments, kept: bytes) -> list[Any]:
+    """Those of all ranks, with this one's own in its place: so comparisons find what differs."""
+    every = _decoded(ring, arguments, kept)
+    every[ring.config.rank] = decode(encode(arguments["value"]), ring.config.who)
+    return [every[rank] for rank in ring.members]
+
+
 def _nothing(*_: Any) -> None:
     return None
 
@@ -195,8 +202,10 @@ RULES = {
     "gather_object": Rule(_rooted, _keep_nothing, _nothing, _is_of_rank_0),
     "broadcast_object": Rule(_rooted, _keep_object, _give_object_of_root),
     "all_gather_object": Rule(
-        lambda _, arguments: _joined(_signed(arguments)), _keep_object, _decoded
+        lambda _, arguments: _joined(_signed(arguments)), _keep_object, _give_objects
     ),
+    # No exchange: what ranks have found to be equal by its hash, for one that has another.
+    "comparison": Rule(_no_words, _keep_object, _decoded),
     "on_rank_zero": Rule(lambda _, arguments: arguments["name"], _keep_outcome, _decoded),
     "evaluate": Rule(_named(*_DATA), _keep_result, _unpacked),
     "predict": Rule(_named("x", "batch_size", "steps"), _keep_result, _unpacked),

@@ -1,13 +1,20 @@
 """The process's own communicator: what ``ringreduce.init()`` makes and ``rank()`` asks."""
 
+import logging
 import threading
 from inspect import signature
 
+from ringreduce.communicator.arrival import Arrival
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.journal import keep_calls
+from ringreduce.communicator.program import facts_of_program
+from ringreduce.effects.notice import EndsInOrder
+from ringreduce.transport.door import JobEndedError
 from ringreduce.vocabulary.config import Config, describe, elastic_minimum
 from ringreduce.vocabulary.errors import ClosedError, ConfigError
-from ringreduce.vocabulary.worker_environment import door_name, tell_children
+from ringreduce.vocabulary.worker_environment import door_name, own_life, tell_children
+
+_log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _default: Communicator | None = None
@@ -59,9 +66,12 @@ def init(
                 )
             return _default
         may_grow = elastic_minimum() is not None and bool(door_name())
+        if may_grow and own_life():
+            _default = _arrived(config)
+            return _default
         _default = Communicator(config)
         if may_grow and _default.size > 1 and not _default._session.is_inherited:
-            keep_calls(_default)
+            keep_calls(_default).facts = facts_of_program()
         tell_children(config, _default.members, _default.local_rank, _default.local_size)
         return _default
 
@@ -69,6 +79,19 @@ def init(
 init.__doc__ = (init.__doc__ or "").replace(
     " settings, see `Config`.\n", f"\n{describe(signature(init).parameters)}\n"
 )
+
+
+def _arrived(config: Config) -> Communicator:
+    """The communicator of a rank that comes back; SystemExit with 0 if the job has ended."""
+    try:
+        arrival = Arrival(config)
+    except JobEndedError as error:
+        _log.warning("%s", error)
+        raise EndsInOrder(0) from None
+    ring = arrival.ring
+    ring._arrival = arrival
+    tell_children(config, ring.members, ring.local_rank, ring.local_size)
+    return ring
 
 
 def shutdown() -> None:

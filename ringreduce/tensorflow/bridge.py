@@ -23,6 +23,7 @@ from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.routes import Route, in_python, packed
 from ringreduce.tensorflow.same_rows import SameRows
 from ringreduce.tensorflow.sparse import as_tensors, merged
+from ringreduce.vocabulary.config import elastic_minimum
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
 
@@ -117,7 +118,9 @@ class GradientBridge:
         key = specs, way, () if kept is None else tuple(map(id, variables))
         if key not in self._routes:
             over = ring.transport if way == "XLA" else None
-            count = share_count(ring)
+            # In a job whose number of ranks changes, as at its start: newcomers know that alone.
+            may_change = elastic_minimum() is not None and ring.parent is None
+            count = ring.config.size if may_change else share_count(ring)
             plan = self._plan(specs, gradients, count, over)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
             thin = None if self.low_rank is None else LowRankReducer(self.low_rank, plan, variables)

@@ -476,6 +476,11 @@ class Visit:
         self._first: int | None = None  # the rank at the other end
         inherited.watch(self)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended, and nothing was said against the newcomer."""
+        return isinstance(self._error, PeerLostError)
+
     def fileno(self) -> int:
         """A descriptor that can be read once `check` has something to say; -1: it is closed."""
         return self._connection.fileno()

@@ -108,6 +108,10 @@ class Times:
     )
     # ... until it has worked for this long in the ring: what was before is forgotten.
     comeback_worked_s: float = 3600.0
+    # A newcomer that waits to be taken in looks this often whether the first rank is there, and if
+    # it is not this long whether the others have taken it in all the same.
+    door_look_s: float = 0.1
+    door_lost_s: float = 2.0
     # When the job has ended, for one that is coming back to end by SIGTERM: nobody needs its work.
     comeback_end_s: float = 5.0
     # The traceback of a program that an exception has ended is shown after this, if its process

@@ -9,8 +9,16 @@ import pytest
 import ringreduce as rr
 from ringreduce.communicator import process
 from ringreduce.communicator.coming import coming
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.integration import check, note_unkept
-from ringreduce.communicator.journal import Replay, begin_training, journal_of, keep_calls
+from ringreduce.communicator.journal import (
+    Replay,
+    begin_training,
+    compared,
+    journal_of,
+    keep_calls,
+    reopened,
+)
 from ringreduce.communicator.kept_calls import OF_A_RING, RULES
 from ringreduce.communicator.outermost import outermost
 from ringreduce.pure import payload
@@ -130,11 +138,45 @@ def test_a_rank_that_comes_back_gets_the_same_bits_from_any_rank_s_journal():
         with newcomer(journals[donor], rank=place) as comm:
             again = program(comm)
             begin_training(comm)
-        expected = results[comm.rank]
+        expected = list(results[comm.rank])
+        # Its own in its place, so that comparisons find what differs.
+        objects = [[rank, "text"] for rank in comm.members]
+        objects[comm.rank] = [comm.rank, "text"]
+        expected[11] = objects
         if place == 0:
             expected[-1] = expected[-1].replace("rank 0", "rank 1")
         wrong = [one for one in zip(again, expected, strict=True) if not same(*one)]
         assert not wrong
+
+
+def test_what_ranks_have_compared_is_known_to_one_that_has_another():
+    def job(comm):
+        return compared(comm, ["arguments", {"epochs": "3"}])
+
+    (first, *_), (encoded, _) = kept_by(2, job)
+    with newcomer(encoded, size=2) as comm:
+        assert compared(comm, ["arguments", {"epochs": "4"}]) == first
+        begin_training(comm)
+
+
+def test_what_prepares_a_first_step_is_kept_when_training_has_begun():
+    def job(comm):
+        comm.barrier()
+        begin_training(comm)
+        comm.broadcast_object("a trial's")
+        with reopened(comm):
+            return comm.all_gather_object(comm.rank)
+
+    def again(comm):
+        comm.barrier()
+        return comm.all_gather_object(7)
+
+    _, (encoded, _) = kept_by(2, job)
+    with newcomer(encoded, size=2) as comm:
+        assert again(comm) == [0, 7]
+        begin_training(comm)
+    with Communicator(rr.Config(rank=0, size=1)) as alone, reopened(alone):
+        assert alone.all_gather_object(3) == [3]
 
 
 def test_all_ranks_keep_the_same():
@@ -148,7 +190,8 @@ def test_each_public_collective_is_known_to_the_journal():
     others = {"empty", "statistics", "close"}
     assert {name for name in own if not name.startswith("_")} - others == {*OF_A_RING}
     assert {*RULES} - {*OF_A_RING} == {
-        *("on_rank_zero", "evaluate", "predict", "verify_replicas", "broadcast_variables")
+        *("on_rank_zero", "evaluate", "predict", "verify_replicas", "broadcast_variables"),
+        "comparison",
     }
 
 
@@ -453,9 +496,9 @@ def test_variables_get_their_values_of_now():
         job(comm, *variables)
         begin_training(comm)
         variables[1][:] = 9
-        assert all(map(np.shares_memory, journal.variables(1), variables))
-        with pytest.raises(KeyError):
-            journal.variables(0)
+        [(number, known)] = journal.all_variables().items()
+        assert number == 1
+        assert all(map(np.shares_memory, known, variables))
         kept[comm.rank] = journal
         return journal.encoded()
 
@@ -463,7 +506,7 @@ def test_variables_get_their_values_of_now():
     assert len(encoded) < 200
 
     def gives(number, variables):
-        for variable, now in zip(variables, kept[0].variables(number), strict=True):
+        for variable, now in zip(variables, kept[0].all_variables()[number], strict=True):
             variable[:] = now
         return variables[1:]
 

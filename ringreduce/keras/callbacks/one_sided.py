@@ -118,6 +118,16 @@ class OneSided:
         elif held is not None and not are_equal:
             self._tell(held)
 
+    @property
+    def state(self) -> list[bool]:
+        """Whether ranks will tell each other before the next step, for `join`."""
+        return [self._held is not None, self._are_equal]
+
+    def join(self, is_held: bool, are_equal: bool) -> None:
+        """Go on, as a newcomer that has all weights now, where the others have this `state`."""
+        self._is_first, self._are_equal = False, are_equal
+        self._held = Held(self._weights() + self._pieces()) if is_held else None
+
     def _tell(self, held: Held | Written) -> None:
         ring, weights, pieces = self._ring, self._weights(), self._pieces()
         changed = [any(map(held.is_changed, some)) for some in (weights, pieces)]

@@ -209,6 +209,9 @@ class Together(Forwarding):
             stopping := StopTogether(communicator, meets_after_epochs=False),
         ]
         self._averaging, self._stopping = averaging, stopping
+        self._meets_again = False  # before the epochs that follow
+        # How many collectives callbacks have called when epochs began; None: nobody asks.
+        self.calls_at_begin: int | None = None
         # What callbacks know, from the first epoch on; of a backup, until then.
         self._fields: Fields | None = None
         self._restored = np.empty(0, np.uint8)
@@ -229,9 +232,13 @@ class Together(Forwarding):
         noting: AbstractContextManager[None] = nullcontext()
         if one_sided is not None and hook in _ENDS:
             noting = one_sided.noting(is_batch=hook == "on_train_batch_end")
+        counts = hook == "on_epoch_begin" and self.calls_at_begin is not None
         with noting:
             for member in self.members:
+                before = self._calls() if counts else 0
                 getattr(member, hook)(*arguments, **options)
+                if self.calls_at_begin is not None and counts and member is not self._stopping:
+                    self.calls_at_begin += self._calls() - before
                 if self._optimizer is not None and self._optimizer is not self.model.optimizer:
                     self._optimizer = self.model.optimizer
                     name = type(getattr(member, "callback", member)).__name__
@@ -240,6 +247,9 @@ class Together(Forwarding):
             self._look_at_optimizer()
         if one_sided is not None and hook == "on_train_batch_begin":
             one_sided.compare()
+
+    def _calls(self) -> int:
+        return (self._communicator or default_communicator()).statistics().collectives
 
     def _look_at_optimizer(self) -> None:
         """Raise unless the optimizer that the model has got since will average gradients too."""
@@ -300,6 +310,8 @@ class Together(Forwarding):
         goes_on = progress is not None and progress.unread > 0
         rates = [(rate, float(rate)) for rate in rates_of(self.model)] if goes_on else []
         super().on_epoch_begin(epoch, logs)
+        self._stopping.meets_before_epochs |= self._meets_again
+        self._meets_again = False
         if goes_on and self._fields is not None:
             # The epoch had begun before its backup, which knows what has come of that.
             for rate, value in rates:
@@ -326,6 +338,24 @@ class Together(Forwarding):
         ring = self._communicator or default_communicator()
         if self._check and self._has_trained and self._is_shared(ring):
             verify_model(self.model, ring)
+
+    def told_to_newcomers(self) -> tuple[np.ndarray, list[bool]]:
+        """What callbacks know, packed, and the state of what compares weights; for `join`."""
+        fields = self._fields or self._begin_fields()
+        one_sided = self._one_sided
+        return fields.packed(), [False, False] if one_sided is None else one_sided.state
+
+    def join(self, packed: np.ndarray, state: Sequence[bool], *, is_within: bool) -> None:
+        """Go on, as a newcomer that has all weights, where others are; `is_within` an epoch.
+
+        `packed` counts from the begin of the epoch on, which callbacks hear of next.
+        """
+        self._restored = packed
+        if self._one_sided is not None:
+            self._one_sided.join(*state)
+        if is_within:  # The others have met when it began.
+            meets, self._stopping.meets_before_epochs = self._stopping.meets_before_epochs, False
+            self._meets_again = meets
 
     def _begin_fields(self) -> Fields:
         """Note what callbacks know, now that all have begun; and give them what a backup has."""

@@ -117,6 +117,14 @@ def make_unlike(states: Sequence[Any], told: Sequence[Any], rank: int) -> list[b
     return [any(seed in theirs for theirs in others) for seed in told[rank][1]]
 
 
+def draw_anew(states: Sequence[Any], *numbers: int) -> None:
+    """Have a newcomer draw other numbers than the process before it; `numbers` are its own."""
+    for state, value in zip(states, numbers_of(states), strict=True):
+        place = -1 if _is_of_tensorflow(state) else 0
+        value[place] = folded(*value, *numbers)
+        state.assign(np.array(value, np.int64))
+
+
 def numbers_of(states: Sequence[Any]) -> list[list[int]]:
     """The values of `states`, in plain types."""
     return [[int(number) for number in np.asarray(state.numpy())] for state in states]

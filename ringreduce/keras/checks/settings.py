@@ -12,9 +12,10 @@ import keras
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.journal import compared
 from ringreduce.keras import private
 from ringreduce.pure.wire import signature_of
-from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.tensorflow.agreement import Difference, agree, refuse
 
 # Of Keras's configurations. Names are numbered anew in each process. Batches may have other shapes
 # on each rank. How layers are connected is told by their names.
@@ -57,10 +58,13 @@ def digest_of(listed: Sequence[Settings]) -> int:
 def refuse_unlike(listed: Sequence[Settings], digests: Sequence[int], ring: Communicator) -> None:
     """MismatchError, on all ranks, if the `digests` of all differ; `listed` has this rank's.
 
-    Collective only then.
+    Collective only then. At a newcomer it is raised there alone.
     """
+    of_job = compared(ring, [list(settings) for settings in listed])
     if len(set(digests)) > 1:
-        agree(ring, listed, _difference, "comparison of settings")
+        what, first = "comparison of settings", ring.members[0]
+        refuse(ring, _difference(first, of_job, ring.config.rank, listed), what)
+        agree(ring, listed, _difference, what)
 
 
 def _difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | None:

@@ -109,7 +109,7 @@ class _WholeArrays(WholeData):
 
 
 class _ArrayFeed(Feed):
-    can_repeat = True
+    can_repeat = is_cheap = True
 
     def __init__(self, arrays: Arrays, plan: Plan) -> None:
         steps, size = plan.steps, plan.ring.size
@@ -283,6 +283,14 @@ class _PyDatasetFeed(Feed):
 
     def end(self) -> None:
         self._adapter.on_epoch_end()
+
+    def pass_by(self, epochs: int) -> None:
+        for _ in range(epochs):
+            if self._is_new:
+                self._ordered.on_epoch_end()
+            self._is_new = self._deals
+            self._ordered.on_epoch_begin()
+            self._ordered.on_epoch_end()
 
 
 class _Ordered(keras.utils.PyDataset):

@@ -46,6 +46,8 @@ class Feed:
     # A tf.data.Dataset as it was given, if it may be shuffled: each iterator takes a seed of it.
     # All ranks must make as many as Keras does, since other data may come from the same shuffle.
     source: Any = None
+    # Whether batches are so cheap that a newcomer may read those of an epoch that were made.
+    is_cheap = False
     has_places = True  # whether a pass can go on after any batch, once those before were read again
     # The exception of the user's generator or PyDataset; TensorFlow shows only its text.
     failure: Exception | None = None
@@ -66,6 +68,9 @@ class Feed:
 
     def end(self) -> None:
         """The epoch has ended."""
+
+    def pass_by(self, epochs: int) -> None:
+        """So many epochs have begun and ended, as other ranks have seen."""
 
     @property
     def first(self) -> Any:

@@ -16,7 +16,7 @@ compared, in groups. What `rr.evaluate` and `rr.predict` have read is compared w
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,21 @@ def _joint(tensors: Iterable[Any], before: Any = None) -> Any:
 class _Datasets(Counter[str]):
     """How many each line of a program has fingerprinted."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = weakref.WeakValueDictionary[str, FingerprintedPasses]()
+
+
+def passes_begun(ring: Communicator) -> dict[str, int]:
+    """How many passes over each dataset have begun that the ranks of `ring` compare."""
+    return {key: each.begun for key, each in kept(ring, _Datasets).passes.items()}
+
+
+def count_passes(ring: Communicator, begun: Mapping[str, int]) -> None:
+    """Count the next pass over each dataset, at a newcomer, as the others do."""
+    for key, each in kept(ring, _Datasets).passes.items():
+        each.count_from(begun.get(key, 0))
+
 
 class FingerprintedPasses:
     """Counts the passes over one dataset and claims their fingerprints; from any thread."""
@@ -174,16 +189,23 @@ class FingerprintedPasses:
         self._key = f"{line} #{counter[line]}"
         self._what, self._line, self._remedy = what, line, remedy
         self._communicator = ring
-        self._numbers = itertools.count(1)
+        self.count_from(0)
+        kept(ring, _Datasets).passes[self._key] = self
 
     def can_compare(self, spec: Any) -> bool:
         """Whether there is another rank, and elements of that `element_spec` have fingerprints."""
         dtypes = {part.dtype for part in components(targets(spec))}
         return self._communicator.size > 1 and dtypes.isdisjoint((tf.variant, tf.resource))
 
+    def count_from(self, begun: int) -> None:
+        """The next pass follows so many."""
+        self._numbers, self.begun = itertools.count(begun + 1), begun
+
     def next_number(self) -> int:
         """The number of a new pass, counted from 1."""
-        return next(self._numbers)  # Atomic, for threads that begin a pass at once.
+        number = next(self._numbers)  # Atomic, for threads that begin a pass at once.
+        self.begun = max(self.begun, number)
+        return number
 
     def claim_batch(self, batch: Any) -> None:
         """Claim the targets of the first batch of a new pass over a PyDataset."""

@@ -50,7 +50,8 @@ class Looks:
 
     In an elastic job at least `minimum` ranks go on without the others; None: all stop. `back_up`
     says, on all ranks, how the job goes on after that. `part` is called on those that go on, and
-    `hand_over` on all before; both with the ranks that go. All three are collective.
+    `hand_over` on all before; both with the ranks that go. All three are collective. The first rank
+    tells the others with `count_newcomers` how many could come in.
     """
 
     def __init__(
@@ -61,9 +62,12 @@ class Looks:
         minimum: int | None = None,
         part: Callable[[Mapping[int, str]], None] | None = None,
         hand_over: Callable[[Mapping[int, str]], None] = lambda going: None,
+        count_newcomers: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ring, self._notice, self._back_up = ring, notice, back_up
         self._minimum, self._part, self._hand_over = minimum, part, hand_over
+        self._count_newcomers = count_newcomers
+        self.newcomers = 0  # that could come in now, as the latest look has found
         self._due, self._most = 1, 1  # the count of the next look; how many there are between two
         self._has_seen = False  # whether the look before has found somebody
         self._latest, self._latest_s = 0, time.monotonic()  # the count at it, and when it was
@@ -82,14 +86,16 @@ class Looks:
         `is_last`: there may be no look after this one.
         """
         ring = self._ring
-        told = np.zeros(2 + ring.config.size, np.int64)
+        told = np.zeros(3 + ring.config.size, np.int64)
         told[:2] = [-(count + steps) for steps in self._wishes(count)]
+        if ring.rank == 0:
+            told[2] = self._count_newcomers()
         if reason := reason_of(self._notice):
-            told[2 + ring.config.rank] = 1 + (reason == CALL)
+            told[3 + ring.config.rank] = 1 + (reason == CALL)
         found = told.tolist()
         if ring.size > 1:
             found = repeated(ring, lambda: ring.all_reduce(told.copy(), ReduceOp.MAX).tolist())
-        regular, soon, *reasons = found
+        regular, soon, self.newcomers, *reasons = found
         names = {1: leave_signal(), 2: CALL}
         going = {rank: names[reasons[rank]] for rank in ring.members if reasons[rank]}
         is_first, self._has_seen = not self._has_seen, bool(going)
@@ -112,6 +118,11 @@ class Looks:
     def begin_anew(self) -> None:
         """Look next as soon as all can: ranks may know of other looks since a loss."""
         self._due, self._most, self._has_seen = 1, 1, False
+
+    def join(self, count: int) -> None:
+        """Look next one step after `count` of them, as all ranks do when newcomers have joined."""
+        self._due, self._most, self._has_seen = count + 1, 1, False
+        self._latest, self._latest_s = count, time.monotonic()
 
     def again(self, count: int) -> None:
         """Act one step later on what the look after `count` of them has found."""

@@ -3,15 +3,17 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from ringreduce.commands.launch import conclusion, handover
 from ringreduce.commands.launch.worker_records import Goes, Reformed
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.integration import membership_of
+from ringreduce.communicator.integration import lives_of, membership_of
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.communicator.reforming import EndedError, answer_others, reform
+from ringreduce.pure.views import Row
 from ringreduce.tensorflow.kept import kept
 from ringreduce.vocabulary.errors import (
     PeerError,
@@ -57,12 +59,14 @@ def go_on(
     *,
     at_end: Callable[[], bool],
     leaving: Mapping[int, str] = MappingProxyType({}),
+    newcomers: Collection[Row] = (),
 ) -> None:
     """Form `ring`, which `error` has broken, anew; then `catch_up` brings all to one point.
 
     That is collective, and made again where one more rank is lost. `where` says in an error and in
     the log when it was: ``in step 7``. `at_end` as `reform`; it is asked again after `catch_up`.
-    Without `error` all ranks know that those of `leaving` leave, and what has told them to.
+    Without `error` all ranks know that those of `leaving` leave, and what has told them to, or that
+    the first rank may bring `newcomers`. If one more rank is lost meanwhile none of these come.
 
     Raises:
         RendezvousError: fewer than `minimum` ranks are left, before the end. Then rank 0 has called
@@ -77,7 +81,8 @@ def go_on(
             late = []
             if isinstance(error, PeerTimeoutError) and error.peer not in (None, ring.config.rank):
                 late = [error.peer]
-            reform(ring, late, leaving=leaving if error is None else (), at_end=at_end())
+            how: Any = {"leaving": leaving, "newcomers": newcomers} if error is None else {}
+            reform(ring, late, at_end=at_end(), **how)
             gone = sorted({*before} - {*ring.members})
             lost = named("rank", gone)
             catch_up()
@@ -96,7 +101,8 @@ def go_on(
             error = another
     seconds = time.monotonic() - began
     membership = membership_of(ring)
-    is_said = handover.tell(Reformed(membership.epoch, membership.members, where, seconds))
+    told = Reformed(membership.epoch, membership.members, where, seconds, lives_of(ring))
+    is_said = handover.tell(told)
     if gone and not is_said:
         how = f"lost {lost} {where}"
         if {*gone} <= {*leaving}:

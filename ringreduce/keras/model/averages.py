@@ -110,6 +110,17 @@ class Averages:
             latest = self._latest
             self._before = Held(untrained(self._model) if latest is None else latest)
 
+    @property
+    def state(self) -> list[Any]:
+        """What ranks know of each other's, in plain types, for `join`."""
+        return [self._latest is not None, self._moving]
+
+    def join(self, are_compared: bool, moving: list[int] | None) -> None:
+        """Go on, as a newcomer that has all values now, where the others have this `state`."""
+        if are_compared:
+            self._latest = self._compared = untrained(self._model)
+        self._moving = moving
+
     def take_those_of_rank_0(self) -> None:
         """Give all ranks rank 0's of what has changed since on any rank. Collective.
 

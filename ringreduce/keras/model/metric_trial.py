@@ -51,6 +51,18 @@ def note_names_in_steps(model: Any, apart: Sequence[str], sums: Sequence[str]) -
     found.apart_in_steps, found.sums = apart, sums
 
 
+def found_names(model: Any) -> list[Any]:
+    """All that trials have found of the metrics of `model`, in plain types."""
+    found = _metrics_of(model)
+    return [found.names_apart, [*found.apart_in_steps], [*found.sums]]
+
+
+def note_found_names(model: Any, names: Sequence[Any]) -> None:
+    """Know, without a trial, what `found_names` of another rank has."""
+    found = _metrics_of(model)
+    found.names_apart, found.apart_in_steps, found.sums = names
+
+
 def _metrics_of(model: Any) -> _Metrics:
     return kept(getattr(model, "_compile_metrics", None) or model, _Metrics)
 

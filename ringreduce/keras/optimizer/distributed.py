@@ -225,6 +225,12 @@ class DistributedOptimizer(Wrapper):
         variables = None if trainable_variables is None else list(trainable_variables)
         self.take(list(grads), variables, lambda *means: self._inner.apply(*means))
 
+    def prepare_now(self) -> None:
+        """Do, eagerly, what a first step would do before it uses gradients. Collective."""
+        known = self.trained
+        zeros = [tf.zeros(variable.shape, variable.dtype) for variable in known]
+        prepare(self, known, zeros, [self._kind_of(variable) for variable in known])
+
     def take(self, grads: list[Any], variables: list[Any] | None, apply: _Apply) -> None:
         """Use this rank's gradients of a step; `apply` is the inner optimizer's, for means."""
         if not grads:

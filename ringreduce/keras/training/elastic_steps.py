@@ -14,7 +14,8 @@ function that makes a step reads the next batch after it; a step that fails read
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,8 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.integration import newcomers_of
+from ringreduce.communicator.journal import compared
 from ringreduce.keras import private
 from ringreduce.keras.callbacks.replicas import shared_state
 from ringreduce.keras.checks.elastic_refusals import differing, facts_of, refuse
@@ -34,6 +37,7 @@ from ringreduce.keras.repeating import Repeating, is_repeating
 from ringreduce.keras.rows import map_arrays, of_any_rows, slice_rows
 from ringreduce.keras.training.elements import Element, Reader, read_in_graph
 from ringreduce.pure.epochs import own_rows
+from ringreduce.pure.views import Row
 from ringreduce.tensorflow.commit import CommitPoint
 from ringreduce.tensorflow.kept import kept
 from ringreduce.tensorflow.private import traced_for
@@ -86,6 +90,13 @@ class Elastic:
         # Rows of the global batch by ranks.
         self._mean, self._mean_now = tf.Variable(1.0, trainable=False), 1.0
         self._reader, self._batches = Reader(batches), map_arrays(of_any_rows, batches)
+        # Where newcomers may come: around what prepares the first step, and whether that was done;
+        # and what gives them all that they need.
+        self.preparing: Callable[[], AbstractContextManager[None]] | None = None
+        self._is_prepared = False
+        self.bring_in: Callable[[], None] | None = None
+        # Called when the ring was formed anew.
+        self.formed: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Elastic":
         model = self._model
@@ -147,6 +158,8 @@ class Elastic:
             refuse(self._ring, {"compile in training": True})
         began, logs = time.perf_counter(), None
         element = self._reader.read(iterator)
+        if self.preparing is not None and not self._is_prepared and int(element.rows) >= 0:
+            self.prepare(int(element.rows))
         made, reading_s = 0, element.waited_s
         while (rows := int(element.rows)) >= 0:
             is_late = limit_s is None or time.perf_counter() - began >= limit_s
@@ -162,6 +175,27 @@ class Elastic:
         if made and logs is None:
             logs = self._model.get_metrics_result()
         return made, logs, reading_s
+
+    def prepare(self, rows: int = 0) -> None:
+        """Have what a first step compares, and gives to all ranks, done before it. Collective.
+
+        The step is one of so many `rows`. At a newcomer, which does not know them, no other rank
+        takes part (`ringreduce.communicator.journal`).
+        """
+        assert self.preparing is not None
+        self._is_prepared = True
+        with self.preparing():
+            rows = compared(self._ring, rows)
+            if self._model.run_eagerly:
+                self._optimizer.prepare_now()
+            else:
+                (self._uneven if rows % self._ring.config.size else self._even).trace()
+
+    def trace(self, iterator: Any) -> None:
+        """Trace all that steps need, which read from `iterator`, so that none waits for it."""
+        for step in (self._even, self._uneven):
+            step.trace()
+            step.trace_with(iterator)
 
     def _made(self, batch: Any, rows: int, further: Any) -> tuple[Any, Element | None]:
         """Make a step; its logs, and the next element of `further`, if that is given."""
@@ -210,11 +244,32 @@ class Elastic:
         """Go on without ranks that leave after this step, as all have told each other."""
         self._go_on(None, f"after step {self._steps}", leaving)
 
+    def grow(self, rows: Collection[Row]) -> None:
+        """Take newcomers in after this step: on the first rank those of `rows`. Collective."""
+        self._go_on(None, f"after step {self._steps}", newcomers=rows)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether steps of this epoch are left, as far as that is known."""
+        return self.made != self._length
+
+    @property
+    def ended(self) -> tuple[int, int]:
+        """How many units have ended, and how many steps."""
+        return self._units, self._steps
+
+    def join(self, units: int, steps: int, epoch: int, made: int) -> None:
+        """Go on, as a newcomer, where all others are. Collective, with their `grow`."""
+        self._units, self._steps, self._epoch, self.made = units, steps, epoch, made
+        self._is_prepared = True
+        self._ring.all_gather_object([units, steps])
+
     def _go_on(
         self,
         error: RingReduceError | None,
         where: str,
         leaving: Mapping[int, str] = MappingProxyType({}),
+        newcomers: Collection[Row] = (),
     ) -> None:
         """Form the ring anew of the ranks that are left, and bring all to the same unit."""
         go_on(
@@ -222,8 +277,10 @@ class Elastic:
             lambda: back_up(self._callbacks, self._model, *self._place()),
             at_end=lambda: self._at_end,
             leaving=leaving,
+            newcomers=newcomers,
         )
         self._model._eval_epoch_iterator = None
+        self.formed()
 
     def _place(self) -> tuple[int, int]:
         """The epoch that training goes on with, and the number of its steps that were made."""
@@ -235,13 +292,17 @@ class Elastic:
         ring = self._ring
         if ring.size == 1:
             return
+        has_newcomers = self.bring_in is not None and bool(newcomers_of(ring))
+        if has_newcomers and self.bring_in is not None:
+            self.bring_in()
         ended = ring.all_gather_object([self._units, self._steps])
         newest = max(ended)
         # Not the rates, which callbacks set on each rank.
         state = shared_state(self._model, self._model.trainable_variables)
         state = [variable for variable in state if variable.name != "learning_rate"]
         if min(ended) == newest:
-            verify_replicas(state, ring)
+            if not has_newcomers:  # Which have compared theirs.
+                verify_replicas(state, ring)
             return
         ahead = ended.index(newest)
         result = ring.broadcast_object(self._result, ahead)
@@ -269,6 +330,17 @@ class _Step:
             self._given = spec, place, place
             self._step: Any = tf.function(self._ending, autograph=False)
 
+    def trace(self) -> None:
+        """Trace the step by itself, if that was not done."""
+        if self._alone is None and self._spec is not None:
+            self._alone = traced_for(self._step, *self._given)
+
+    def trace_with(self, iterator: Any) -> None:
+        """Trace the step with what reads from `iterator` after it."""
+        if self._with_reading is None and self._spec is not None:
+            function = tf.function(self._stepping_and_reading, autograph=False)
+            self._with_reading = traced_for(function, iterator, *self._given)
+
     def __call__(
         self, iterator: Any, batch: Any, first: int, end: int
     ) -> tuple[Any, Element | None]:
@@ -279,12 +351,11 @@ class _Step:
             self._rows, self._places = (first, end), (tf.constant(first), tf.constant(end))
         given = batch, *self._places
         if iterator is None:
-            if self._alone is None:
-                self._alone = traced_for(self._step, *self._given)
+            self.trace()
+            assert self._alone is not None
             return self._alone(*given)[0], None
-        if self._with_reading is None:
-            function = tf.function(self._stepping_and_reading, autograph=False)
-            self._with_reading = traced_for(function, iterator, *self._given)
+        self.trace_with(iterator)
+        assert self._with_reading is not None
         return self._with_reading(iterator, *given)  # type: ignore[no-any-return]
 
     def _ending(self, *given: Any) -> tuple[Any, Any]:

@@ -52,13 +52,14 @@ from ringreduce.keras.training.answering import Answering
 from ringreduce.keras.training.arguments import FitArguments
 from ringreduce.keras.training.elastic_steps import Elastic
 from ringreduce.keras.training.feeds import example_of, feeds_of, look
+from ringreduce.keras.training.growing import Growing, Newcomer, Parts, growing_of
 from ringreduce.keras.training.looking import LooksInFit
 from ringreduce.keras.training.loop import Loop
 from ringreduce.keras.training.overridden import fit_through_own, is_overridden
 from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.record import Record
 from ringreduce.keras.training.steps import MakesSteps
-from ringreduce.vocabulary.config import elastic_minimum, recording_wanted
+from ringreduce.vocabulary.config import elastic_minimum, profile_wanted, recording_wanted
 from ringreduce.vocabulary.errors import ConfigError, MismatchError, PeerError
 
 
@@ -220,8 +221,16 @@ def fit(
         around = _around(
             given, who, training, validation, shares, own_callbacks, restores, is_own_loop
         )
+        growing = None
+        if steps is not None and looks is not None:
+            [together] = [each for each in around if isinstance(each, Together)]
+            parts = Parts(model, ring, steps, looks, together, (training, validation))
+            unlike = _why_it_only_shrinks(given, training, validation, recording is not None)
+            growing = block.enter_context(growing_of(parts, unlike))
         trial = None
-        if who.everyone.size > 1:
+        # What the others have found is among what they give it.
+        is_newcomer = isinstance(growing, Newcomer)
+        if who.everyone.size > 1 and not is_newcomer:
             trial = Trial(
                 model,
                 training,
@@ -250,12 +259,31 @@ def fit(
             exchanges=exchanges,
             makes=steps,
             looks=looks,
+            growing=growing,
             epochs=epochs,
             verbose=verbose if who.is_first or steps is not None else 0,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             validation_freq=validation_freq,
         )
+
+
+def _why_it_only_shrinks(
+    given: FitArguments, training: Feed, validation: Feed | None, is_recorded: bool
+) -> str:
+    """Why no newcomer can come into an elastic training with these; equal on all ranks."""
+    reasons = {
+        "its data go on across epochs, or cannot begin at another place": not training.has_places,
+        "its validation data are shuffled, or drawn, by TensorFlow": (
+            validation is not None and validation.source is not None
+        ),
+        "each rank keeps a part of the optimizer's state (shard_state)": any(
+            wrapper.options["shard_state"] for wrapper in wrappers_in(given.model)
+        ),
+        "its steps are measured (profile)": given.profile or profile_wanted(),
+        "its steps are recorded (ringreduce verify)": is_recorded,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _require_ready(given: FitArguments, ring: Communicator) -> None:
@@ -396,6 +424,7 @@ def fit_on(
     exchanges: bool = False,
     makes: MakesSteps | None = None,
     looks: LooksInFit | None = None,
+    growing: Growing | None = None,
     **options: Any,
 ) -> Any:
     """``model.fit`` on what feeds give; an error that a feed has met is raised as it was.
@@ -413,7 +442,7 @@ def fit_on(
         with _quiet_without(validation):
             if who is not None:
                 how: Any = {"exchanges": exchanges, "makes": makes, "looks": looks}
-                loop = Loop(model, training, who, trial, **how)
+                loop = Loop(model, training, who, trial, growing=growing, **how)
                 # Another rank could not go on with a bar of Keras's list.
                 options["adds_bar"] = makes is None
                 return loop.run([passes, *callbacks], validation=validation, **options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -22,6 +22,19 @@ from ringreduce.keras.repeating import repeated
 from ringreduce.keras.training.ranks import Training
 
 _MANY = 1 << 62
+
+
+class Grows(Protocol):
+    """What takes newcomers into a training; collective but for `count`."""
+
+    def count(self) -> int:
+        """How many could come in now, as this rank knows."""
+
+    def may_grow(self, *, within_epoch: bool) -> bool:
+        """Whether they can join where training is, equally on all ranks."""
+
+    def grow(self, epoch: int, steps: int, count: int) -> None:
+        """Take them in after that many steps of `epoch`, and `count` of the training."""
 
 
 class LooksInFit:
@@ -46,8 +59,10 @@ class LooksInFit:
         self._stops_in_epochs = stops_in_epochs
         # In an elastic job ranks may leave though all could not stop there.
         self._is_in_epochs = stops_in_epochs or minimum is not None
-        ways = self._back_up, minimum, part, self._hand_over
+        ways = self._back_up, minimum, part, self._hand_over, self._count_newcomers
         self._looks = Looks(who.everyone, notice, *ways)
+        # What takes newcomers in; None: none come.
+        self.growing: Grows | None = None
         self._count = 0  # of steps that were made
         self._place = 0, 0  # the epoch with which a backup would go on, and steps of that
 
@@ -63,6 +78,7 @@ class LooksInFit:
             self._place = epoch, place
             going = self._looks.look(self._count)
             if not going:
+                self._grow(within_epoch=True)
                 return
             if self._looks.goes_on(going) or (self._stops_in_epochs and self._can_stop()):
                 self._looks.act(going, f"after step {place} of epoch {epoch + 1}")
@@ -75,12 +91,32 @@ class LooksInFit:
 
     def after_epoch(self, epoch: int, *, is_last: bool = False) -> None:
         """Look after an epoch, before that of number `epoch`, where that is needed."""
-        if is_last or not self._stops_in_epochs:
+        grows = self.growing is not None and not is_last
+        if is_last or grows or not self._stops_in_epochs:
             self._place = epoch, 0
             if going := self._looks.look(self._count, is_last=True):
                 self._looks.act(
                     going, "after the last epoch" if is_last else f"after epoch {epoch}"
                 )
+            elif grows:
+                self._grow(within_epoch=False)
+
+    def _count_newcomers(self) -> int:
+        return 0 if self.growing is None else self.growing.count()
+
+    def _grow(self, *, within_epoch: bool) -> None:
+        """Take in the newcomers that the look has found, if they can come in here."""
+        growing = self.growing
+        if growing is None or not self._looks.newcomers:
+            return
+        if growing.may_grow(within_epoch=within_epoch):
+            growing.grow(*self._place, self._count)
+            self._looks.join(self._count)
+
+    def join(self, count: int) -> None:
+        """Look, as a newcomer, when all others do, who have made `count` steps."""
+        self._count = count
+        self._looks.join(count)
 
     def _hand_over(self, going: Mapping[int, str]) -> None:
         """Have the first rank that stays count in metrics what all have seen in this epoch."""

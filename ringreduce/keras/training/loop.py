@@ -34,6 +34,7 @@ from ringreduce.keras.model.averages import Averages
 from ringreduce.keras.model.building import build
 from ringreduce.keras.model.trial_in_fit import Trial
 from ringreduce.keras.progress import training
+from ringreduce.keras.training.growing import Growing, Newcomer
 from ringreduce.keras.training.looking import LooksInFit
 from ringreduce.keras.training.ranks import Training
 from ringreduce.keras.training.steps import MakesSteps, Steps
@@ -61,9 +62,11 @@ class Loop:
         exchanges: bool = False,
         makes: MakesSteps | None = None,
         looks: LooksInFit | None = None,
+        growing: Growing | None = None,
     ) -> None:
         self._model, self._feed, self._who, self._trial = model, feed, who, trial
         self._exchanges, self._given, self._looks = exchanges, makes, looks
+        self._growing = growing
         self._is_first = True  # whether no call was made
         self._is_prepared = False  # whether there were steps before
         # Whether ranks agree on who wants to stop before each epoch, and have before this one.
@@ -121,10 +124,14 @@ class Loop:
         self._progress.looking = self._agree_who_looks()
         self._is_watched = bool(self._progress.looking)
         averages = Averages(model, self._who.data)
+        if self._growing is not None:
+            self._growing.begin(averages, lambda: iter(self._feed.dataset))
         first = private.initial_epoch_of(model) or epochs.start
         if first > epochs.start and self._passes.steps and not self._feed.has_places:
             self._warn_of_data_begun_anew(first)
         self._passes.take_seeds(first - epochs.start)
+        if isinstance(self._growing, Newcomer):
+            self._pass_by(range(epochs.start, first), validation, validation_freq)
         for epoch in range(first, epochs.stop):
             model.reset_metrics()
             self._feed.begin(epoch)
@@ -148,6 +155,13 @@ class Loop:
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
+
+    def _pass_by(self, epochs: range, validation: Feed | None, validation_freq: Any) -> None:
+        """Have the data of epochs that this newcomer has missed begun and ended as others have."""
+        self._feed.pass_by(len(epochs))
+        if validation is not None:
+            freq = self._model._should_eval
+            validation.pass_by(sum(freq(epoch, validation_freq) for epoch in epochs))
 
     def _prepared(self) -> MakesSteps:
         """What was given, or the model's traced steps; anew where it was compiled since."""
