@@ -180,7 +180,7 @@ def test_a_ring_is_known_by_its_processes():
 
 def test_whether_one_can_come_back_is_said_once_and_holds_until_the_next_word(monkeypatch):
     """Also for one that waits for its turn."""
-    clock = types.SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    clock = types.SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     for module in (newcomers, worker):
         monkeypatch.setattr(module, "time", clock)
     started, shown = [], io.StringIO()
