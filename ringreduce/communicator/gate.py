@@ -79,11 +79,16 @@ class Gate:
         """The newcomers that could be taken in now; none where this rank is not the first."""
         return () if self._door is None else self._door.ready()
 
-    def close(self, text: str) -> None:
+    def end(self, text: str) -> None:
         """Let nobody in any more; newcomers are told that the job has ended, with `text`."""
         self._reason = text
         if self._door is not None:
             self._door.end(text)
+        self.close()
+
+    def close(self) -> None:
+        """Have no door any more; newcomers knock where the next first rank has one."""
+        if self._door is not None:
             self._door.close()
             self._door = None
 

@@ -81,3 +81,54 @@ def test_a_lost_rank_comes_back_and_all_train_to_what_one_process_trains_to(tmp_
     assert "rank 1 is back in step" in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
     assert_whole(found, 3, case, {0: 0, 1: 1, 2: 0})
+
+
+@pytest.mark.parametrize(
+    ("size", "lost"),
+    [in_full(3, [[0, 7]]), in_full(4, [[1, 7], [3, 7]]), in_full(4, [[0, 7], [1, 7]])],
+)
+def test_several_come_back_and_the_first_one_as_the_last(tmp_path, size, lost):
+    found, done = job(tmp_path, size, lost=lost, rates=True)
+    lives = {rank: int(rank in dict(lost)) for rank in range(size)}
+    assert_whole(found, size, {"rates": True}, lives)
+    assert done.returncode == 0, done.stderr
+
+
+POINTS = "prefix", "building", "ready", "forming", "state", "digest", "first step"
+
+
+@pytest.mark.parametrize("point", [in_full(point) for point in POINTS])
+def test_one_that_dies_on_its_way_is_started_again_and_no_step_is_lost(tmp_path, point):
+    found, done = job(tmp_path, 3, lost=[[1, 7]], point=point, rates=True)
+    assert_whole(found, 3, {"rates": True}, {0: 0, 1: 2, 2: 0})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_a_member_that_is_lost_when_one_is_ready_comes_back_too(tmp_path):
+    case = {"lost": [[1, 7]], "lost with newcomer": 2, "newcomers": 1}
+    found, done = job(tmp_path, 3, **case)
+    assert (0, 0) in found, done.stderr
+    assert {fact["digest"] for fact in found.values()} == {found[0, 0]["digest"]}
+    assert done.returncode == 0, done.stderr
+
+
+UNLIKE = {
+    "loss": "loss is 'mse' on rank 0 and 'mae' on rank 1",
+    "optimizer": "beta_1 is 0.9 on rank 0 and 0.8 on rank 1",
+    "a row more": "rank 0 has",
+    "values": "rank 1 has other values than rank 0",
+    "seed": "seed is 0 on rank 0 and 1 on rank 1",
+    "epochs": "epochs is 20 on rank 0 and 21 on rank 1",
+    "call": "called barrier as its call 2 before training, where the job called",
+}
+
+
+@pytest.mark.parametrize("unlike", [in_full(each) for each in UNLIKE])
+def test_another_program_is_refused_by_name_and_disturbs_nobody(tmp_path, unlike):
+    # Long enough for what it says to be shown.
+    found, done = job(tmp_path, 3, lost=[[1, 7]], unlike=unlike, epochs=20)
+    assert UNLIKE[unlike] in done.stderr, done.stderr
+    assert sorted(found) == [(0, 0), (2, 0)]
+    assert found[0, 0]["digest"] == found[2, 0]["digest"]
+    assert done.returncode == 0, done.stderr

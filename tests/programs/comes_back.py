@@ -34,6 +34,7 @@ UNLIKE = CASE.get("unlike", "") if LIFE else ""
 
 def end_here(point):
     if point == POINT and LIFE == 1:
+        (FOLDER / f"ready-{RANK}-{LIFE}").unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -107,8 +108,7 @@ class Events(keras.callbacks.Callback):
         if not LOST or LIFE:
             return
         if len(self.ring.members) < CASE["size"] and max(step for _, step in LOST) < step:
-            here = len(list(FOLDER.glob("ready-*"))) >= NEWCOMERS
-            if self.ring.rank == 0 and not here:
+            if self.ring.rank == 0:
                 wait_for(lambda: len(list(FOLDER.glob("ready-*"))) >= NEWCOMERS, "newcomers")
             time.sleep(0.002)
         if CASE.get("lost with newcomer") == RANK and list(FOLDER.glob("ready-*")):
@@ -213,4 +213,9 @@ def data_of_arrays():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        if LIFE:  # Nobody waits for it any more.
+            (FOLDER / f"ready-{RANK}-{LIFE}").touch()
+        raise

@@ -27,7 +27,7 @@ class Newcomers:
     def __init__(self, display: Display, screen: Screen, host: LocalHost | None = None) -> None:
         self._display, self._screen, self._host = display, screen, host
         # Whether a lost rank can come back, as it was said last; which of both the screen has had.
-        self._can_come, self._shown = False, set[bool]()
+        self._can_come, self._reason, self._shown = False, "", set[bool]()
         self._places: dict[int, Place] = {}
         # Lost ranks, until their processes have ended.
         self._lost: list[Worker] = []
@@ -53,19 +53,30 @@ class Newcomers:
         return failure is not None and comebacks.ending_of(failure) in place.endings
 
     def hear(self, grows: Grows) -> None:
-        """Start lost ranks from now on, or no more; the first time, say so."""
+        """Start lost ranks from now on, or no more; the first time, say so.
+
+        That none is started any more matters only where one has not come back.
+        """
         if self._host is None:
             return
-        self._can_come = not grows.reason
+        self._can_come, self._reason = not grows.reason, grows.reason
+        is_due = any(place.due_s is not None for place in self._places.values())
+        if self._can_come or not self._shown or self._lost or self.running or is_due:
+            self._say_whether()
+
+    def _say_whether(self) -> None:
+        """Say, once, that lost ranks are started again, or that they are not, and why."""
         if self._can_come not in self._shown:
             self._shown.add(self._can_come)
-            off = comebacks.OFF.format(reason=grows.reason)
+            off = comebacks.OFF.format(reason=self._reason)
             self._screen.say(comebacks.ON if self._can_come else off)
 
     def lose(self, worker: Worker) -> None:
         """The others have gone on without this member: another is started once it has ended."""
         if self._host is not None:
             self._lost.append(worker)
+            if self._reason:
+                self._say_whether()
 
     def join(self, rank: int) -> Worker:
         """The newcomer of that rank has become a member, and is none of these any more."""
@@ -129,7 +140,8 @@ class Newcomers:
 
     def _show(self, worker: Worker) -> None:
         failure = worker.loss()
-        if failure is not None and not worker.is_stopped:
+        has_nothing_to_do = not self._can_come and worker.has_ended_well
+        if failure is not None and not (worker.is_stopped or has_nothing_to_do):
             self._display.reveal(worker.rank)
             self._show_error(worker)
             self._screen.say(conclusion.not_back(failure))

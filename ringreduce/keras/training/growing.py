@@ -183,13 +183,18 @@ class Members:
 
     def _close(self, reason: str) -> None:
         if self._gate is not None:
-            self._gate.close(reason)
+            self._gate.end(reason)
             self._gate = None
         self._tell(reason)
 
     def end(self) -> None:
-        """Training has ended, also by an exception: no rank can come back any more."""
+        """Training has ended: no rank can come back any more."""
         self._close("its first training has ended")
+
+    def give_up(self) -> None:
+        """This rank does not train any more; newcomers knock at the next first rank's door."""
+        if self._gate is not None:
+            self._gate.close()
 
 
 class Newcomer:
@@ -271,7 +276,10 @@ class Newcomer:
             offset += value.nbytes
 
     def end(self) -> None:
-        """Training has ended, also by an exception."""
+        """Training has ended."""
+
+    def give_up(self) -> None:
+        """This process does not train any more."""
 
 
 @contextmanager
@@ -322,6 +330,9 @@ def growing_of(parts: Parts, why_not: str) -> Iterator[Growing | None]:
             handover.tell(Grows(journal.ends_growing))
     try:
         yield growing
-    finally:
+    except BaseException:  # Others may go on, with the next first rank's door.
         if growing is not None:
-            growing.end()
+            growing.give_up()
+        raise
+    if growing is not None:
+        growing.end()
