@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.worker_records import Grows
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.journal import Journal
+from ringreduce.communicator.journal import Journal, journal_of
 from ringreduce.pure.arrivals import Knock, Ready, Refusal, Welcome
 from ringreduce.pure.views import Row
 from ringreduce.transport.door import Door
@@ -99,3 +101,14 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
         if ours[name] != theirs[name]:
             return f"{name} is {theirs[name]!s:.200} here, and {ours[name]!s:.200} in the job"
     return ""
+
+
+def only_shrinks(ring: Communicator, reason: str) -> None:
+    """From now on no rank can come back to the job, because of `reason`; the launcher is told."""
+    journal = journal_of(ring)
+    if journal is None or journal.has_served:
+        return
+    journal.has_served = True
+    journal.end_growing(reason)
+    if ring.rank == 0:
+        handover.tell(Grows(journal.ends_growing or reason))

@@ -132,3 +132,21 @@ def test_another_program_is_refused_by_name_and_disturbs_nobody(tmp_path, unlike
     assert sorted(found) == [(0, 0), (2, 0)]
     assert found[0, 0]["digest"] == found[2, 0]["digest"]
     assert done.returncode == 0, done.stderr
+
+
+SHRINK = {
+    "data": ({"data": "generator"}, "its data go on across epochs, or cannot begin at another"),
+    "call": ({"early": "split"}, "split was called before training, and what that gives"),
+    "hook": ({"hook": True}, "callbacks call collectives when an epoch begins"),
+    "option": ({"shards": True}, "each rank keeps a part of the optimizer's state"),
+}
+
+
+@pytest.mark.parametrize("name", [in_full(each) for each in SHRINK])
+def test_a_job_that_only_shrinks_says_why_when_a_rank_is_lost(tmp_path, name):
+    case, why = SHRINK[name]
+    found, done = job(tmp_path, 3, lost=[[1, 47]], newcomers=0, **case)
+    assert f"a lost rank is not started again: {why}" in done.stderr, done.stderr
+    assert "was started again" not in done.stderr
+    assert sorted(found) == [(0, 0), (2, 0)]
+    assert done.returncode == 0, done.stderr

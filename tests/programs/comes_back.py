@@ -139,7 +139,8 @@ def made():
         inner = keras.optimizers.Adam(0.02, beta_1=0.8)
     options = {"jit_compile": CASE.get("way") == "xla", "run_eagerly": CASE.get("way") == "eager"}
     loss = "mae" if UNLIKE == "loss" else "mse"
-    model.compile(rr.DistributedOptimizer(inner), loss, metrics=["mae"], **options)
+    wrapped = rr.DistributedOptimizer(inner, shard_state=bool(CASE.get("shards")))
+    model.compile(wrapped, loss, metrics=["mae"], **options)
     return model
 
 
@@ -153,6 +154,10 @@ def data():
         return (x, y), {"batch_size": BATCH}
     if kind == "sequence":
         return (Sequence(x, y),), {}
+    if kind == "generator":
+        batches = [slice(BATCH * each, BATCH * (each + 1)) for each in range(STEPS)]
+        rows = [(x[batch], y[batch]) for batch in batches] * EPOCHS
+        return (iter(rows),), {"steps_per_epoch": STEPS}
     rows = tf.data.Dataset.from_tensor_slices((x, y))
     if kind == "shuffled":
         rows = rows.shuffle(BATCH * STEPS, seed=4)
@@ -166,11 +171,15 @@ def main():
     assert told[ring.rank] == [RANK, LIFE]
     if UNLIKE == "call":
         ring.barrier()
+    if CASE.get("early") == "split":
+        ring.split(0)
     model = made()
     kept = tf.Variable(float(LIFE))
     rr.broadcast_variables([kept])
     given, options = data()
     callbacks = [Events(ring)] if LOST else []
+    if CASE.get("hook"):
+        callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: ring.barrier()))
     if CASE.get("rates"):
         callbacks.append(Rates())
         callbacks.append(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0))

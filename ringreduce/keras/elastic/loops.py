@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.gate import only_shrinks
 from ringreduce.communicator.integration import membership_of
 from ringreduce.communicator.process import default_communicator
 from ringreduce.communicator.reforming import EndedError
@@ -168,6 +169,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             state.sync()
             return call()
         refuse(ring, facts_of(None, state._variables))
+        only_shrinks(ring, "it trains by a loop of its own (rr.elastic.run)")
         kept(ring, Repeating).by = lambda meeting: meeting()
         with heard(ring, is_elastic=True) as notice:
             try:

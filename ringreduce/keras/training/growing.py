@@ -32,7 +32,7 @@ from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Grows, Joined
 from ringreduce.communicator.arrival import Arrival, arrival_of
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.gate import Gate
+from ringreduce.communicator.gate import Gate, only_shrinks
 from ringreduce.communicator.integration import newcomers_of
 from ringreduce.communicator.journal import Journal, begin_training, journal_of, reopened
 from ringreduce.communicator.program import facts_of_program
@@ -320,14 +320,11 @@ def growing_of(parts: Parts, why_not: str) -> Iterator[Growing | None]:
     growing: Growing | None = None
     if arrival is not None and arrival.is_waiting:
         growing = Newcomer(parts, arrival)
-    elif journal is not None and not journal.has_served:
+    elif why_not or journal is None or journal.ends_growing is not None:
+        only_shrinks(parts.ring, why_not)
+    elif not journal.has_served:
         journal.has_served = True
-        if why_not:
-            journal.end_growing(why_not)
-        if journal.ends_growing is None:
-            growing = Members(parts, journal)
-        elif parts.ring.rank == 0:
-            handover.tell(Grows(journal.ends_growing))
+        growing = Members(parts, journal)
     try:
         yield growing
     except BaseException:  # Others may go on, with the next first rank's door.
