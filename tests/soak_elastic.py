@@ -1,7 +1,7 @@
 """Elastic jobs, one after the other, of which random ranks are lost at random moments.
 
     python -m tests.soak_elastic --minutes 2 [--seed N] [--timeout-s 2]
-        [--kinds kill,stop,exit,leave,reset,write,halt,late,suspended,cut]
+        [--kinds kill,stop,exit,leave,reset,write,halt,back,late,suspended,cut]
 
 Each trains 10 MB of weights on 4 ranks; up to 3 are killed, stopped, exit, or are told to go, at
 random moments or at once. In some, ranks also end their connections at random moments, or one
@@ -12,6 +12,9 @@ each epoch, the bytes of one rank.
 
 `halt`: in some jobs all stop, once or more, as the launcher or a rank is told to go, and go on in
 the next, on 4, 3, 2 or 1 ranks. Each step is made once, whatever job makes it.
+
+`back`: in some jobs lost ranks come back, as often as the time of the job allows, and some of them
+are killed on their way, or once they train. Those that end with the others have their weights.
 
 In every third job some ranks stand still and go on again: before the others have left them out,
 while those train on, or after they have ended. `late`: a rank is stopped, under no launcher;
@@ -36,6 +39,7 @@ import secrets
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -94,7 +98,9 @@ def run(
     # Over sockets nobody kills a stopped rank, and half of the ranks may not go on without it.
     transport = "auto" if "stop" in hows.values() else chosen.choice(["auto", "zmq"])
     done = ["writes"] * writes + [f"reset of {rank}" for rank in resets]
-    options = ("-n", str(SIZE), "--elastic")
+    comes_back = "back" in kinds and chosen.random() < 0.6
+    done += ["back"] * comes_back
+    options = ("-n", str(SIZE), "--elastic", *(() if comes_back else ("--no-comeback",)))
     variables = {**VARIABLES, "RINGREDUCE_TRANSPORT": transport}
     struck: list[tuple[int, float]] = []
     command = ("run", *options, PROGRAM, str(EPOCHS), str(1.25 * timeout_s() * writes), str(folder))
@@ -102,8 +108,24 @@ def run(
 
         def processes() -> dict[int, int]:
             said = facts_in(job.stdout)
-            return {fact["rank"]: fact["pid"] for fact in said if "pid" in fact}
+            return {fact["rank"]: fact["pid"] for fact in said if "pid" in fact and "rank" in fact}
 
+        def kill_newcomers() -> None:
+            """Kill some of those that come back, at random moments."""
+            known: set[int] = set()
+            while not job.has_ended() and len(known) < 2:
+                came = [fact["pid"] for fact in facts_in(job.stdout) if "newcomer" in fact]
+                for pid in sorted({*came} - known):
+                    known.add(pid)
+                    time.sleep(moments.uniform(0.0, 12.0))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+
+        moments = random.Random(chosen.random())
+        if comes_back and chosen.random() < 0.5:
+            done.append("killed again")
+            threading.Thread(target=kill_newcomers, daemon=True).start()
         try:
             wait_until(lambda: len(processes()) == SIZE, "the beginning", DEADLINE_S)
             events = [*hows.items(), *((rank, "reset") for rank in resets)]
@@ -126,8 +148,15 @@ def run(
             demand(job.wait(DEADLINE_S) == 0, "the job has failed")
             found = {fact["rank"]: fact for fact in facts_in(job.stdout) if "digest" in fact}
             left = sorted({*range(SIZE)} - {*victims})
-            demand(sorted(found) == left, f"at the end {sorted(found)}, not {left}")
-            demand_once(found, EPOCHS)
+            stayed = {rank: fact for rank, fact in found.items() if not fact["life"]}
+            demand(sorted(stayed) == left, f"at the end {sorted(stayed)}, not {left}")
+            demand_once(stayed, EPOCHS)
+            back = {rank: fact for rank, fact in found.items() if fact["life"]}
+            demand(comes_back or not back, f"{sorted(back)} came back")
+            for rank, fact in back.items():
+                demand(hows.get(rank) != "leave", f"rank {rank} has left, and came back")
+                demand(fact["iterations"] == EPOCHS * STEPS, f"steps: {fact['iterations']}")
+                demand(fact["digest"] == stayed[left[0]]["digest"], f"weights of rank {rank}")
             for rank in [rank for rank in victims if hows[rank] == "leave"]:
                 told = re.findall(r"ranks? ([\d, ]+) left after step", job.stderr)
                 is_said = any(str(rank) in each.split(", ") for each in told)
@@ -330,7 +359,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=2.0)
     parser.add_argument(
-        "--kinds", default=",".join(["kill,stop,exit,leave,reset,write,halt", *STANDING])
+        "--kinds", default=",".join(["kill,stop,exit,leave,reset,write,halt,back", *STANDING])
     )
     given = parser.parse_args()
     VARIABLES["RINGREDUCE_TIMEOUT_S"] = str(given.timeout_s)
@@ -377,6 +406,8 @@ def main() -> None:
             taken["stop" in done] += each
         left = ", ".join(map(str, sorted(found)))
         seconds = " ".join(f"{each_s:.2f} s" for each_s in each)
+        back = [f"{rank} (life {fact['life']})" for rank, fact in found.items() if fact["life"]]
+        done += [f"back: {', '.join(back)}"] * bool(back)
         print(f"#{number} left: {left}; {seconds}; {', '.join(done)}", flush=True)
     print(f"{number} jobs, 0 violations")
     for stops, all_s in taken.items():

@@ -23,8 +23,12 @@ import ringreduce.keras as rr
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
 STEPS, EPOCHS, BATCH, WRITES_S = 40, int(sys.argv[1]), 48, float(sys.argv[2])
 FOLDER = Path(sys.argv[3])
+if os.environ.get("RINGREDUCE_LIFE"):
+    print(
+        json.dumps({"newcomer": int(os.environ["RINGREDUCE_RANK"]), "pid": os.getpid()}), flush=True
+    )
 ring = rr.init()
-RANK = ring.config.rank
+RANK, LIFE = ring.config.rank, int(os.environ.get("RINGREDUCE_LIFE") or 0)
 ended = []
 
 
@@ -73,6 +77,7 @@ rr.fit(
 )
 found = {
     "rank": RANK,
+    "life": LIFE,
     "ended": ended,
     "iterations": int(model.optimizer.iterations.numpy()),
     "weights": model.layers[0].get_weights()[0][0, :50].tolist(),
