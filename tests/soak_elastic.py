@@ -118,8 +118,10 @@ def run(
                 for pid in sorted({*came} - known):
                     known.add(pid)
                     time.sleep(moments.uniform(0.0, 12.0))
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    # The failure of one that has trained to the end is the job's.
+                    if "training has ended" not in job.stderr:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
 
         moments = random.Random(chosen.random())

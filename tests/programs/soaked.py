@@ -23,12 +23,11 @@ import ringreduce.keras as rr
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
 STEPS, EPOCHS, BATCH, WRITES_S = 40, int(sys.argv[1]), 48, float(sys.argv[2])
 FOLDER = Path(sys.argv[3])
-if os.environ.get("RINGREDUCE_LIFE"):
-    print(
-        json.dumps({"newcomer": int(os.environ["RINGREDUCE_RANK"]), "pid": os.getpid()}), flush=True
-    )
+LIFE = int(os.environ.get("RINGREDUCE_LIFE") or 0)
+if LIFE:
+    print(json.dumps({"newcomer": LIFE, "pid": os.getpid()}), flush=True)
 ring = rr.init()
-RANK, LIFE = ring.config.rank, int(os.environ.get("RINGREDUCE_LIFE") or 0)
+RANK = ring.config.rank
 ended = []
 
 
