@@ -119,7 +119,7 @@ def run(
                     known.add(pid)
                     time.sleep(moments.uniform(0.0, 12.0))
                     # The failure of one that has trained to the end is the job's.
-                    if "training has ended" not in job.stderr:
+                    if not any("digest" in fact for fact in facts_in(job.stdout)):
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
