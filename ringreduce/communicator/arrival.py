@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringreduce._version import __version__
@@ -72,11 +72,13 @@ class Arrival:
         welcome, self._visit = knock(*how)
         return welcome
 
-    def join(self, facts: Mapping[str, str]) -> View:
+    def join(self, facts: Mapping[str, str], check: Callable[[], None]) -> View:
         """Be taken into the ring: the communicator works from then on, as a rank of the view.
 
-        The others wait for what it does next. Raises JobEndedError, and as `door.Visit.check` and
-        `reforming.form_chosen`: the process has to end then.
+        The others wait for what it does next. While this waits it calls `check`, which may raise.
+
+        Raises JobEndedError, and as `door.Visit.check` and `reforming.form_chosen`: the process has
+        to end then.
         """
         while True:
             if self._visit is None:
@@ -87,7 +89,7 @@ class Arrival:
             try:
                 visit.ready(row, dict(facts), self._config.join_timeout_s)
                 with Survivors(job, ()) as survivors:
-                    view = self._await(visit, survivors, row)
+                    view = self._await(visit, survivors, row, check)
                     if view is not None:
                         join(self.ring, functools.partial(form_chosen, job, survivors))
             except PeerLostError:
@@ -100,10 +102,13 @@ class Arrival:
             self._visit = None
             job.standby.close()
 
-    def _await(self, visit: Visit, survivors: Survivors, row: Row) -> View | None:
+    def _await(
+        self, visit: Visit, survivors: Survivors, row: Row, check: Callable[[], None]
+    ) -> View | None:
         """The view that has the newcomer; None: the visit has ended, and nobody has told of one."""
         lost_s: float | None = None
         while lost_s is None or time.monotonic() - lost_s < TIMES.door_lost_s:
+            check()
             try:
                 return survivors.await_choice(row, TIMES.door_look_s)
             except PeerTimeoutError:

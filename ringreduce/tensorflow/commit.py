@@ -31,6 +31,11 @@ class CommitPoint:
         self._later: list[tuple[list[Any], _Update]] = []
 
     @property
+    def variables(self) -> list[Any]:
+        """Those that a step changes for it."""
+        return [self._count]
+
+    @property
     def count(self) -> int:
         """Steps whose updates have been made, also if the step has failed afterwards."""
         return int(self._count.numpy())

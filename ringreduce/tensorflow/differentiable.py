@@ -36,8 +36,12 @@ class Numbers:
     """The numbers of a communicator's calls. Several threads may compute gradients at a time."""
 
     def __init__(self) -> None:
-        self._next = itertools.count(1)
+        self.begin_anew()
         self._calling = threading.local()
+
+    def begin_anew(self) -> None:
+        """The next call is the first."""
+        self._next = itertools.count(1)
 
     def next(self, origin: int) -> tuple[int, Callable[..., int]]:
         """The number of the call that begins, a gradient of `origin`, and what signs it."""
@@ -65,6 +69,11 @@ class Numbers:
             remedy="Ask the tape for the gradients of one loss, the sum of several if need be, "
             "within the function that computes it, and let every rank record the same on it.",
         )
+
+
+def begin_anew(ring: Communicator) -> None:
+    """Count calls from the first on, on all ranks, as one that has just joined does."""
+    kept(ring, Numbers).begin_anew()
 
 
 def collective(

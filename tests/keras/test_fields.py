@@ -1,5 +1,7 @@
 """What callbacks know of a training: which of it a backup has, and that training goes on by it."""
 
+from collections import deque
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -118,8 +120,15 @@ def test_numbers_texts_arrays_and_collections_are_taken():
         "half": np.arange(3).astype(ml_dtypes.bfloat16),
         "empty": np.zeros((0, 2)),
         "arrays": [np.ones(2), {"x": np.zeros((), "bool")}],
+        "set": {1},
+        "deque": deque([1, [2.5]], 7),
     }
-    others = {"object": object(), "keyed": {1: 2}, "texts": np.array(["a"]), "set": {1}}
+    others = {
+        "object": object(),
+        "keyed": {1: 2},
+        "texts": np.array(["a"]),
+        "sets": {(1, object())},
+    }
     first, second = Kinds(), Kinds()
     fields, taking = (Fields([callback], made()) for callback in (first, second))
     vars(first).update(values | others)

@@ -13,6 +13,7 @@ unprivileged process that has been made `nice` can never be made less so, and ne
 SCHED_IDLE, so it would stay slow, and all others with it, once it is in the ring.
 """
 
+import re
 from typing import NamedTuple
 
 from ringreduce.commands.launch.failure import Failure
@@ -71,5 +72,6 @@ def ending_of(failure: Failure) -> str:
     if failure.raised is not None:
         frames = [line for line in failure.traceback if line.lstrip().startswith('File "')]
         where = f" in {frames[-1].strip()}" if frames else ""
-        return f"{failure.exception or failure.describe()}{where}"
+        # A step's number in it, or a file's, is another one each time.
+        return re.sub(r"\d+", "N", failure.exception or failure.describe()) + where
     return failure.describe() if failure.returncode >= 0 else ""

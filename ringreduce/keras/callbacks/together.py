@@ -14,7 +14,6 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
-from ringreduce.keras.callbacks.learning_rate import rates_of
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.one_sided import OneSided
 from ringreduce.keras.callbacks.profile import Profile
@@ -27,7 +26,7 @@ from ringreduce.keras.callbacks.rank_zero import (
     drop_rows,
     every_rank,
 )
-from ringreduce.keras.callbacks.replicas import broadcast_state, verify_model
+from ringreduce.keras.callbacks.replicas import broadcast_state, shared_state, verify_model
 from ringreduce.keras.checks.models import (
     refuse_other_ring,
     refuse_plain_since,
@@ -37,10 +36,12 @@ from ringreduce.keras.checks.seeds import fold_seeds
 from ringreduce.keras.checks.warnings import warn_of_other_steps
 from ringreduce.keras.elastic.backup import backups, restored, save, skip
 from ringreduce.keras.elastic.fields import Fields, plain_fields
+from ringreduce.keras.model.averages import untrained
 from ringreduce.keras.model.trial_in_fit import try_in_fit
 from ringreduce.keras.optimizers_in import build_optimizer_here, is_settled, settle, wrappers_in
 from ringreduce.keras.progress import note_fields, progress_of
 from ringreduce.keras.repeating import repeated
+from ringreduce.tensorflow.held import Held
 from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -308,16 +309,18 @@ class Together(Forwarding):
             repeated(ring, lambda: fold_seeds(self.model, ring))
         progress = progress_of(self.model)
         goes_on = progress is not None and progress.unread > 0
-        rates = [(rate, float(rate)) for rate in rates_of(self.model)] if goes_on else []
+        begun = Held(self._changed_by_training() if goes_on else [])
         super().on_epoch_begin(epoch, logs)
         self._stopping.meets_before_epochs |= self._meets_again
         self._meets_again = False
         if goes_on and self._fields is not None:
-            # The epoch had begun before its backup, which knows what has come of that.
-            for rate, value in rates:
-                rate.assign(value)
+            # The epoch had begun before its backup, which has what has come of that.
+            begun.put_back()
             if len(self._restored):
                 self._fields.put(self._restored)
+
+    def _changed_by_training(self) -> list[Any]:
+        return [*shared_state(self.model, self.model.weights), *untrained(self.model)]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks, then agree on what they have done."""
@@ -343,7 +346,7 @@ class Together(Forwarding):
         """What callbacks know, packed, and the state of what compares weights; for `join`."""
         fields = self._fields or self._begin_fields()
         one_sided = self._one_sided
-        return fields.packed(), [False, False] if one_sided is None else one_sided.state
+        return fields.packed(warns=False), [False, False] if one_sided is None else one_sided.state
 
     def join(self, packed: np.ndarray, state: Sequence[bool], *, is_within: bool) -> None:
         """Go on, as a newcomer that has all weights, where others are; `is_within` an epoch.

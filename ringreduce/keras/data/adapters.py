@@ -272,6 +272,7 @@ class _PyDatasetFeed(Feed):
             count = self._ordered.num_batches
             self.dataset = counted(divided, lambda: count)
         self._is_new, self._deals = True, plan.deal
+        self.owner = whole.given
 
     def begin(self, epoch: int) -> None:
         # First: processes that make batches are copies from then on.

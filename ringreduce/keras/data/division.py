@@ -49,6 +49,8 @@ class Feed:
     # Whether batches are so cheap that a newcomer may read those of an epoch that were made.
     is_cheap = False
     has_places = True  # whether a pass can go on after any batch, once those before were read again
+    # The user's object whose attributes say what the next epoch is, such as an order; or None.
+    owner: Any = None
     # The exception of the user's generator or PyDataset; TensorFlow shows only its text.
     failure: Exception | None = None
     is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so

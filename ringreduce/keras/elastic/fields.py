@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,11 +38,13 @@ OWN: dict[Any, tuple[str, ...]] = {
     keras.callbacks.TensorBoard: (
         *("_is_tracing", "_profiler_started", "_should_trace"),
         *("_batch_start_time", "_epoch_start_time", "_train_accumulated_time"),
+        *("_writers", "_summary_module"),
     ),
     # Its file says all.
-    keras.callbacks.CSVLogger: ("append", "append_header", "keys"),
+    keras.callbacks.CSVLogger: ("append", "append_header", "keys", "csv_file", "writer"),
 }
 _History = keras.callbacks.History
+_KINDS: Mapping[str, Any] = {"list": list, "tuple": tuple, "set": set}
 
 
 class _Unfit(Exception):
@@ -64,6 +67,7 @@ class Fields:
         self._acts_once = [id(callback) in once for callback in self._callbacks]
         self._begun = [_keys_of(callback) for callback in self._callbacks]
         self._left_out: set[tuple[str, str]] = set()
+        self._warns = True
         self.ending: tuple[int, Mapping[str, Any]] | None = None
 
     def changed(self) -> list[tuple[str, dict[str, Any]]]:
@@ -81,7 +85,7 @@ class Fields:
         return kind, {name: values[name] for name in names}
 
     def _leave_out(self, kind: str, name: str, why: str) -> None:
-        if (kind, name) not in self._left_out:
+        if self._warns and (kind, name) not in self._left_out:
             self._left_out.add((kind, name))
             _log.warning("backups leave out %s.%s: %s", kind, name, why)
 
@@ -98,8 +102,9 @@ class Fields:
         hashes = [repr(sorted(_plain_in(values).items())).encode() for _, values in told]
         return [kind for kind, _ in told], [*map(zlib.crc32, hashes)]
 
-    def packed(self) -> np.ndarray:
-        """All of it in bytes, uint8."""
+    def packed(self, *, warns: bool = True) -> np.ndarray:
+        """All of it in bytes, uint8; it `warns`, once, of what it leaves out."""
+        self._warns = warns
         arrays: list[np.ndarray] = []
         told = [
             [kind, acts_once, _encoded_all(self._small(kind, values), arrays)]
@@ -211,10 +216,13 @@ class _Encoder:
         if isinstance(value, np.ndarray) and _has_plain_elements(value):
             self.arrays.append(np.ascontiguousarray(value))
             return {"array": [value.dtype.name, list(value.shape)]}
-        if type(value) in (list, tuple, dict):
+        if type(value) in (list, tuple, set, deque, dict):
             self._left -= len(value)
             if self._left < 0:
                 raise _Unfit
+            if type(value) is deque:
+                items = [self.encoded(item) for item in value]
+                return {"deque": {"items": items, "most": value.maxlen}}
             if type(value) is not dict:
                 return {type(value).__name__: [self.encoded(item) for item in value]}
             if {*map(type, value)} <= {str}:
@@ -251,5 +259,7 @@ def _decoded(value: Any, left: _Bytes) -> Any:
         return left.next(*content)
     if kind == "dict":
         return {name: _decoded(item, left) for name, item in content.items()}
+    if kind == "deque":
+        return deque((_decoded(item, left) for item in content["items"]), content["most"])
     items = [_decoded(item, left) for item in content]
-    return tuple(items) if kind == "tuple" else items
+    return _KINDS[kind](items)

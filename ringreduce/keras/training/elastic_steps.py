@@ -94,6 +94,8 @@ class Elastic:
         # and what gives them all that they need.
         self.preparing: Callable[[], AbstractContextManager[None]] | None = None
         self._is_prepared = False
+        # The variables that the first step which was traced reads or changes, in its order.
+        self.captured: list[Any] = []
         self.bring_in: Callable[[], None] | None = None
         # Called when the ring was formed anew.
         self.formed: Callable[[], None] = lambda: None
@@ -189,7 +191,10 @@ class Elastic:
             if self._model.run_eagerly:
                 self._optimizer.prepare_now()
             else:
-                (self._uneven if rows % self._ring.config.size else self._even).trace()
+                first = self._uneven if rows % self._ring.config.size else self._even
+                first.trace()
+                own = {id(each) for each in (self._mean, *self._begun, *self._commit.variables)}
+                self.captured = [each for each in first.variables if id(each) not in own]
 
     def trace(self, iterator: Any) -> None:
         """Trace all that steps need, which read from `iterator`, so that none waits for it."""
@@ -320,6 +325,7 @@ class _Step:
     def __init__(self, step: Callable[..., Any], spec: Any) -> None:
         self._plain = step
         self._alone: Callable[..., Any] | None = None
+        self.variables: Sequence[Any] = ()  # of TensorFlow, which it reads; once it is traced
         self._with_reading: Callable[..., Any] | None = None
         self._spec = spec
         # Which rows it was made on last, most often those of the next too; as integers, as tensors.
@@ -334,6 +340,7 @@ class _Step:
         """Trace the step by itself, if that was not done."""
         if self._alone is None and self._spec is not None:
             self._alone = traced_for(self._step, *self._given)
+            self.variables = self._step.get_concrete_function(*self._given).graph.variables
 
     def trace_with(self, iterator: Any) -> None:
         """Trace the step with what reads from `iterator` after it."""

@@ -277,6 +277,9 @@ def _why_it_only_shrinks(
         "its validation data are shuffled, or drawn, by TensorFlow": (
             validation is not None and validation.source is not None
         ),
+        "its validation data cannot begin at another place": (
+            validation is not None and not validation.has_places
+        ),
         "each rank keeps a part of the optimizer's state (shard_state)": any(
             wrapper.options["shard_state"] for wrapper in wrappers_in(given.model)
         ),

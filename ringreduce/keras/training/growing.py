@@ -44,11 +44,14 @@ from ringreduce.keras.checks import seeds
 from ringreduce.keras.data.division import Feed
 from ringreduce.keras.data.fingerprint import count_passes, passes_begun
 from ringreduce.keras.elastic.backup import skip
+from ringreduce.keras.elastic.fields import Fields
 from ringreduce.keras.model.averages import Averages, untrained
 from ringreduce.keras.model.metric_trial import found_names, note_found_names
 from ringreduce.keras.training.elastic_steps import Elastic
 from ringreduce.keras.training.looking import LooksInFit
+from ringreduce.keras.training.random_states import random_states, set_random_states
 from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow.differentiable import begin_anew
 from ringreduce.tensorflow.variables import path_of, plain_variable, value_of
 from ringreduce.transport.door import JobEndedError
 from ringreduce.vocabulary.errors import MismatchError
@@ -72,16 +75,26 @@ class Parts:
     ) -> None:
         self.model, self.ring, self.steps, self.looks = model, ring, steps, looks
         self.together, (self.training, self.validation) = together, feeds
+        owner = self.training.owner
+        # What of the data has changed since training began.
+        self.of_data = Fields([] if owner is None else [owner], None)
 
     def variables(self, further: Mapping[int, Sequence[Any]]) -> list[Any]:
         """All that training changes, with `further` ones of the program; each once, in one order.
 
-        Without states of random generators.
+        What a traced step reads too, such as a weight of a term of the loss. Without states of
+        random generators and of metrics.
         """
         every = [*shared_state(self.model, self.model.weights), *untrained(self.model)]
         every += itertools.chain(*(further[number] for number in sorted(further)))
+        every += self.steps.captured
         by_id = {id(plain_variable(variable)): variable for variable in every}
-        return [each for each in by_id.values() if not seeds.is_seed_state(each)]
+        of_metrics = {id(plain_variable(each)) for each in self.model.metrics_variables}
+        return [
+            each
+            for key, each in by_id.items()
+            if key not in of_metrics and not seeds.is_seed_state(each)
+        ]
 
 
 class Members:
@@ -101,6 +114,16 @@ class Members:
         parts.steps.formed = self._stand
         parts.together.calls_at_begin = 0
         self._place = 0, 0, 0
+
+    @property
+    def reason(self) -> str:
+        """Why no rank can come back, as far as this one knows; the others are to be told."""
+        return "" if self._journal is None else self._journal.ends_growing or ""
+
+    def hear(self, reasons: Sequence[str]) -> None:
+        """Take what all ranks have told each other when training began."""
+        if self._journal is not None and any(reasons):
+            self._journal.end_growing(next(filter(None, reasons)))
 
     def begin(self, averages: Averages, _: Callable[[], Iterator[Any]]) -> None:
         """Training begins: what ranks tell each other from now on newcomers get otherwise."""
@@ -156,6 +179,7 @@ class Members:
     def _bring_in(self) -> None:
         """Give newcomers, which are in the ring already, all that they need."""
         parts, ring = self._parts, self._parts.ring
+        begin_anew(ring)
         if ring.rank:
             return
         assert self._averages is not None
@@ -167,6 +191,7 @@ class Members:
         told = [
             *(self._place, parts.steps.ended, _layout_of(variables), len(packed), state),
             *(self._averages.state, found_names(parts.model), passes_begun(ring)),
+            [parts.of_data.packed(warns=False).tobytes(), *random_states()],
         ]
         for place in places:
             ring.send_object(told, place)
@@ -202,7 +227,13 @@ class Newcomer:
 
     def __init__(self, parts: Parts, arrival: Arrival) -> None:
         self._parts, self._arrival = parts, arrival
+        self._of_data: list[Any] = []
         parts.steps.preparing = _nothing
+
+    reason = ""
+
+    def hear(self, reasons: Sequence[str]) -> None:
+        """What all ranks have told each other when training began."""
 
     def begin(self, averages: Averages, make_iterator: Callable[[], Iterator[Any]]) -> None:
         """Trace, be taken into the ring, and have the model and its training where others are.
@@ -220,7 +251,7 @@ class Newcomer:
         if parts.training.source is None:  # Else an iterator takes a seed.
             parts.steps.trace(make_iterator())
         try:
-            view = self._arrival.join(facts_of_program())
+            view = self._arrival.join(facts_of_program(), parts.looks.require_untold)
         except JobEndedError as error:
             _log.warning("%s", error)
             raise EndsInOrder(0) from None
@@ -231,7 +262,9 @@ class Newcomer:
 
     def _take(self, averages: Averages) -> None:
         parts, ring, model = self._parts, self._parts.ring, self._parts.model
-        place, ended, layout, nbytes, state, of_averages, names, passes = ring.recv_object(0)
+        begin_anew(ring)
+        told = ring.recv_object(0)
+        place, ended, layout, nbytes, state, of_averages, names, passes, of_data = told
         variables = parts.variables(self._arrival.variables)
         if layout != _layout_of(variables):
             raise MismatchError(
@@ -253,16 +286,28 @@ class Newcomer:
                 **ring.config.who,
             )
         epoch, steps, count = place
-        count_passes(ring, {key: begun - (steps > 0) for key, begun in passes.items()})
+        count_passes(ring, passes)  # Within an epoch those of arrays, which have none.
         note_found_names(model, names)
         averages.join(*of_averages)
         parts.together.join(packed, state, is_within=steps > 0)
         parts.looks.join(count)
         private.set_initial_epoch(model, epoch)
         skip(model, steps, ring)
+        if not steps:  # Else of arrays, which are shuffled by numbers of their own.
+            self._of_data = of_data
         units, made = ended
         parts.steps.join(units, made, epoch, steps)
         Members(parts, None, averages)
+
+    def take_data(self) -> None:
+        """Have data, and what draws their order, where the first rank had them.
+
+        Called after `Feed.pass_by`, which may draw too.
+        """
+        if self._of_data:
+            of_owner, *of_random = self._of_data
+            self._parts.of_data.put(np.frombuffer(of_owner, np.uint8))
+            set_random_states(*of_random)
 
     def _receive(self, group: Sequence[Any]) -> None:
         """Give variables the values that come in one pack."""
@@ -320,9 +365,10 @@ def growing_of(parts: Parts, why_not: str) -> Iterator[Growing | None]:
     growing: Growing | None = None
     if arrival is not None and arrival.is_waiting:
         growing = Newcomer(parts, arrival)
-    elif why_not or journal is None or journal.ends_growing is not None:
+    elif why_not:
         only_shrinks(parts.ring, why_not)
-    elif not journal.has_served:
+    elif journal is not None and not journal.has_served:
+        # Also if this rank's has ended: only all together know that of each other.
         journal.has_served = True
         growing = Members(parts, journal)
     try:

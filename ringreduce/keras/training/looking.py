@@ -13,13 +13,14 @@ import keras
 import numpy as np
 
 from ringreduce.communicator.rank_zero import on_rank_zero
-from ringreduce.effects.notice import Notice
+from ringreduce.effects.notice import EndsInOrder, Notice, reason_of
 from ringreduce.keras import metric_states
 from ringreduce.keras.elastic.backup import back_up
 from ringreduce.keras.elastic.leaving import Looks
 from ringreduce.keras.optimizers_in import wrappers_in
 from ringreduce.keras.repeating import repeated
 from ringreduce.keras.training.ranks import Training
+from ringreduce.vocabulary.config import leave_code
 
 _MANY = 1 << 62
 
@@ -56,6 +57,7 @@ class LooksInFit:
         part: Callable[[Mapping[int, str]], None] | None = None,
     ) -> None:
         self._model, self._who, self._callbacks = model, who, callbacks
+        self._notice = notice
         self._stops_in_epochs = stops_in_epochs
         # In an elastic job ranks may leave though all could not stop there.
         self._is_in_epochs = stops_in_epochs or minimum is not None
@@ -112,6 +114,12 @@ class LooksInFit:
         if growing.may_grow(within_epoch=within_epoch):
             growing.grow(*self._place, self._count)
             self._looks.join(self._count)
+
+    def require_untold(self) -> None:
+        """Raise EndsInOrder if this rank, a newcomer that waits, was told to go."""
+        if reason_of(self._notice):
+            self._notice.is_met = True
+            raise EndsInOrder(leave_code())
 
     def join(self, count: int) -> None:
         """Look, as a newcomer, when all others do, who have made `count` steps."""

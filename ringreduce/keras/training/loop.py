@@ -124,6 +124,7 @@ class Loop:
         self._progress.looking = self._agree_who_looks()
         self._is_watched = bool(self._progress.looking)
         averages = Averages(model, self._who.data)
+        begun = private.initial_epoch_of(model) or epochs.start
         if self._growing is not None:
             self._growing.begin(averages, lambda: iter(self._feed.dataset))
         first = private.initial_epoch_of(model) or epochs.start
@@ -131,7 +132,8 @@ class Loop:
             self._warn_of_data_begun_anew(first)
         self._passes.take_seeds(first - epochs.start)
         if isinstance(self._growing, Newcomer):
-            self._pass_by(range(epochs.start, first), validation, validation_freq)
+            self._pass_by(range(begun, first), validation, validation_freq)
+            self._growing.take_data()
         for epoch in range(first, epochs.stop):
             model.reset_metrics()
             self._feed.begin(epoch)
@@ -192,12 +194,16 @@ class Loop:
         if ring.size > 1:
             batches = None if self._exchanges else self._passes.steps or self._passes.batches
             states = seeds.states_of(model) if divides_alone else []
-            own = batches, looking, begins, model.stop_training, seeds.seeds_of(states)
+            growing = self._growing
+            reason = "" if growing is None else growing.reason
+            own = batches, looking, begins, model.stop_training, seeds.seeds_of(states), reason
             told = list(zip(*ring.all_gather_object(own), strict=True))
             self._require_equal(told[0])
             looking, begins = list(dict.fromkeys(itertools.chain(*told[1]))), any(told[2])
             model.stop_training = any(told[3])
             seeds.make_unlike(states, told[4], ring.rank)
+            if growing is not None:
+                growing.hear(told[5])
         self._begins = begins and not looking
         for callback in every:
             if hasattr(callback, "meets_after_calls"):
@@ -229,7 +235,11 @@ class Loop:
         self._makes.begin_epoch(epoch, passes.steps or passes.batches)
         # Callbacks that look at no batch may have wanted to before the epoch: on all ranks then.
         # What one has set since, such as a handler of signals, counts when ranks agree again.
+        # When a newcomer begins an epoch the others may be in it, and agree after it.
+        begins_alone = isinstance(self._growing, Newcomer) and self._is_beginning
+        begins_alone &= not self._begins or self._progress.unread > 0
         is_agreed = self._is_beginning or self._begins or self._who.everyone.size == 1
+        is_agreed &= not begins_alone
         is_stopping, self._is_beginning = model.stop_training and is_agreed, False
         self._progress.has_earlier_steps = False
         if self._progress.unread and not self._skip(epoch):
