@@ -16,7 +16,7 @@ from tests.scope import in_full
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(170)]
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "comes_back.py")
-OF_TRAINING = "data", "way", "steps", "epochs", "rates", "validates", "normalizes"
+OF_TRAINING = "data", "way", "steps", "epochs", "rates", "validates", "decays", "anneals"
 
 
 def facts(folder):
@@ -52,7 +52,7 @@ def assert_whole(found, size, case, lives):
         assert sorted(fact["members"]) == [*range(size)]
         assert fact["digest"] == first["digest"]
         assert (fact["history"], fact["epochs"]) == (first["history"], first["epochs"])
-        assert fact["fields"] == first["fields"]
+        assert (fact["fields"], fact["factor"]) == (first["fields"], first["factor"])
         assert fact["kept"] == first["kept"] == 0.0
     expected = alone(json.dumps({k: v for k, v in case.items() if k in OF_TRAINING}))
     for here, there in zip(first["weights"], expected["weights"], strict=True):
@@ -70,6 +70,8 @@ CASES = {
     "dataset, eager": {"data": "dataset", "epochs": 12, "way": "eager"},
     "shuffled": {"data": "shuffled", "epochs": 12},
     "sequence": {"data": "sequence", "epochs": 12},
+    "shuffled sequence": {"data": "shuffled sequence", "epochs": 12},
+    "arrays, decays, anneals": {"decays": True, "anneals": True, "epochs": 4},
 }
 QUICK = "arrays, rates", "shuffled"
 
@@ -137,9 +139,20 @@ def test_another_program_is_refused_by_name_and_disturbs_nobody(tmp_path, unlike
 SHRINK = {
     "data": ({"data": "generator"}, "its data go on across epochs, or cannot begin at another"),
     "call": ({"early": "split"}, "split was called before training, and what that gives"),
+    "of two": ({"early": "send"}, "send was called before training, and what that gives"),
     "hook": ({"hook": True}, "callbacks call collectives when an epoch begins"),
     "option": ({"shards": True}, "each rank keeps a part of the optimizer's state"),
 }
+
+
+@pytest.mark.full
+def test_moving_averages_are_those_of_the_first_rank(tmp_path):
+    """What one process trains to is not what ranks with batches of their own do."""
+    found, done = job(tmp_path, 3, lost=[[1, 47]], normalizes=True, validates=True)
+    assert sorted(found) == [(0, 0), (1, 1), (2, 0)]
+    assert len({fact["digest"] for fact in found.values()}) == 1
+    assert found[1, 1]["history"] == found[0, 0]["history"]
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [in_full(each) for each in SHRINK])

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import keras
@@ -87,6 +88,21 @@ class Sequence(keras.utils.PyDataset):
         self.turned += 1
 
 
+class Shuffled(Sequence):
+    """As users write it: by NumPy's generator, which making a batch draws from too."""
+
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.order = np.arange(STEPS)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(self.order[index])
+        return x + np.random.normal(size=x.shape).astype("float32") * 0, y
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
 class Events(keras.callbacks.Callback):
     """Loses ranks, and has training wait for those that come back."""
 
@@ -115,6 +131,29 @@ class Events(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Decays(keras.callbacks.Callback):
+    """Changes weights when an epoch begins."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        for weight in self.model.trainable_weights:
+            weight.assign(weight * 0.9)
+
+
+class Anneals(keras.callbacks.Callback):
+    """Changes a variable that the loss reads and no model has."""
+
+    def __init__(self):
+        super().__init__()
+        self.latest = deque(maxlen=3)
+
+    def on_epoch_end(self, epoch, logs=None):
+        FACTOR.assign_add(0.25)
+        self.latest.append(float(FACTOR))
+
+
+FACTOR = tf.Variable(1.0)
+
+
 class Rates(keras.callbacks.Callback):
     """Changes the rate within an epoch and between epochs."""
 
@@ -139,6 +178,11 @@ def made():
         inner = keras.optimizers.Adam(0.02, beta_1=0.8)
     options = {"jit_compile": CASE.get("way") == "xla", "run_eagerly": CASE.get("way") == "eager"}
     loss = "mae" if UNLIKE == "loss" else "mse"
+    if CASE.get("anneals"):
+
+        def loss(true, predicted):
+            return FACTOR * keras.losses.mean_squared_error(true, predicted)
+
     wrapped = rr.DistributedOptimizer(inner, shard_state=bool(CASE.get("shards")))
     model.compile(wrapped, loss, metrics=["mae"], **options)
     return model
@@ -152,8 +196,8 @@ def data():
     kind = CASE.get("data", "arrays")
     if kind == "arrays":
         return (x, y), {"batch_size": BATCH}
-    if kind == "sequence":
-        return (Sequence(x, y),), {}
+    if kind in ("sequence", "shuffled sequence"):
+        return ((Sequence if kind == "sequence" else Shuffled)(x, y),), {}
     if kind == "generator":
         batches = [slice(BATCH * each, BATCH * (each + 1)) for each in range(STEPS)]
         rows = [(x[batch], y[batch]) for batch in batches] * EPOCHS
@@ -173,6 +217,10 @@ def main():
         ring.barrier()
     if CASE.get("early") == "split":
         ring.split(0)
+    if CASE.get("early") == "send" and ring.rank == 2:  # Rank 0 knows nothing of it.
+        ring.send_object("a message", 1)
+    if CASE.get("early") == "send" and ring.rank == 1:
+        ring.recv_object(2)
     model = made()
     kept = tf.Variable(float(LIFE))
     rr.broadcast_variables([kept])
@@ -180,6 +228,7 @@ def main():
     callbacks = [Events(ring)] if LOST else []
     if CASE.get("hook"):
         callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: ring.barrier()))
+    callbacks += [Decays()] * bool(CASE.get("decays")) + [Anneals()] * bool(CASE.get("anneals"))
     if CASE.get("rates"):
         callbacks.append(Rates())
         callbacks.append(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0))
@@ -207,6 +256,7 @@ def main():
         "history": history.history,
         "epochs": history.epoch,
         "kept": float(kept),
+        "factor": float(FACTOR),
         "fields": [
             [getattr(c, name, None) for name in ("wait", "best", "cooldown_counter", "seen")]
             for c in callbacks
