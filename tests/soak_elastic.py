@@ -160,7 +160,7 @@ def run(
                 demand(fact["iterations"] == EPOCHS * STEPS, f"steps: {fact['iterations']}")
                 demand(fact["digest"] == stayed[left[0]]["digest"], f"weights of rank {rank}")
             for rank in [rank for rank in victims if hows[rank] == "leave"]:
-                told = re.findall(r"ranks? ([\d, ]+) left after step", job.stderr)
+                told = re.findall(r"ranks? ([\d, ]+) left after (?:step|epoch)", job.stderr)
                 is_said = any(str(rank) in each.split(", ") for each in told)
                 demand(is_said, f"rank {rank} has not left in order")
             if {*hows.values()} <= {"leave"}:

@@ -139,9 +139,8 @@ def test_another_program_is_refused_by_name_and_disturbs_nobody(tmp_path, unlike
 SHRINK = {
     "data": ({"data": "generator"}, "its data go on across epochs, or cannot begin at another"),
     "call": ({"early": "split"}, "split was called before training, and what that gives"),
-    "of two": ({"early": "send"}, "send was called before training, and what that gives"),
+    "of two": ({"early": "send"}, "recv_object was called before training, and what that"),
     "hook": ({"hook": True}, "callbacks call collectives when an epoch begins"),
-    "option": ({"shards": True}, "each rank keeps a part of the optimizer's state"),
 }
 
 

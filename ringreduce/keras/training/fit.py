@@ -280,9 +280,6 @@ def _why_it_only_shrinks(
         "its validation data cannot begin at another place": (
             validation is not None and not validation.has_places
         ),
-        "each rank keeps a part of the optimizer's state (shard_state)": any(
-            wrapper.options["shard_state"] for wrapper in wrappers_in(given.model)
-        ),
         "its steps are measured (profile)": given.profile or profile_wanted(),
         "its steps are recorded (ringreduce verify)": is_recorded,
     }
