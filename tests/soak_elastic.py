@@ -117,17 +117,20 @@ def run(
                 came = [fact["pid"] for fact in facts_in(job.stdout) if "newcomer" in fact]
                 for pid in sorted({*came} - known):
                     known.add(pid)
-                    time.sleep(moments.uniform(0.0, 12.0))
+                    until = time.monotonic() + moments.uniform(0.0, 12.0)
+                    while time.monotonic() < until and not job.has_ended():
+                        time.sleep(0.05)
                     # The failure of one that has trained to the end is the job's.
                     if not any("digest" in fact for fact in facts_in(job.stdout)):
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
 
-        moments = random.Random(chosen.random())
+        moments, killer = random.Random(chosen.random()), None
         if comes_back and chosen.random() < 0.5:
             done.append("killed again")
-            threading.Thread(target=kill_newcomers, daemon=True).start()
+            killer = threading.Thread(target=kill_newcomers)
+            killer.start()
         try:
             wait_until(lambda: len(processes()) == SIZE, "the beginning", DEADLINE_S)
             events = [*hows.items(), *((rank, "reset") for rank in resets)]
@@ -147,7 +150,10 @@ def run(
                     time.sleep(1.0)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(processes()[rank], KINDS[how])
-            demand(job.wait(DEADLINE_S) == 0, "the job has failed")
+            code = job.wait(DEADLINE_S)
+            if killer is not None:
+                killer.join()
+            demand(code == 0, "the job has failed")
             found = {fact["rank"]: fact for fact in facts_in(job.stdout) if "digest" in fact}
             left = sorted({*range(SIZE)} - {*victims})
             stayed = {rank: fact for rank, fact in found.items() if not fact["life"]}
