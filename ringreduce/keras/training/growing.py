@@ -52,7 +52,7 @@ from ringreduce.keras.training.looking import LooksInFit
 from ringreduce.keras.training.random_states import random_states, set_random_states
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.differentiable import begin_anew
-from ringreduce.tensorflow.variables import path_of, plain_variable, value_of
+from ringreduce.tensorflow.variables import path_of, plain_variable, read
 from ringreduce.transport.door import JobEndedError
 from ringreduce.vocabulary.errors import MismatchError
 
@@ -88,7 +88,9 @@ class Parts:
         every = [*shared_state(self.model, self.model.weights), *untrained(self.model)]
         every += itertools.chain(*(further[number] for number in sorted(further)))
         every += self.steps.captured
-        by_id = {id(plain_variable(variable)): variable for variable in every}
+        by_id: dict[int, Any] = {}
+        for variable in every:  # A step knows TensorFlow's own, without the names of Keras's.
+            by_id.setdefault(id(plain_variable(variable)), variable)
         of_metrics = {id(plain_variable(each)) for each in self.model.metrics_variables}
         return [
             each
@@ -199,10 +201,10 @@ class Members:
         for place in places:
             ring.send(packed, place)
         for group in _packs(variables):
-            data = np.frombuffer(b"".join(value_of(v).tobytes() for v in group), np.uint8)
+            data = np.concatenate([_bytes_of(variable) for variable in group])
             for place in places:
                 ring.send(data, place)
-            digest.update(data.tobytes())
+            digest.update(data.data)  # While newcomers do the same.
         for place in places:
             ring.send_object(digest.digest(), place)
 
@@ -278,7 +280,7 @@ class Newcomer:
         for group in _packs(variables):
             self._receive(group)
             for variable in group:
-                digest.update(value_of(variable).tobytes())
+                digest.update(_bytes_of(variable).data)
         if ring.recv_object(0) != digest.digest():
             raise MismatchError(
                 "has other values than the first rank, though it has just got them: a fault of "
@@ -311,7 +313,7 @@ class Newcomer:
 
     def _receive(self, group: Sequence[Any]) -> None:
         """Give variables the values that come in one pack."""
-        values = [value_of(variable) for variable in group]
+        values = [np.asarray(read(plain_variable(variable))) for variable in group]
         data = np.empty(sum(value.nbytes for value in values), np.uint8)
         self._parts.ring.recv(data, 0)
         offset = 0
@@ -337,13 +339,19 @@ def _layout_of(variables: Sequence[Any]) -> int:
     return signature_of(*((path_of(v), tuple(v.shape), str(v.dtype)) for v in variables))
 
 
+def _bytes_of(variable: Any) -> np.ndarray:
+    """The value of a variable, flat, as uint8; where it is in memory, so only for a moment."""
+    value = np.ascontiguousarray(read(plain_variable(variable)))
+    return value.reshape(-1).view(np.uint8)
+
+
 def _packs(variables: Sequence[Any]) -> Iterator[list[Any]]:
     """The `variables` in groups of about `_PACK_BYTES`, each of at least one."""
     group: list[Any] = []
     nbytes = 0
     for variable in variables:
         group.append(variable)
-        nbytes += value_of(variable).nbytes
+        nbytes += _bytes_of(variable).nbytes
         if nbytes >= _PACK_BYTES:
             yield group
             group, nbytes = [], 0
