@@ -1,7 +1,7 @@
 """A newcomer's way into the job: it knocks, is told the job, and is taken into the ring.
 
-    arrive(config)          init(): knocks; the communicator answers as the job has answered
-    Arrival.join(facts)     training: is ready, waits until a ring has it, and is a rank of that
+    Arrival(config)     in init(): knocks; its communicator answers as the job has answered
+    Arrival.join        in training: is ready, waits until a ring has it, and is a rank of that
 
 A first rank that is lost, or another ring, ends the visit: the newcomer knocks at the next door.
 """
