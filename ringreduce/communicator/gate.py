@@ -98,6 +98,8 @@ class Gate:
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """What a newcomer with the facts `theirs` has other than the job, in words; empty: nothing."""
     for name in sorted({*ours} & {*theirs}):
+        if ours[name] != theirs[name] and name.endswith(".py"):
+            return f"{name} was changed since the job began"
         if ours[name] != theirs[name]:
             return f"{name} is {theirs[name]!s:.200} here, and {ours[name]!s:.200} in the job"
     return ""

@@ -8,6 +8,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.communicator.coming import coming, join
 from ringreduce.communicator.formation import Job
+from ringreduce.communicator.gate import differing
 from ringreduce.communicator.integration import (
     check,
     claim,
@@ -179,3 +180,11 @@ def test_it_is_closed_where_it_cannot_join():
         assert comm.closed
         with pytest.raises(rr.ClosedError):
             comm.barrier()
+
+
+def test_another_program_is_named_and_what_one_has_not_imported_yet_is_no_difference():
+    job = {"argv": "['a']", "train.py": "a file with hash 1", "later.py": "a file with hash 2"}
+    assert differing(job, {"argv": "['a']", "train.py": "a file with hash 1"}) == ""
+    assert differing(job, job | {"argv": "['b']"}) == "argv is ['b'] here, and ['a'] in the job"
+    edited = differing(job, job | {"train.py": "a file with hash 3"})
+    assert edited == "train.py was changed since the job began"
